@@ -1,0 +1,49 @@
+"""Lossless recurrent drafting (ReDrafter, arXiv 2403.09919) for the language models of mlx-lm."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import load, load_drafter
+    from .demo import load_demo
+    from .errors import CheckpointError, RedrafterError, UnsupportedModelError
+    from .generation import GenerationResponse, generate, generate_step, stream_generate
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "GenerationResponse": "generation",
+    "RedrafterError": "errors",
+    "UnsupportedModelError": "errors",
+    "generate": "generation",
+    "generate_step": "generation",
+    "load": "checkpoint",
+    "load_demo": "demo",
+    "load_drafter": "checkpoint",
+    "stream_generate": "generation",
+}
+
+__all__ = [
+    "CheckpointError",
+    "GenerationResponse",
+    "RedrafterError",
+    "UnsupportedModelError",
+    "generate",
+    "generate_step",
+    "load",
+    "load_demo",
+    "load_drafter",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: importing the package alone stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
