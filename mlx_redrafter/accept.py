@@ -1,0 +1,33 @@
+"""The one rule of acceptance, for greedy and sampled decoding alike. Pure."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .types import Tree, Verdict
+
+
+def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdict:
+    """The path on which the target agrees with the draft.
+
+    The target has chosen a token after every node, without looking at the draft. A node is kept when the choice
+    at its parent is that node's token, and all its ancestors are kept. Siblings differ, so the kept nodes are one
+    path, and what it spells is what the target alone would have said::
+
+        target says: after the -> cat, after cat -> ran, after ran -> away
+        kept: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
+
+    Args:
+        tree: N nodes.
+        target_tokens: (N,) int32, the target's choice after each node.
+        depth: K, the depth of the deepest possible node.
+        limit: the most drafted tokens that may be kept.
+
+    Source: Leviathan et al. 2023 for deterministic drafts, with the target's draw fixed by its position.
+    """
+    matched = (target_tokens[tree.parents] == tree.tokens) | (tree.depths == 0)
+    kept = mx.all(matched[None] | ~tree.ancestors, axis=1)
+    n_accepted = mx.minimum(kept.sum() - 1, limit).astype(mx.int32)
+    levels = mx.minimum(mx.arange(depth + 1, dtype=mx.int32), n_accepted)
+    on_level = kept[None] & (tree.depths[None] == levels[:, None])
+    return Verdict(n_accepted, mx.argmax(on_level, axis=1).astype(mx.int32))

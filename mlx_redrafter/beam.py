@@ -1,0 +1,82 @@
+"""Beam search over a recurrent drafter, with back-pointers. Pure: arrays in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from .types import Beams
+
+BLOCK = 128
+
+Advance = Callable[[mx.array, mx.array | None], tuple[mx.array, mx.array]]
+"""(tokens (W,), state (W, ...) or None) -> (logits (W, V) float32, the state after those tokens)."""
+
+
+def top_w(values: mx.array, width: int) -> mx.array:
+    """(width,) int32 indices of the largest entries of `values` (M,), largest first, without sorting M entries.
+
+    The top W entries lie in the W blocks with the largest maxima: any other block has W blocks above all of it.
+    So only block maxima, and then W blocks, are ever ordered.
+    """
+    if width == 1:
+        return mx.argmax(values, axis=-1, keepdims=True).astype(mx.int32)
+    size = values.shape[0]
+    if size <= width * BLOCK:
+        return mx.argsort(-values)[:width].astype(mx.int32)
+    if size % BLOCK:
+        values = mx.concatenate([values, mx.full((-size % BLOCK,), -mx.inf, values.dtype)])
+    blocks = values.reshape(-1, BLOCK)
+    best = mx.argpartition(-blocks.max(axis=1), width - 1)[:width]
+    entries = blocks[best].reshape(-1)
+    chosen = mx.argsort(-entries)[:width]
+    return (best[chosen // BLOCK] * BLOCK + chosen % BLOCK).astype(mx.int32)
+
+
+def keep_top(logits: mx.array, count: int) -> mx.array:
+    """`logits` (W, V) less each row's maximum, and -50,000 wherever fewer than `count` entries reach (ties stay).
+
+    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
+    """
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    threshold = mx.sort(logits, axis=-1)[:, -count][:, None]
+    return mx.where(logits < threshold, -50000.0, logits)
+
+
+def search(
+    advance: Advance,
+    token: mx.array,
+    width: int,
+    depth: int,
+    *,
+    adjust: Callable[[mx.array, int], mx.array] | None = None,
+) -> Beams:
+    """The `width` most likely continuations of `depth` tokens, as beams.
+
+    With width 1 it is a chain of argmaxes and the scores are those of the chain.
+
+    Args:
+        advance: one step of the drafter.
+        token: () the root.
+        width: W.
+        depth: K.
+        adjust: (logits (W, V), level 0..K-1) -> logits to rank by; None ranks by the drafter's own.
+
+    Source: arXiv 2403.09919, section 3.2; back-pointers as in EAGLE's cnets.py::topK_genrate.
+    """
+    tokens, state = token.reshape(1).astype(mx.int32), None
+    total = mx.zeros((1,), mx.float32)
+    levels: list[tuple[mx.array, mx.array, mx.array]] = []
+    for level in range(depth):
+        logits, state = advance(tokens, state)
+        if adjust is not None:
+            logits = adjust(logits, level)
+        joint = logits + (total - mx.logsumexp(logits, axis=-1))[:, None]
+        best = top_w(joint.reshape(-1), width)
+        size = logits.shape[-1]
+        total = joint.reshape(-1)[best]
+        tokens, parents = best % size, best // size
+        state = state[parents] if width > 1 else state
+        levels.append((tokens, parents, total))
+    return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

@@ -1,0 +1,108 @@
+"""The recurrent drafter: a small network that guesses the next tokens from the target's last hidden state.
+
+    s_t = SiLU(rnn_w(e_t) + rnn_u(s_{t-1}))         s_0 = 0; e_t: the target's raw embedding of the token before
+    y   = concat[h, s_t]                            h: the target's hidden state, the same for the whole draft
+    y   = input_proj(y)                             only when exit_dim != 2 * hidden_size
+    y   = y + SiLU(linear(y))                       num_draft_layers times
+    logits = head(y)
+
+Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py::Drafter; arXiv 2403.09919, section 3.
+Parameter names are those of its checkpoints, so that its files load as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+
+
+@dataclass(frozen=True)
+class DrafterArgs:
+    """The drafter's sizes, in the names of its `config.json`.
+
+    Attributes:
+        hidden_size: D, the target's.
+        vocab_size: V, the target's.
+        exit_dim: X, the width of the residual blocks and the head; 2 * D needs no input projection.
+        num_draft_layers: how many residual blocks stand before the head.
+        rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    exit_dim: int
+    num_draft_layers: int
+    rnn: bool = True
+    model_type: str = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> DrafterArgs:
+        """The arguments named in a `config.json`; other keys are ignored."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in config.items() if key in names})
+
+
+class ResidualBlock(nn.Module):
+    """y + SiLU(linear(y)) on (..., X) arrays."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dims, dims)
+
+    def __call__(self, y: mx.array) -> mx.array:
+        return y + nn.silu(self.linear(y))
+
+
+class Drafter(nn.Module):
+    """The drafter's weights and its two stages; it keeps nothing between calls."""
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__()
+        self.args = args
+        if args.exit_dim != 2 * args.hidden_size:
+            self.input_proj = nn.Linear(2 * args.hidden_size, args.exit_dim)
+        blocks: list[nn.Module] = [ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)]
+        self.lm_head = [*blocks, nn.Linear(args.exit_dim, args.vocab_size, bias=False)]
+        if args.rnn:
+            self.rnn_u = nn.Linear(args.hidden_size, args.hidden_size)
+            self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
+
+    def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
+        """The state after one more token.
+
+        Args:
+            embedding: (..., D) the target's raw embedding of that token.
+            state: (..., D) the state before it, or None for s_0 = 0.
+        """
+        if "rnn_w" not in self:
+            return embedding if state is None else embedding + state
+        if state is None:
+            state = mx.zeros_like(embedding)
+        return nn.silu(self.rnn_w(embedding) + self.rnn_u(state))
+
+    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
+        """(..., V) float32 logits of the token that follows `state`.
+
+        Args:
+            hidden: (..., D) the target's hidden state; broadcast against `state`.
+            state: (..., D).
+        """
+        hidden = mx.broadcast_to(hidden.astype(state.dtype), state.shape)
+        y = mx.concatenate([hidden, state], axis=-1)
+        if "input_proj" in self:
+            y = self.input_proj(y)
+        for layer in self.lm_head:
+            y = layer(y)
+        return y.astype(mx.float32)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype its states are computed in."""
+        head = self.lm_head[-1]
+        dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
+        return dtype if mx.issubdtype(dtype, mx.floating) else mx.float32

@@ -1,0 +1,37 @@
+"""What speculation has done so far."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Stats(NamedTuple):
+    """Counts over the rounds so far; plain decoding has no rounds.
+
+    Attributes:
+        rounds: drafts that were verified. The token chosen by the prefill belongs to none.
+        drafted: nodes that were verified, roots not counted.
+        accepted: drafted tokens that were kept.
+        reached: `reached[d]` rounds kept more than d drafted tokens.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reached: tuple[int, ...] = ()
+
+    def after(self, drafted: int, accepted: int, depth: int) -> Stats:
+        """The counts after one more round, of a draft `depth` deep."""
+        reached = self.reached + (0,) * (depth - len(self.reached))
+        reached = tuple(count + (d < accepted) for d, count in enumerate(reached))
+        return Stats(self.rounds + 1, self.drafted + drafted, self.accepted + accepted, reached)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """1 + accepted / rounds; 1.0 before the first round."""
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def acceptance_per_depth(self) -> tuple[float, ...]:
+        """The share of rounds that kept a drafted token at depth 1, 2, ..., K."""
+        return tuple(count / self.rounds for count in self.reached)
