@@ -1,0 +1,220 @@
+"""Models and drafters from directories or the Hugging Face hub, checked before they are used."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _download, load_model
+from mlx_lm.utils import load as load_target
+
+from .drafter import MODEL_TYPE, Drafter, DrafterArgs
+from .errors import CheckpointError
+from .target import sizes
+
+WEIGHTS = "model*.safetensors"
+
+
+def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
+    """The target and its tokenizer, by mlx-lm's own loader.
+
+    Args:
+        path_or_hf_repo: a local directory or a hub id.
+        options: see `mlx_lm.load`.
+
+    Raises:
+        CheckpointError: there is no such model, or it cannot be read.
+    """
+    path = find(path_or_hf_repo)
+    check_directory(path)
+    try:
+        model, tokenizer, *_ = load_target(str(path), **options)
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+        raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
+    return model, tokenizer
+
+
+def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
+    """A drafter, plain or quantised, with its weights evaluated.
+
+    Its sizes are read off its tensors; the config is only compared with them.
+
+    Args:
+        path_or_hf_repo: a local directory or a hub id, in Apple's names (see docs/architecture.md).
+        model: the target it is for; sizes are checked against it.
+
+    Raises:
+        CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
+    """
+    path = find(path_or_hf_repo)
+    config = check_directory(path)
+    if (kind := config.get("model_type", MODEL_TYPE)) != MODEL_TYPE:
+        raise CheckpointError(f"expected a drafter (model_type {MODEL_TYPE!r}) in {path}, got model_type {kind!r}")
+    args = derive_args(path, config)
+    try:
+        loaded, _ = load_model(
+            path,
+            model_config=dict(vars(args)),
+            get_model_classes=lambda config: (Drafter, DrafterArgs),
+        )
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
+    drafter = cast(Drafter, loaded)
+    check_weights(path, drafter)
+    if model is not None:
+        check_fit(drafter, model, f"{path}")
+    return drafter
+
+
+def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> None:
+    """Holds a drafter's sizes against a target's.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    hidden_size, vocab_size = sizes(model)
+    for what, expected, got in (
+        ("hidden size", drafter.args.hidden_size, hidden_size),
+        ("vocabulary size", drafter.args.vocab_size, vocab_size),
+    ):
+        if expected != got:
+            raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
+
+
+def save_drafter(
+    directory: Path, drafter: Drafter, *, dtype: mx.Dtype | None = None, extra: dict[str, Any] | None = None
+) -> None:
+    """Writes `config.json` and `model.safetensors`, each under a temporary name first, the weights last.
+
+    Args:
+        dtype: of the floating-point weights as stored; None keeps theirs.
+        extra: more keys for the config.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    if dtype is not None:
+        weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
+    stored = next(str(w.dtype) for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
+    config = {**vars(drafter.args), "dtype": stored.removeprefix("mlx.core."), **(extra or {})}
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
+        written = Path(scratch)
+        (written / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        mx.save_safetensors(str(written / "model.safetensors"), weights, {"format": "mlx"})
+        for name in ("config.json", "model.safetensors"):
+            os.replace(written / name, directory / name)
+
+
+def find(path_or_hf_repo: str | Path) -> Path:
+    """The local directory of a model, fetched from the hub when the name is not a path.
+
+    Raises:
+        CheckpointError: neither a directory here nor reachable on the hub.
+    """
+    name = str(path_or_hf_repo)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
+        raise CheckpointError(f"no such directory: {name!r}")
+    try:
+        return Path(_download(name))
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} is no directory here, and the hub has not given it: {one_line(error)}"
+        ) from error
+
+
+def check_directory(path: Path) -> dict[str, Any]:
+    """The config of a model directory whose files are all there.
+
+    Raises:
+        CheckpointError: no directory, no readable config, no weights, or a shard that the index names is missing.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"expected a model directory, got a file: {path}")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"no config.json in {path}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / 'config.json'} must hold an object, got {type(config).__name__}")
+    present = {file.name for file in path.glob(WEIGHTS)}
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        if missing := sorted(named - present):
+            raise CheckpointError(f"half a checkpoint: {index.name} names {missing[0]}, which is not in {path}")
+    if not present:
+        raise CheckpointError(f"no {WEIGHTS} in {path}")
+    return config
+
+
+def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
+    """The drafter's sizes, from the shapes of its tensors.
+
+    Raises:
+        CheckpointError: a file is damaged, tensors are missing, or the config says otherwise.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob(WEIGHTS)):
+        try:
+            shapes |= {name: array.shape for name, array in cast(dict[str, mx.array], mx.load(str(file))).items()}
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    heads = [int(k.split(".")[1]) for k in shapes if k.startswith("lm_head.") and k.split(".")[1].isdigit()]
+    layers = max(heads, default=-1)
+    head = shapes.get(f"lm_head.{layers}.weight")
+    if head is None:
+        raise CheckpointError(f"not a drafter: {path} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
+
+    def inner(name: str) -> int:
+        scales = shapes.get(f"{name}.scales")
+        group_size = config.get("quantization", {}).get("group_size", 64)
+        return shapes[f"{name}.weight"][-1] if scales is None else scales[-1] * group_size
+
+    rnn = "rnn_w.weight" in shapes
+    exit_dim = (
+        shapes["lm_head.0.linear.weight"][0]
+        if layers and "lm_head.0.linear.weight" in shapes
+        else inner(f"lm_head.{layers}")
+    )
+    if rnn:
+        hidden_size = shapes["rnn_w.weight"][0]
+    else:
+        hidden_size = (inner("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
+    derived = DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn)
+    for key, value in vars(derived).items():
+        said = config.get(key, -1)
+        if said not in (-1, None, value):
+            raise CheckpointError(f"{path / 'config.json'} says {key} {said}, its tensors say {value}")
+    return derived
+
+
+def check_weights(path: Path, drafter: Drafter) -> None:
+    """Refuses weights that are not finite numbers.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    for name, array in weights.items():
+        packed = array.dtype in (mx.uint32, mx.uint8) and f"{name.rpartition('.')[0]}.scales" in weights
+        if packed:
+            continue
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise CheckpointError(f"{path}: expected {name} in floating point, got {array.dtype}")
+        if not mx.isfinite(array).all().item():
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity")
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

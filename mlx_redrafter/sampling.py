@@ -1,0 +1,199 @@
+"""How the target's next token is chosen, and with which randomness.
+
+Randomness belongs to the position, not to the step: the noise that decides the token at absolute position p is a
+function of (seed, p) alone. All nodes at one depth of a tree therefore share the noise that plain decoding would
+have used there, and the same seed gives the same text with and without a drafter, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+
+from .errors import RedrafterError
+
+
+class Draws(NamedTuple):
+    """The noise of P consecutive positions.
+
+    Attributes:
+        gumbel: (P, V) float32; argmax(logits + gumbel) is a draw from softmax(logits).
+        coin: (P, 1) float32, uniform in [0, 1); decides whether XTC applies.
+    """
+
+    gumbel: mx.array
+    coin: mx.array
+
+
+class Sampler(Protocol):
+    """Chooses a token after each of N nodes."""
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
+        """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """(N,) int32 tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
+
+
+class Greedy:
+    """The likeliest token, as mlx-lm's `greedy_sampler`."""
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
+        """None: there is no noise."""
+        return None
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """See `Sampler.choose`."""
+        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """See `Sampler.adjust`."""
+        return logits
+
+
+class PerNode:
+    """A user's own mlx-lm sampler, called once for each node with a (1, V) array.
+
+    Exact in law when the sampler is a function of that row (and of randomness of its own).
+    """
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
+        self._sampler = sampler
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
+        """None: its randomness is its own."""
+        return None
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """See `Sampler.choose`."""
+        chosen = [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
+        return mx.concatenate(chosen).astype(mx.int32)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """See `Sampler.adjust`."""
+        return logits
+
+
+class ByPosition:
+    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position)."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        temp: float,
+        top_p: float,
+        min_p: float,
+        min_tokens_to_keep: int,
+        top_k: int,
+        xtc_probability: float,
+        xtc_threshold: float,
+        xtc_special_tokens: Sequence[int],
+    ) -> None:
+        self._words = _mix(seed)
+        self._temp = temp
+        self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
+        if 0 < top_p < 1:
+            self._filters.append(lambda x, coin: apply_top_p(x, top_p))
+        if min_p:
+            self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
+        if xtc_probability > 0:
+            special = list(xtc_special_tokens)
+            # Asked for with certainty, mlx-lm's XTC leaves the coin to us.
+            self._filters.append(
+                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
+            )
+        if top_k > 0:
+            self._filters.append(lambda x, coin: apply_top_k(x, top_k))
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+        """See `Sampler.draws`. The key of a position is (a word of the seed, another word + the position)."""
+        low, high = self._words
+        positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
+        keys = mx.stack([mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1)
+        noise = mx.vmap(lambda key: mx.random.uniform(1e-20, 1.0, (vocab_size + 1,), key=key))(keys)
+        return Draws(-mx.log(-mx.log(noise[:, 1:])), noise[:, :1])
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """See `Sampler.choose`."""
+        assert draws is not None
+        scaled = self._scaled(logprobs.astype(mx.float32), draws.coin[rows])
+        return mx.argmax(scaled + draws.gumbel[rows], axis=-1).astype(mx.int32)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """See `Sampler.adjust`."""
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return self._scaled(logprobs, draws.coin[row]) + draws.gumbel[row]
+
+    def _scaled(self, logprobs: mx.array, coin: mx.array) -> mx.array:
+        for keep in self._filters:
+            logprobs = keep(logprobs, coin)
+        return logprobs * (1 / self._temp)
+
+
+def _mix(seed: int) -> tuple[int, int]:
+    """Two 32-bit words that differ in every bit for neighbouring seeds (splitmix64)."""
+    z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    z ^= z >> 31
+    return z & 0xFFFFFFFF, z >> 32
+
+
+def make_sampler(
+    *,
+    seed: int,
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    sampler: Callable[[mx.array], mx.array] | None = None,
+) -> Sampler:
+    """The sampler of these settings, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
+
+    Args:
+        seed: any integer; equal seeds give equal tokens.
+        sampler: a sampler of the caller's own instead; goes with temp = 0 only.
+
+    Raises:
+        RedrafterError: a setting out of its range, or both `sampler` and `temp`.
+    """
+    for name, value, low, high in (
+        ("temp", temp, 0, float("inf")),
+        ("top_p", top_p, 0, 1),
+        ("min_p", min_p, 0, 1),
+        ("min_tokens_to_keep", min_tokens_to_keep, 1, float("inf")),
+        ("top_k", top_k, 0, float("inf")),
+        ("xtc_probability", xtc_probability, 0, 1),
+        ("xtc_threshold", xtc_threshold, 0, 0.5),
+    ):
+        if not low <= value <= high:
+            bound = f"from {low} to {high}" if high != float("inf") else f"at least {low}"
+            raise RedrafterError(f"{name} must be {bound}, got {value}")
+    if sampler is not None:
+        if temp:
+            raise RedrafterError(f"give either a sampler or temp, got both (temp={temp})")
+        return PerNode(sampler)
+    if temp == 0:
+        return Greedy()
+    return ByPosition(
+        seed=seed,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        min_tokens_to_keep=min_tokens_to_keep,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=xtc_special_tokens,
+    )

@@ -1,0 +1,194 @@
+"""Any mlx-lm model as a target: embed, forward, verify a tree, keep a path. The model itself is never changed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from . import kv
+from .errors import RedrafterError, UnsupportedModelError
+from .seams import PerNodeRope, Tap, TreeView, building, slots, tree_mask, wrapped
+from .types import Tree
+
+TREE_TESTED = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""The model types whose trees this package's tests hold against plain forwards."""
+
+
+KV_BITS = (2, 3, 4, 5, 6, 8)
+KV_GROUP_SIZES = (32, 64, 128)
+
+
+class KVQuantization(NamedTuple):
+    """When and how the KV cache is quantised, in mlx-lm's names; never when `bits` is None."""
+
+    bits: int | None = None
+    group_size: int = 64
+    start: int = 5000
+
+    def check(self) -> KVQuantization:
+        """Itself.
+
+        Raises:
+            RedrafterError: MLX has no such quantisation.
+        """
+        if self.bits is not None:
+            for name, value, known in (
+                ("kv_bits", self.bits, KV_BITS),
+                ("kv_group_size", self.group_size, KV_GROUP_SIZES),
+            ):
+                if value not in known:
+                    raise RedrafterError(f"{name} must be one of {', '.join(map(str, known))}, got {value}")
+        if self.start < 0:
+            raise RedrafterError(f"quantized_kv_start must be at least 0, got {self.start}")
+        return self
+
+
+class Forward(NamedTuple):
+    """One target forward.
+
+    Attributes:
+        logits: (T, V) as the model computes them.
+        hidden: (T, D) after the final norm; None when it was not asked for.
+    """
+
+    logits: mx.array
+    hidden: mx.array | None
+
+
+class Target:
+    """A model, its cache, and the rows of the cache that are not yet decided upon.
+
+    Args:
+        model: a model object as `mlx_lm.load` returns it.
+        cache: its prompt cache; None makes a new one.
+        quantization: of the KV cache.
+    """
+
+    def __init__(
+        self, model: nn.Module, cache: kv.Cache | None = None, quantization: KVQuantization | None = None
+    ) -> None:
+        self._model = model
+        self.cache: kv.Cache = make_prompt_cache(model) if cache is None else cache
+        self._quantization = quantization or KVQuantization()
+        self.length = kv.length(self.cache)
+        with building():
+            self._ropes = slots(model, "rope")
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """(..., D) raw embedding rows of `tokens` (...)."""
+        embedded: mx.array = backbone(self._model).embed_tokens(tokens)
+        return embedded
+
+    def forward(self, tokens: mx.array, *, tapped: bool) -> Forward:
+        """The model on `tokens` (T,) behind the cache, which takes their rows. `tapped` asks for the hidden states."""
+        if not tapped:
+            logits = self._model(tokens[None], cache=self.cache)
+            return Forward(logits[0], None)
+        return self._tapped(tokens, self.cache)
+
+    def verify(self, tree: Tree) -> Forward:
+        """The model on every node of `tree`, each seeing the prefix and its ancestors; the cache takes N rows."""
+        positions = tree.depths + self.length
+        mask = tree_mask(self.length, tree.ancestors)
+        views = [TreeView(c, positions, mask) for c in self.cache]
+        with building(), wrapped(self._ropes, PerNodeRope):
+            return self._tapped(tree.tokens, views)
+
+    def _tapped(self, tokens: mx.array, cache: list[Any]) -> Forward:
+        with building(), wrapped([(backbone(self._model), "norm")], Tap) as (tap,):
+            logits = self._model(tokens[None], cache=cache)
+        return Forward(logits[0], tap.kept[-1][0])
+
+    def keep_(self, path: list[int]) -> None:
+        """Commits these node rows of the last forward and drops its others; then quantises if it is time."""
+        if path:
+            kv.compact_(self.cache, self.length, path)
+        else:
+            kv.rewind_(self.cache, self.length)
+        self.advance_(len(path))
+
+    def advance_(self, count: int) -> None:
+        """Commits all `count` rows of a forward that drafted nothing; then quantises if it is time."""
+        self.length += count
+        bits, group_size, start = self._quantization
+        maybe_quantize_kv_cache(self.cache, start, group_size, bits)
+
+    def until_quantized(self) -> int | None:
+        """How many rows may still be committed in one piece before the cache is quantised; None for any number."""
+        if self._quantization.bits is None or self.length >= self._quantization.start:
+            return None
+        return self._quantization.start - self.length
+
+    def evaluate(self) -> None:
+        """Evaluates the cache."""
+        mx.eval([c.state for c in self.cache])
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The part of the model that ends in the final norm and holds the embedding.
+
+    Raises:
+        UnsupportedModelError: it is not where mlx-lm's language models have it.
+    """
+    inner: Any = model.get("model")
+    missing = [name for name in ("embed_tokens", "norm") if not isinstance(getattr(inner, name, None), nn.Module)]
+    if missing:
+        raise UnsupportedModelError(
+            f"cannot draft for this model: expected model.{missing[0]} as in mlx-lm's language models, "
+            f"{type(model).__module__}.{type(model).__name__} has none"
+        )
+    found: nn.Module = inner
+    return found
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """(hidden size D, vocabulary size V) of a model; nothing is computed.
+
+    Raises:
+        UnsupportedModelError: see `backbone`.
+    """
+    token = mx.zeros((1, 1), mx.int32)
+    return backbone(model).embed_tokens(token).shape[-1], model(token).shape[-1]
+
+
+def check_draftable(model: nn.Module, *, tree: bool) -> None:
+    """Refuses a model whose rounds could not be exact, before any prompt is read.
+
+    A chain needs a cache that can drop rows. A tree needs more: the mask must come from the cache, and the
+    positions from rope modules that take the cache's offset. Both are looked at on a forward that is built but
+    never computed.
+
+    Args:
+        tree: whether rounds will branch.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    backbone(model)
+    kind = getattr(model, "model_type", type(model).__name__)
+    cache = make_prompt_cache(model)
+    if others := kv.foreign(cache):
+        raise UnsupportedModelError(
+            f"cannot draft for model type {kind!r}: its cache ({', '.join(others)}) cannot be rewound"
+        )
+    if not tree:
+        return
+    if kind not in TREE_TESTED:
+        raise UnsupportedModelError(
+            f"beam_width > 1 is tested for {', '.join(TREE_TESTED)}; model type {kind!r} takes beam_width 1 only"
+        )
+    positions, mask = mx.array([0, 1, 1]), mx.ones((3, 3), mx.bool_)
+    views = [TreeView(c, positions, mask) for c in cache]
+    try:
+        with building(), wrapped(slots(model, "rope"), PerNodeRope) as ropes:
+            model(mx.zeros((1, 3), mx.int32), cache=views)
+    except Exception as error:
+        raise UnsupportedModelError(f"cannot verify trees with model type {kind!r}: {error}") from error
+    if not any(view.masks_made for view in views) or sum(rope.calls for rope in ropes) != 2 * len(cache):
+        raise UnsupportedModelError(
+            f"cannot verify trees with model type {kind!r}: its mask or positions do not come from its cache"
+        )
