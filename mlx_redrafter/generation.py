@@ -1,0 +1,320 @@
+"""The library: ids, a stream of responses, or a string. Three floors over one loop."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from . import kv
+from .checkpoint import check_fit
+from .drafter import Drafter
+from .errors import RedrafterError
+from .loop import Settings, Step, check_prompt, decode
+from .plan import make_plan
+from .rounds import Chooser, Processor
+from .sampling import make_sampler
+from .stats import Stats
+from .stops import StopStrings
+from .target import KVQuantization
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SILENT_ROUNDS = 32
+"""After this many rounds without one accepted token the drafter is reported as useless."""
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `generate_step`, `stream_generate` and `generate`; see `make_settings`."""
+
+    max_tokens: int
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int]
+    seed: int | None
+    beam_width: int
+    draft_depth: int
+    tree_size: int | None
+    sampler: Callable[[mx.array], mx.array] | None
+    logits_processors: Sequence[Processor] | None
+    prompt_cache: kv.Cache | None
+    prefill_step_size: int
+    prompt_progress_callback: Callable[[int, int], None] | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+
+
+def make_settings(
+    drafter: Drafter | None = None,
+    *,
+    max_tokens: int = 256,
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] = (),
+    seed: int | None = None,
+    beam_width: int = 1,
+    draft_depth: int = 3,
+    tree_size: int | None = None,
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    logits_processors: Sequence[Processor] | None = None,
+    prompt_cache: kv.Cache | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+) -> Settings:
+    """Every keyword of the three functions, checked.
+
+    Args:
+        drafter: None for plain decoding; the beam's three keywords then do not matter.
+        max_tokens: how many tokens to make; -1 for no limit.
+        temp: sampling temperature; 0 takes the likeliest token.
+        top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: mlx-lm's
+            filters, applied in mlx-lm's order.
+        seed: equal seeds give equal tokens, with and without a drafter. None draws one.
+        beam_width: W, how many continuations are drafted.
+        draft_depth: K, how many tokens each is long.
+        tree_size: N, how many nodes the target verifies, the root included; None for all 1 + W * K.
+        sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities.
+            Exact in law if it is a function of that row.
+        logits_processors: of mlx-lm's kind; the tree is then not pruned.
+        prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards.
+        prefill_step_size: prompt tokens in one forward.
+        prompt_progress_callback: called with (tokens read, tokens in all).
+        kv_bits, kv_group_size, quantized_kv_start: quantisation of the KV cache from that length on.
+
+    Raises:
+        RedrafterError: a value out of its range.
+    """
+    if prefill_step_size < 1:
+        raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
+    chosen = make_sampler(
+        seed=secrets.randbits(32) if seed is None else seed,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        min_tokens_to_keep=min_tokens_to_keep,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=xtc_special_tokens,
+        sampler=sampler,
+    )
+    plan = None
+    if drafter is not None:
+        processors_need_all = logits_processors and beam_width > 1
+        size = None if processors_need_all else tree_size
+        plan = make_plan(beam_width, draft_depth, size, drafter.args.vocab_size)
+    return Settings(
+        chooser=Chooser(chosen, tuple(logits_processors or ())),
+        plan=plan,
+        max_tokens=max_tokens,
+        prompt_cache=prompt_cache,
+        prefill_step_size=prefill_step_size,
+        quantization=KVQuantization(kv_bits, kv_group_size, quantized_kv_start).check(),
+        prompt_progress_callback=prompt_progress_callback,
+    )
+
+
+def generate_step(
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    drafter: Drafter | None = None,
+    **options: Unpack[Options],
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """Yields (token, log-probabilities (V,), whether it was drafted), as mlx-lm's `speculative_generate_step`.
+
+    It does not stop at an end-of-text token. Closing the generator cancels.
+
+    Args:
+        prompt: (T,) token ids, T >= 1.
+        model: a model as `mlx_lm.load` returns it.
+        drafter: None decodes plainly.
+        options: see `make_settings`.
+
+    Raises:
+        RedrafterError: on the first `next`: bad settings, an unsupported model, or a drafter of another size.
+    """
+    with closing(_steps(prompt, model, drafter, options)) as steps:
+        for step in steps:
+            yield step.token, step.logprobs, step.from_draft
+
+
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """mlx-lm's response, and what speculation has done so far.
+
+    Attributes:
+        rounds: drafts verified; the token chosen by the prefill belongs to none.
+        drafted: nodes verified, roots not counted.
+        accepted: drafted tokens kept.
+        tokens_per_round: 1 + accepted / rounds.
+        acceptance_per_depth: share of rounds that kept a drafted token at depth 1, 2, ...
+        seed: the seed in use, also when it was drawn.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens_per_round: float = 1.0
+    acceptance_per_depth: tuple[float, ...] = ()
+    seed: int = 0
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    drafter: Drafter | None = None,
+    stop: str | Sequence[str] = (),
+    **options: Unpack[Options],
+) -> Generator[GenerationResponse, None, None]:
+    """Yields a response for each token, as mlx-lm's `stream_generate`.
+
+    Ends at an end-of-text token, at a stop string (which is not part of the text), or after `max_tokens`: at the
+    same token with and without a drafter.
+
+    Args:
+        model, tokenizer: as `mlx_lm.load` returns them.
+        prompt: text, token ids, or an array of them.
+        drafter: None decodes plainly.
+        stop: strings that end the text.
+        options: see `make_settings`.
+
+    Raises:
+        RedrafterError: on the first `next`: see `generate_step`; also for max_tokens 0 and an empty stop string.
+    """
+    if options.get("max_tokens") == 0:
+        raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    seed = options.get("seed")
+    options["seed"] = secrets.randbits(32) if seed is None else seed
+    if options.get("xtc_probability") and "xtc_special_tokens" not in options:
+        options["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    ids = encode(tokenizer, prompt)
+    watch = StopStrings([stop] if isinstance(stop, str) else stop)
+    detokenizer = tokenizer.detokenizer
+    started = time.perf_counter()
+    prompt_tps, max_tokens = 0.0, options.get("max_tokens")
+
+    def response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
+        stats = step.stats
+        return GenerationResponse(
+            text=text,
+            token=step.token,
+            logprobs=step.logprobs,
+            from_draft=step.from_draft,
+            prompt_tokens=len(ids),
+            prompt_tps=prompt_tps,
+            generation_tokens=count,
+            generation_tps=count / (time.perf_counter() - started),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=reason,
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            tokens_per_round=stats.tokens_per_round,
+            acceptance_per_depth=stats.acceptance_per_depth,
+            seed=options["seed"] or 0,
+        )
+
+    with wired_limit(model, cast(Any, [generation_stream])), closing(_steps(ids, model, drafter, options)) as steps:
+        count, last = 0, None
+        for count, step in enumerate(steps, 1):
+            if count == 1:
+                prompt_tps = len(ids) / (time.perf_counter() - started)
+                started = time.perf_counter()
+            warn_if_useless(step.stats, last)
+            last = step.stats
+            if step.token in tokenizer.eos_token_ids:
+                detokenizer.finalize()
+                text, _ = watch.feed(detokenizer.last_segment)
+                yield response(step, count, text + watch.rest(), "stop")
+                return
+            detokenizer.add_token(step.token)
+            text, found = watch.feed(detokenizer.last_segment)
+            if found:
+                yield response(step, count, text, "stop")
+                return
+            if count == max_tokens:
+                break
+            yield response(step, count, text, None)
+        detokenizer.finalize()
+        more, found = watch.feed(detokenizer.last_segment)
+        tail = more if found else more + watch.rest()
+        yield response(step, count, text + tail, "stop" if found else "length")
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    drafter: Drafter | None = None,
+    stop: str | Sequence[str] = (),
+    verbose: bool = False,
+    **options: Unpack[Options],
+) -> str:
+    """The whole text, as mlx-lm's `generate`; `verbose` prints it as it is made. See `stream_generate`."""
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=stop, **options):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print()
+    return text
+
+
+def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    """Token ids of a prompt. Special tokens are added to a text unless it begins with the first of them."""
+    if isinstance(prompt, mx.array):
+        return cast(list[int], check_prompt(prompt).tolist())
+    if not isinstance(prompt, str):
+        return list(prompt)
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(prompt, add_special_tokens=special))
+
+
+def warn_if_useless(stats: Stats, before: Stats | None) -> None:
+    """Says once that nothing is being accepted."""
+    if stats.rounds == SILENT_ROUNDS and stats.accepted == 0 and before is not None and before.rounds < stats.rounds:
+        warnings.warn(
+            f"the drafter has guessed no token right in {SILENT_ROUNDS} rounds: it slows this target down. "
+            "Is it trained for this model, and are its weights sound in this dtype?",
+            stacklevel=3,
+        )
+
+
+def _steps(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, options: Options
+) -> Generator[Step, None, None]:
+    settings = make_settings(drafter, **options)
+    if drafter is not None:
+        check_fit(drafter, model)
+    return decode(prompt, model, drafter, settings)

@@ -1,0 +1,226 @@
+"""The loop: the one place where anything is read from the device, once a round.
+
+What does not depend on that read is enqueued before it: the next draft, or, in plain decoding, the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from . import kv
+from .drafter import Drafter
+from .errors import RedrafterError
+from .plan import Plan
+from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
+from .stats import Stats
+from .target import KVQuantization, Target, check_draftable
+from .types import Tip
+
+CLEAR_EVERY = 256
+
+
+class Step(NamedTuple):
+    """One decoded token.
+
+    Attributes:
+        token: its id.
+        logprobs: (V,) the target's log-probabilities where it was chosen, evaluated.
+        from_draft: whether the drafter had guessed it.
+        stats: the rounds so far, this token's included.
+    """
+
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to decode. The names are mlx-lm's where it has one."""
+
+    chooser: Chooser
+    plan: Plan | None = None
+    max_tokens: int = 256
+    prompt_cache: kv.Cache | None = None
+    prefill_step_size: int = 2048
+    quantization: KVQuantization = field(default_factory=KVQuantization)
+    prompt_progress_callback: Callable[[int, int], None] | None = None
+
+
+def decode(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
+) -> Generator[Step, None, None]:
+    """Decodes behind `prompt` until `max_tokens` (-1: for ever), or until the caller closes the generator.
+
+    Afterwards the cache holds the prompt and every token that was yielded, the last one included. Nothing
+    unevaluated is held across a yield, so each `next` may come from another thread.
+
+    Args:
+        prompt: (T,) token ids, T >= 1.
+        model: a model of mlx-lm.
+        drafter: None decodes plainly.
+
+    Raises:
+        RedrafterError: an empty prompt, or settings out of range.
+        UnsupportedModelError: the model cannot be drafted for.
+    """
+    tokens = check_prompt(prompt)
+    if settings.max_tokens < -1:
+        raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 0, got {settings.max_tokens}")
+    if drafter is not None:
+        assert settings.plan is not None
+        check_draftable(model, tree=settings.plan.width > 1)
+        if settings.prompt_cache is not None and (others := kv.foreign(settings.prompt_cache)):
+            raise RedrafterError(f"the prompt cache must be of KVCache or QuantizedKVCache, got {', '.join(others)}")
+    with on_stream():
+        target = Target(model, settings.prompt_cache, settings.quantization)
+        outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
+    if settings.max_tokens == 0:
+        return
+    if drafter is None:
+        steps = plain(target, outcome, history, settings)
+    else:
+        steps = drafted(target, drafter, outcome, history, settings)
+    with closing(steps):
+        for count, item in enumerate(steps, 1):
+            yield item
+            if count == settings.max_tokens:
+                return
+            if count % CLEAR_EVERY == 0:
+                mx.clear_cache()
+
+
+def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: bool) -> tuple[Outcome, mx.array | None]:
+    """The prompt into the cache, in chunks, its last token alone; (the first choice, the history behind it)."""
+    report = settings.prompt_progress_callback or (lambda done, total: None)
+    total, done = tokens.shape[0], 0
+    processors = settings.chooser.processors
+    report(done, total)
+    while total - done > 1:
+        count = min(settings.prefill_step_size, total - done - 1)
+        target.forward(tokens[done : done + count], tapped=False)
+        target.advance_(count)
+        target.evaluate()
+        done += count
+        report(done, total)
+        mx.clear_cache()
+    history = tokens[:done] if processors and done else None
+    outcome = step(target, tokens[done:], settings.chooser, history, tapped=tapped)
+    mx.eval(outcome)
+    report(total, total)
+    return outcome, tokens if processors else None
+
+
+def plain(
+    target: Target, outcome: Outcome, history: mx.array | None, settings: Settings
+) -> Generator[Step, None, None]:
+    """One token a step. The next forward is enqueued before this token is read, as mlx-lm does."""
+    while True:
+        with on_stream():
+            following = step(target, outcome.report, settings.chooser, history)
+            history = extended(history, outcome.report) if settings.chooser.processors else None
+            mx.async_eval(following, history)
+            (token,) = read(outcome.report)
+        yield Step(token, outcome.logprobs[0], False, Stats())
+        outcome = following
+
+
+def drafted(
+    target: Target, drafter: Drafter, outcome: Outcome, history: mx.array | None, settings: Settings
+) -> Generator[Step, None, None]:
+    """Round after round; the next draft is enqueued before the round is read."""
+    plan, chooser = settings.plan, settings.chooser
+    assert plan is not None and outcome.tip is not None
+    stats, emitted = Stats(), 1
+    rows: list[int] = []  # of the last forward's nodes, those whose tokens were yielded
+    root: int | None  # yielded, and in no row yet
+
+    def draft(tip: Tip, behind: mx.array) -> Draft:
+        made = make_draft(drafter, target, chooser.sampler, tip, behind, plan, ordered=bool(chooser.processors))
+        mx.async_eval(made)
+        return made
+
+    with on_stream():
+        ahead = draft(outcome.tip, mx.array(target.length + 1))
+        (root,) = read(outcome.report)
+    try:
+        yield Step(root, outcome.logprobs[0], False, stats)
+        while True:
+            with on_stream():
+                target.keep_(rows)
+                rows = []
+                limit = most_accepted(target, settings, emitted)
+                outcome = verify(target, ahead, chooser, history, plan, limit)
+                mx.async_eval(outcome)
+                assert outcome.tip is not None
+                ahead = draft(outcome.tip, outcome.report[0] + (target.length + 2))
+                n_accepted, *report = read(outcome.report)
+                path, chosen = report[: n_accepted + 1], report[plan.depth + 1 :]
+                if history is not None:
+                    history = extended(history, mx.array([root, *chosen[:n_accepted]]))
+                    mx.async_eval(history)
+            stats = stats.after(plan.size - 1, n_accepted, plan.depth)
+            for i in range(n_accepted + 1):
+                rows, root = path[: i + 2], chosen[i] if i == n_accepted else None
+                emitted += 1
+                yield Step(chosen[i], outcome.logprobs[i], i < n_accepted, stats)
+    finally:
+        if settings.prompt_cache is not None:
+            settle_(target, rows, root)
+
+
+def read(report: mx.array) -> list[int]:
+    """The host read of a round: waits for the device."""
+    return cast(list[int], report.tolist())
+
+
+def most_accepted(target: Target, settings: Settings, emitted: int) -> int:
+    """How many drafted tokens a round may keep: up to `max_tokens`, and up to where the cache is quantised."""
+    assert settings.plan is not None
+    limits = [settings.plan.depth]
+    if settings.max_tokens != -1:
+        limits.append(settings.max_tokens - emitted - 1)
+    if (room := target.until_quantized()) is not None:
+        limits.append(room - 1)
+    return min(limits)
+
+
+def settle_(target: Target, rows: list[int], root: int | None) -> None:
+    """Leaves the cache with exactly what was yielded: these rows of the last forward, and then `root`."""
+    with on_stream():
+        target.keep_(rows)
+        if root is not None:
+            target.forward(mx.array([root]), tapped=False)
+            target.advance_(1)
+        target.evaluate()
+
+
+def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
+    """The prompt as (T,) int32.
+
+    Raises:
+        RedrafterError: it is empty, or not one sequence of integers.
+    """
+    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
+    if tokens.size == 0:
+        raise RedrafterError("the prompt is empty: expected at least one token")
+    if tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
+        raise RedrafterError(
+            f"the prompt must be one sequence of token ids, got shape {tokens.shape} of {tokens.dtype}"
+        )
+    return tokens.astype(mx.int32)
+
+
+@contextmanager
+def on_stream() -> Iterator[None]:
+    """mlx-lm's generation stream, for as long as nothing is yielded to the caller."""
+    with mx.stream(generation_stream):
+        yield

@@ -1,0 +1,159 @@
+"""One round, stage by stage: draft, grow, prune | verify, choose, accept. Everything here is enqueued, nothing read.
+
+    tip --draft--> beams --grow, prune--> tree --verify--> logits --choose--> tokens --accept--> path --> next tip
+
+Shapes follow from the plan alone, so the graph is the same each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from . import beam
+from .accept import accept
+from .drafter import Drafter
+from .plan import Plan
+from .sampling import Draws, Sampler
+from .target import Target
+from .tree import grow, prune
+from .types import Tip, Tree, Verdict
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""An mlx-lm logits processor: (history (T,), logits (1, V)) -> logits (1, V)."""
+
+
+class Draft(NamedTuple):
+    """What is verified next.
+
+    Attributes:
+        tree: N nodes.
+        draws: the noise of the K + 1 positions behind the root; None when choosing needs none.
+    """
+
+    tree: Tree
+    draws: Draws | None
+
+
+class Outcome(NamedTuple):
+    """A round that is enqueued but not read.
+
+    Attributes:
+        report: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it.
+            The one array of a round that the host reads. Plain decoding: (1,), the choice.
+        logprobs: K + 1 arrays (V,), the log-probabilities behind those choices.
+        tip: where the next round starts; None when the hidden state was not asked for.
+    """
+
+    report: mx.array
+    logprobs: list[mx.array]
+    tip: Tip | None
+
+
+class Chooser(NamedTuple):
+    """How tokens are chosen from logits.
+
+    Attributes:
+        sampler: see `Sampler`.
+        processors: mlx-lm logits processors; each is given the history that plain decoding would give it.
+    """
+
+    sampler: Sampler
+    processors: tuple[Processor, ...]
+
+
+def make_draft(
+    drafter: Drafter, target: Target, sampler: Sampler, tip: Tip, position: mx.array, plan: Plan, *, ordered: bool
+) -> Draft:
+    """Drafts from `tip`.
+
+    When tokens are sampled, hypotheses are ranked with the target's own noise and filters: the drafter then guesses
+    the draw itself rather than the likeliest token.
+
+    Args:
+        position: () int32, the absolute position behind the root.
+        ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
+    """
+    hidden = tip.hidden.astype(drafter.dtype)
+
+    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        state = drafter.advance(target.embed(tokens).astype(drafter.dtype), state)
+        return drafter.logits(hidden, state), state
+
+    draws = sampler.draws(position, plan.depth + 1, drafter.args.vocab_size)
+    adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
+    beams = beam.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
+    tree = grow(tip.token, beams)
+    return Draft(tree if ordered or plan.width == 1 else prune(tree, beams, plan.size), draws)
+
+
+def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | None, plan: Plan, limit: int) -> Outcome:
+    """One target forward over the tree, and what it means.
+
+    Args:
+        history: (T,) tokens before the root, for the processors.
+        limit: the most drafted tokens this round may keep.
+    """
+    tree = draft.tree
+    if plan.width == 1:
+        logits, hidden = target.forward(tree.tokens, tapped=True)
+    else:
+        logits, hidden = target.verify(tree)
+    assert hidden is not None
+    logits = processed(chooser.processors, history, tree, logits, plan)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths)
+    verdict: Verdict = accept(tree, chosen, plan.depth, limit)
+    on_path = chosen[verdict.path]
+    report = mx.concatenate([verdict.n_accepted.reshape(1), verdict.path, on_path])
+    rows = list(mx.split(logprobs[verdict.path].reshape(-1), plan.depth + 1))
+    return Outcome(report, rows, Tip(hidden[verdict.path[-1]], on_path[-1]))
+
+
+def step(
+    target: Target, token: mx.array, chooser: Chooser, history: mx.array | None, *, tapped: bool = False
+) -> Outcome:
+    """One step of plain decoding: the target on `token` (T,), all of whose rows are kept, and its choice at the end.
+
+    Args:
+        history: (T',) tokens before `token`, for the processors.
+        tapped: whether the tip's hidden state is wanted; without, there is no tip.
+    """
+    logits, hidden = target.forward(token, tapped=tapped)
+    row = logits[-1:]
+    if chooser.processors:
+        row = apply(chooser.processors, extended(history, token), row)
+    logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
+    target.advance_(token.shape[0])
+    draws = chooser.sampler.draws(mx.array(target.length), 1, logprobs.shape[-1])
+    chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32))
+    return Outcome(chosen, [logprobs[0]], None if hidden is None else Tip(hidden[-1], chosen[0]))
+
+
+def apply(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
+    """`row` (1, V) after every processor."""
+    for processor in processors:
+        row = processor(history, row)
+    return row
+
+
+def extended(history: mx.array | None, tokens: mx.array) -> mx.array:
+    """`history` with `tokens` behind it."""
+    return tokens if history is None else mx.concatenate([history, tokens])
+
+
+def processed(
+    processors: tuple[Processor, ...], history: mx.array | None, tree: Tree, logits: mx.array, plan: Plan
+) -> mx.array:
+    """Logits (N, V) after the processors, each node with the tokens on its own path for history."""
+    if not processors:
+        return logits
+    lineage = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.depth + 1), axis=1)
+    rows = []
+    for node in range(plan.size):
+        depth = 0 if node == 0 else (node - 1) // plan.width + 1
+        path = tree.tokens[lineage[node, : depth + 1]]
+        rows.append(apply(processors, extended(history, path), logits[node : node + 1]))
+    return mx.concatenate(rows)
