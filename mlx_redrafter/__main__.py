@@ -1,0 +1,5 @@
+"""`python -m mlx_redrafter COMMAND`."""
+
+from .cli import main
+
+main()

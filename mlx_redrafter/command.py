@@ -1,0 +1,265 @@
+"""What `generate` does: models, prompt, text on stdout, a summary on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_PROMPT
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+from tqdm import tqdm
+
+from . import __version__
+from .checkpoint import load, load_drafter
+from .demo import load_demo
+from .drafter import Drafter
+from .errors import RedrafterError
+from .flags import OPTIONS, make_parser
+from .generation import GenerationResponse, Options, stream_generate
+
+DEMO_PROMPT = "def main("
+PACKAGES = ("mlx", "mlx-lm")
+
+
+def run() -> int:
+    """Generates as `sys.argv` says; the exit status."""
+    args = make_parser().parse_args()
+    check(args)
+    prompt_cache, metadata = read_cache(args)
+    model, tokenizer, drafter = read_models(args, metadata)
+    prompt = make_prompt(args, tokenizer, metadata)
+    options: Options = {name: getattr(args, name) for name, _, _ in OPTIONS}  # type: ignore[assignment]
+    if prompt_cache is not None:
+        options["prompt_cache"] = prompt_cache
+
+    def decode(drafter: Drafter | None, show: Callable[[str], None]) -> tuple[list[int], str, GenerationResponse]:
+        tokens, text = [], ""
+        with progress() as callback:
+            options["prompt_progress_callback"] = callback
+            for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=args.stop, **options):
+                tokens.append(response.token)
+                text += response.text
+                show(response.text)
+        return tokens, text, response
+
+    def show(text: str) -> None:
+        if args.verbose and not args.json:
+            print(text, end="", flush=True)
+
+    if args.compare:
+        return compare(args, drafter, options, decode, show)
+    tokens, text, last = decode(drafter, show)
+    if args.json:
+        print(json.dumps(record(args, drafter, tokens, text, last)))
+    else:
+        print("" if args.verbose else text)
+    if args.verbose:
+        print(summary(last, drafter), file=sys.stderr)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what does not go together, before anything is loaded.
+
+    Raises:
+        RedrafterError: with the reason.
+    """
+    if args.max_kv_size is not None:
+        raise RedrafterError("--max-kv-size is not served yet: a rotating cache cannot drop rejected drafts")
+    if args.compare and (args.no_drafter or (args.model and not args.drafter)):
+        raise RedrafterError("--compare needs a drafter: give --drafter, or leave out --model for the packaged demo")
+    if args.compare and args.prompt_cache_file:
+        raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
+
+
+def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
+    """The prompt cache of `--prompt-cache-file` and what it says of itself."""
+    if args.prompt_cache_file is None:
+        return None, {}
+    try:
+        cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    except Exception as error:
+        raise RedrafterError(f"cannot read the prompt cache {args.prompt_cache_file}: {error}") from error
+    if isinstance(cache[0], QuantizedKVCache):
+        for flag, got in (("kv_bits", cache[0].bits), ("kv_group_size", cache[0].group_size)):
+            asked = getattr(args, flag)
+            if asked not in (None, got):
+                raise RedrafterError(f"--{flag.replace('_', '-')} is {asked}, the prompt cache has {got}")
+    return cache, metadata
+
+
+def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.Module, Any, Drafter | None]:
+    """(model, tokenizer, drafter or None) of the flags."""
+    name = args.model or metadata.get("model")
+    if metadata.get("model") not in (None, name):
+        raise RedrafterError(f"the prompt cache was made with {metadata['model']}, got --model {name}")
+    drafter: Drafter | None = None
+    if name is None:
+        model, tokenizer, drafter = load_demo()
+        note = "the packaged demo: it shows the mechanism, not intelligence"
+    else:
+        config = json.loads(metadata["tokenizer_config"]) if metadata else {}
+        model, tokenizer = load(
+            name,
+            adapter_path=args.adapter_path,
+            tokenizer_config={**config, "trust_remote_code": args.trust_remote_code},
+            model_config={"quantize_activations": args.quantize_activations},
+            trust_remote_code=args.trust_remote_code,
+        )
+        note = "" if args.drafter or args.no_drafter else "no --drafter given: decoding plainly"
+    if note and args.verbose:
+        print(note, file=sys.stderr)
+    if args.no_drafter:
+        drafter = None
+    elif args.drafter:
+        drafter = load_drafter(args.drafter, model)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    return model, tokenizer, drafter
+
+
+def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, str]) -> list[int]:
+    """The prompt's token ids, through the chat template where there is one, as in mlx-lm."""
+    text = args.prompt
+    if text is None:
+        text = DEFAULT_PROMPT if args.model else DEMO_PROMPT
+    text = sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
+    templated = tokenizer.has_chat_template and not args.ignore_chat_template
+    if templated:
+        text = through_template(args, tokenizer, text, is_suffix=bool(metadata))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=not templated)
+    if not ids:
+        raise RedrafterError("the prompt is empty: expected at least one token")
+    return ids
+
+
+def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_suffix: bool) -> str:
+    """`text` as the user's message; `is_suffix` leaves out what a prompt cache already holds."""
+    try:
+        more = json.loads(args.chat_template_config or "{}")
+    except json.JSONDecodeError as error:
+        raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+    messages.append({"role": "user", "content": text})
+    prefilled = args.prefill_response is not None
+    if prefilled:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+
+    def render() -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=prefilled,
+            add_generation_prompt=not prefilled,
+            **more,
+        )
+        return rendered
+
+    whole = render()
+    if not is_suffix:
+        return whole
+    messages[-1]["content"] = "<query>"
+    return whole[render().index("<query>") :]
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr while a long prompt is read; it appears after a second and goes when the prompt is read."""
+    bar = tqdm(unit="token", desc="prompt", leave=False, delay=1.0, disable=not sys.stderr.isatty())
+
+    def callback(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    try:
+        yield callback
+    finally:
+        bar.close()
+
+
+def compare(
+    args: argparse.Namespace,
+    drafter: Drafter | None,
+    options: Options,
+    decode: Callable[[Drafter | None, Callable[[str], None]], tuple[list[int], str, GenerationResponse]],
+    show: Callable[[str], None],
+) -> int:
+    """Plain decoding, then drafted decoding, both warmed up; 1 if a token differs."""
+    asked = options["max_tokens"]
+    options["max_tokens"] = 16 if asked == -1 else min(16, asked)
+    for side in (None, drafter):
+        _, _, last = decode(side, lambda text: None)
+        options["seed"] = last.seed if options["seed"] is None else options["seed"]
+    options["max_tokens"] = asked
+    plain_tokens, _, plain = decode(None, lambda text: None)
+    tokens, text, drafted = decode(drafter, show)
+    differs = next((i for i, (a, b) in enumerate(zip(plain_tokens, tokens, strict=False)) if a != b), None)
+    if differs is None and len(tokens) != len(plain_tokens):
+        differs = min(len(tokens), len(plain_tokens))
+    verdict = {
+        "plain_generation_tps": plain.generation_tps,
+        "generation_tps": drafted.generation_tps,
+        "ratio": drafted.generation_tps / plain.generation_tps,
+        "identical": differs is None,
+    }
+    if args.json:
+        print(json.dumps({**record(args, drafter, tokens, text, drafted), "compare": verdict}))
+    else:
+        print("" if args.verbose else text)
+        print(summary(drafted, drafter), file=sys.stderr)
+        print(
+            f"plain {verdict['plain_generation_tps']:.1f}, drafted {verdict['generation_tps']:.1f} tokens-per-sec: "
+            f"{verdict['ratio']:.2f} times",
+            file=sys.stderr,
+        )
+        print(f"all {len(tokens)} tokens identical" if differs is None else f"token {differs} differs", file=sys.stderr)
+    return 0 if differs is None else 1
+
+
+def summary(last: GenerationResponse, drafter: Drafter | None) -> str:
+    """What mlx-lm prints at the end, and the rounds."""
+    lines = [
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {last.peak_memory:.3f} GB",
+    ]
+    if drafter is not None:
+        depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
+        lines.append(
+            f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round; "
+            f"{last.accepted} of {last.drafted} drafted nodes accepted; per depth {depths}"
+        )
+    return "\n".join(lines)
+
+
+def record(
+    args: argparse.Namespace, drafter: Drafter | None, tokens: list[int], text: str, last: GenerationResponse
+) -> dict[str, Any]:
+    """The object of `--json`."""
+    fields = {k: v for k, v in vars(last).items() if k not in ("text", "token", "logprobs", "from_draft")}
+    settings = {name: getattr(args, name) for name, _, _ in OPTIONS}
+    settings |= {"seed": last.seed, "stop": list(args.stop), "model": args.model or "demo", "drafter": None}
+    if drafter is not None:
+        settings["drafter"] = args.drafter or "demo"
+    return {
+        "text": text,
+        "tokens": tokens,
+        **fields,
+        "settings": settings,
+        "device": f"{mx.default_device()} on {platform.platform()}",
+        "versions": {
+            "python": platform.python_version(),
+            "mlx_redrafter": __version__,
+            **{name: version(name) for name in PACKAGES},
+        },
+    }

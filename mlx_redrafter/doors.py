@@ -1,0 +1,35 @@
+"""What every command has in common: one clear line on bad input, and a clear line when MLX cannot run."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+NO_BACKEND = (
+    "MLX cannot run here: {error}. On Linux install a backend: "
+    "pip install 'mlx_redrafter[cpu]' or pip install 'mlx_redrafter[cuda]'"
+)
+
+
+def guarded(module: str) -> None:
+    """Imports `module` and calls its `run()`, whose result is the exit status; errors become one line on stderr."""
+    try:
+        import_module("mlx.core")
+    except ImportError as error:
+        fail(NO_BACKEND.format(error=" ".join(str(error).split())))
+    try:
+        status = import_module(module).run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except (ValueError, FileNotFoundError) as error:
+        fail(" ".join(str(error).split()))
+    sys.exit(status)
+
+
+def fail(message: str) -> None:
+    """Says why on stderr and exits with 1."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)

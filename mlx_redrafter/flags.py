@@ -1,0 +1,66 @@
+"""The flags of `generate`: mlx-lm's names and meanings, with this package's defaults read off the function."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+
+from .generation import make_settings
+
+OPTIONS = (
+    ("max_tokens", int, "how many tokens to make; -1 for no limit"),
+    ("temp", float, "sampling temperature; 0 takes the likeliest token"),
+    ("top_p", float, "sampling top-p"),
+    ("min_p", float, "sampling min-p"),
+    ("min_tokens_to_keep", int, "tokens that min-p always keeps"),
+    ("top_k", int, "sampling top-k"),
+    ("xtc_probability", float, "probability of XTC at each token"),
+    ("xtc_threshold", float, "probability a token needs for XTC to remove it"),
+    ("seed", int, "equal seeds give equal text, with and without a drafter; drawn when not given"),
+    ("beam_width", int, "W, how many continuations are drafted"),
+    ("draft_depth", int, "K, how many tokens each continuation is long"),
+    ("tree_size", int, "N, how many nodes the target verifies, the root included; all when not given"),
+    ("prefill_step_size", int, "prompt tokens to read in one forward"),
+    ("kv_bits", int, "bits of a quantised KV cache; not quantised when not given"),
+    ("kv_group_size", int, "group size of the quantised KV cache"),
+    ("quantized_kv_start", int, "length from which the KV cache is quantised"),
+)
+"""(parameter of `make_settings`, type, help); the flag is the name with dashes."""
+
+
+def truth(text: str) -> bool:
+    """As mlx-lm reads a boolean flag."""
+    return text.lower() not in ("false", "f")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `python -m mlx_redrafter.generate`."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_redrafter.generate",
+        description="Generate text with a recurrent drafter: the target's own text, sooner.",
+    )
+    add = parser.add_argument
+    add("--model", help="local directory or Hugging Face repo of the target; the packaged demo when not given")
+    add("--drafter", help="local directory or Hugging Face repo of its drafter; plain decoding when not given")
+    add("--no-drafter", action="store_true", help="decode plainly")
+    add("--adapter-path", help="path of trained adapter weights and config")
+    add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
+    add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
+    add("--prompt", "-p", help="the prompt; '-' reads from stdin")
+    add("--system-prompt", help="system prompt for the chat template")
+    add("--prefill-response", help="beginning of the answer, for the chat template")
+    add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
+    add("--chat-template-config", help="JSON object of more arguments for the chat template")
+    add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
+    add("--stop", nargs="+", default=(), help="strings that end the text")
+    add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
+    add("--max-kv-size", type=int, help="not served yet: the cache's window cannot be rewound")
+    add("--verbose", type=truth, default=True, help="F prints the text alone, at the end")
+    add("--compare", action="store_true", help="decode plainly, then with the drafter; exit 1 if a token differs")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    defaults = {name: p.default for name, p in inspect.signature(make_settings).parameters.items()}
+    for name, kind, text in OPTIONS:
+        flags = [f"--{name.replace('_', '-')}"] + (["-m"] if name == "max_tokens" else [])
+        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
+        add(*flags, type=kind, default=defaults[name], help=text + shown)
+    return parser
