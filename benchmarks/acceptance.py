@@ -1,0 +1,77 @@
+"""Tokens per round over beam shapes, greedy or sampled, and how much the text repeats itself.
+
+    python -m benchmarks.acceptance --shapes 1,4 4,5 --temp 0.8
+
+Pooled over all prompts: 1 + accepted / rounds. `--without-noise` ranks hypotheses by the drafter's own probabilities
+instead of with the target's position noise.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_redrafter.generation import make_settings
+from mlx_redrafter.loop import Settings, decode
+from mlx_redrafter.rounds import Chooser
+from mlx_redrafter.sampling import Draws, Sampler
+
+from .common import beam, make_parser, open_bench, show
+
+
+class WithoutNoise:
+    """A sampler whose noise the drafter does not use."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.draws = sampler.draws
+        self.choose = sampler.choose
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """The logits as they are."""
+        return logits
+
+
+def repeated(tokens: list[int], length: int = 8) -> float:
+    """The share of `length`-grams that stood earlier in the same text."""
+    grams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def main() -> None:
+    """Prints a row a shape."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--without-noise", action="store_true")
+    args = parser.parse_args()
+    bench = open_bench(args)
+    rows = []
+    for numbers in args.shapes:
+        settings: Settings = make_settings(
+            bench.drafter, max_tokens=args.max_tokens, temp=args.temp, seed=args.seed, **beam(numbers)
+        )
+        if args.without_noise:
+            sampler = WithoutNoise(settings.chooser.sampler)
+            settings = Settings(Chooser(sampler, ()), settings.plan, settings.max_tokens)
+        rounds = accepted = 0
+        reached = [0] * numbers[1]
+        share = []
+        for prompt in bench.prompts:
+            steps = list(decode(prompt, bench.model, bench.drafter, settings))
+            stats = steps[-1].stats
+            rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
+            reached = [a + b for a, b in zip(reached, stats.reached, strict=True)]
+            share.append(repeated([step.token for step in steps]))
+        rows.append(
+            {
+                "W": numbers[0],
+                "K": numbers[1],
+                "N": settings.plan.size if settings.plan else 0,
+                "tokens/round": 1 + accepted / rounds,
+                "per depth": " ".join(f"{count / rounds:.2f}" for count in reached),
+                "8-grams again": sum(share) / len(share),
+            }
+        )
+    show(args, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the benchmarks share: a pair of models, prompts, a clock, and the settings that go with a number."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.checkpoint import load, load_drafter
+from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.generation import encode
+
+
+class Bench(NamedTuple):
+    """What is measured: prompts as token ids, and the models they go to."""
+
+    model: nn.Module
+    drafter: Drafter
+    prompts: list[list[int]]
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", help="the packaged demo when not given")
+    parser.add_argument("--drafter", help="its drafter")
+    parser.add_argument(
+        "--prompts", type=Path, help="text file, one prompt a line; the demo's held-out ones if not given"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shapes", type=shape, nargs="+", default=[(1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5)])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    return parser
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """`W,K` or `W,K,N`."""
+    numbers = tuple(int(part) for part in text.split(","))
+    if len(numbers) not in (2, 3):
+        raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, got {text!r}")
+    return numbers
+
+
+def beam(numbers: Sequence[int]) -> dict[str, Any]:
+    """A shape as keywords of `generate_step`."""
+    width, depth, *size = numbers
+    return {"beam_width": width, "draft_depth": depth, "tree_size": size[0] if size else None}
+
+
+def open_bench(args: argparse.Namespace) -> Bench:
+    """The models and prompts of the flags."""
+    if args.model:
+        model, tokenizer = load(args.model)
+        drafter = load_drafter(args.drafter, model)
+    else:
+        model, tokenizer, drafter = load_demo()
+    texts = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else demo_prompts()
+    return Bench(model, drafter, [encode(tokenizer, text) for text in texts])
+
+
+def timed(steps: Iterator[Any]) -> tuple[list[Any], float]:
+    """(what was yielded, seconds from the first item to the last)."""
+    items = [next(steps)]
+    started = time.perf_counter()
+    items += steps
+    return items, time.perf_counter() - started
+
+
+def milliseconds(work: Any, repeats: int) -> list[float]:
+    """How long each call of `work` took."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Prints rows of one table, and the settings they were measured under."""
+    if args.json:
+        for row in rows:
+            print(json.dumps({**row, "settings": settings(args)}))
+        return
+    names = list(rows[0])
+    print("  ".join(f"{name:>14}" for name in names))
+    for row in rows:
+        print("  ".join(f"{cell(row[name]):>14}" for name in names))
+    print(json.dumps(settings(args)))
+
+
+def cell(value: Any) -> str:
+    """A table cell."""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything a number depends on."""
+    preload = os.environ.get("LD_PRELOAD", "")
+    return {
+        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "device": str(mx.default_device()),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "blas": preload or ctypes.util.find_library("blas"),
+        **{name: value for name, value in os.environ.items() if name.startswith("OPENBLAS_")},
+        **{name: version(name) for name in ("mlx", "mlx-lm")},
+    }
+
+
+__all__ = ["Bench", "beam", "make_parser", "median", "milliseconds", "open_bench", "shape", "show", "timed"]
