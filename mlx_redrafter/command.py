@@ -44,7 +44,9 @@ def run() -> int:
         tokens, text = [], ""
         with progress() as callback:
             options["prompt_progress_callback"] = callback
-            for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=args.stop, **options):
+            for response in stream_generate(
+                model, tokenizer, prompt, drafter=drafter, stop=[unescaped(text) for text in args.stop], **options
+            ):
                 tokens.append(response.token)
                 text += response.text
                 show(response.text)
@@ -131,7 +133,7 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, st
     text = args.prompt
     if text is None:
         text = DEFAULT_PROMPT if args.model else DEMO_PROMPT
-    text = sys.stdin.read() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if text == "-" else unescaped(text)
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     if templated:
         text = through_template(args, tokenizer, text, is_suffix=bool(metadata))
@@ -141,6 +143,11 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, st
     return ids
 
 
+def unescaped(text: str) -> str:
+    """Newlines and tabs for their escapes, as mlx-lm reads a prompt."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_suffix: bool) -> str:
     """`text` as the user's message; `is_suffix` leaves out what a prompt cache already holds."""
     try:
@@ -148,7 +155,8 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
     except json.JSONDecodeError as error:
         raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-    messages.append({"role": "user", "content": text})
+    user = {"role": "user", "content": text}
+    messages.append(user)
     prefilled = args.prefill_response is not None
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
@@ -166,7 +174,7 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
     whole = render()
     if not is_suffix:
         return whole
-    messages[-1]["content"] = "<query>"
+    user["content"] = "<query>"
     return whole[render().index("<query>") :]
 
 

@@ -250,12 +250,9 @@ def stream_generate(
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
             warn_if_useless(step.stats, last)
-            last = step.stats
+            last, text = step.stats, ""
             if step.token in tokenizer.eos_token_ids:
-                detokenizer.finalize()
-                text, _ = watch.feed(detokenizer.last_segment)
-                yield response(step, count, text + watch.rest(), "stop")
-                return
+                break
             detokenizer.add_token(step.token)
             text, found = watch.feed(detokenizer.last_segment)
             if found:
@@ -265,9 +262,9 @@ def stream_generate(
                 break
             yield response(step, count, text, None)
         detokenizer.finalize()
-        more, found = watch.feed(detokenizer.last_segment)
-        tail = more if found else more + watch.rest()
-        yield response(step, count, text + tail, "stop" if found else "length")
+        tail, found = watch.feed(detokenizer.last_segment)
+        ended = found or step.token in tokenizer.eos_token_ids
+        yield response(step, count, text + tail + ("" if found else watch.rest()), "stop" if ended else "length")
 
 
 def generate(
