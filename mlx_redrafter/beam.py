@@ -29,9 +29,12 @@ def top_w(values: mx.array, width: int) -> mx.array:
         values = mx.concatenate([values, mx.full((-size % BLOCK,), -mx.inf, values.dtype)])
     blocks = values.reshape(-1, BLOCK)
     best = mx.argpartition(-blocks.max(axis=1), width - 1)[:width]
+    places = (best[:, None] * BLOCK + mx.arange(BLOCK)).reshape(-1)
     entries = blocks[best].reshape(-1)
-    chosen = mx.argsort(-entries)[:width]
-    return (best[chosen // BLOCK] * BLOCK + chosen % BLOCK).astype(mx.int32)
+    if size % BLOCK:
+        # An impossible entry still stands before the padding.
+        entries = mx.where(places < size, mx.maximum(entries, mx.finfo(values.dtype).min), -mx.inf)
+    return places[mx.argsort(-entries)[:width]].astype(mx.int32)
 
 
 def keep_top(logits: mx.array, count: int) -> mx.array:
@@ -75,8 +78,9 @@ def search(
         joint = logits + (total - mx.logsumexp(logits, axis=-1))[:, None]
         best = top_w(joint.reshape(-1), width)
         size = logits.shape[-1]
-        total = joint.reshape(-1)[best]
         tokens, parents = best % size, best // size
+        # Rounding could lift a nearly certain child above its parent, which pruning must never see.
+        total = mx.minimum(joint.reshape(-1)[best], total[parents])
         state = state[parents] if width > 1 else state
         levels.append((tokens, parents, total))
     return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

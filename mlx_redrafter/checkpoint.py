@@ -118,7 +118,7 @@ def find(path_or_hf_repo: str | Path) -> Path:
     """
     name = str(path_or_hf_repo)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise CheckpointError(f"no such directory: {name!r}")
@@ -138,23 +138,35 @@ def check_directory(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise CheckpointError(f"expected a model directory, got a file: {path}")
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"no config.json in {path}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / 'config.json'} must hold an object, got {type(config).__name__}")
+    config = read_object(path / "config.json")
     present = {file.name for file in path.glob(WEIGHTS)}
     index = path / "model.safetensors.index.json"
     if index.exists():
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
-        if missing := sorted(named - present):
+        shards = read_object(index).get("weight_map", {})
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{index}: weight_map must give each tensor a file name, got {one_line(shards)[:60]}")
+        if missing := sorted(set(shards.values()) - present):
             raise CheckpointError(f"half a checkpoint: {index.name} names {missing[0]}, which is not in {path}")
     if not present:
         raise CheckpointError(f"no {WEIGHTS} in {path}")
     return config
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: no such file, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"no {file.name} in {file.parent}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
+    return value
 
 
 def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
@@ -169,6 +181,12 @@ def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
             shapes |= {name: array.shape for name, array in cast(dict[str, mx.array], mx.load(str(file))).items()}
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    for name, shape in shapes.items():
+        if not shape:
+            raise CheckpointError(f"{path}: expected {name} to be an array, got a single number")
+    quantization = config.get("quantization") or {}
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{path / 'config.json'}: quantization must be an object, got {quantization!r}")
     heads = [int(k.split(".")[1]) for k in shapes if k.startswith("lm_head.") and k.split(".")[1].isdigit()]
     layers = max(heads, default=-1)
     head = shapes.get(f"lm_head.{layers}.weight")
@@ -177,8 +195,7 @@ def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
 
     def inner(name: str) -> int:
         scales = shapes.get(f"{name}.scales")
-        group_size = config.get("quantization", {}).get("group_size", 64)
-        return shapes[f"{name}.weight"][-1] if scales is None else scales[-1] * group_size
+        return shapes[f"{name}.weight"][-1] if scales is None else scales[-1] * int(quantization.get("group_size", 64))
 
     rnn = "rnn_w.weight" in shapes
     exit_dim = (
@@ -215,6 +232,6 @@ def check_weights(path: Path, drafter: Drafter) -> None:
             raise CheckpointError(f"{path}: {name} holds NaN or infinity")
 
 
-def one_line(error: BaseException) -> str:
-    """The error's text on one line."""
+def one_line(error: object) -> str:
+    """Its text on one line."""
     return " ".join(str(error).split()) or type(error).__name__

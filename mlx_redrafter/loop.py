@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import generation_stream
 
 from . import kv
@@ -125,7 +126,11 @@ def plain(
     """One token a step. The next forward is enqueued before this token is read, as mlx-lm does."""
     while True:
         with on_stream():
-            following = step(target, outcome.report, settings.chooser, history)
+            try:
+                following = step(target, outcome.report, settings.chooser, history)
+            except BaseException:
+                target.forget_()
+                raise
             history = extended(history, outcome.report) if settings.chooser.processors else None
             mx.async_eval(following, history)
             (token,) = read(outcome.report)
@@ -209,14 +214,20 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
     Raises:
         RedrafterError: it is empty, or not one sequence of integers.
     """
-    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
+    try:
+        tokens = prompt if isinstance(prompt, mx.array) else mx.array(np.array(list(prompt)))
+    except (TypeError, ValueError):
+        kind = f"a {type(prompt).__name__} of unequal or unreadable parts"
+        raise RedrafterError(f"the prompt must be one sequence of token ids, got {kind}") from None
     if tokens.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
-    if tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
+    if mx.issubdtype(tokens.dtype, mx.integer):
+        tokens = tokens.astype(mx.int32)
+    if tokens.ndim != 1 or tokens.dtype != mx.int32:
         raise RedrafterError(
             f"the prompt must be one sequence of token ids, got shape {tokens.shape} of {tokens.dtype}"
         )
-    return tokens.astype(mx.int32)
+    return tokens
 
 
 @contextmanager

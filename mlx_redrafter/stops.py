@@ -8,7 +8,7 @@ from .errors import RedrafterError
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, and holds back what might become one.
+    """Passes text on up to the stop string that is complete first, and holds back what might become one.
 
     Args:
         stops: the strings; may be empty.
@@ -26,9 +26,9 @@ class StopStrings:
     def feed(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string ended it)."""
         self._held += text
-        ends = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if ends:
-            return self._held[: min(ends)], True
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            return self._held[: min(found)[1]], True
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]

@@ -117,6 +117,11 @@ class Target:
         bits, group_size, start = self._quantization
         maybe_quantize_kv_cache(self.cache, start, group_size, bits)
 
+    def forget_(self) -> None:
+        """Drops the rows that are not committed, where the cache can drop rows."""
+        if not kv.foreign(self.cache):
+            kv.rewind_(self.cache, self.length)
+
     def until_quantized(self) -> int | None:
         """How many rows may still be committed in one piece before the cache is quantised; None for any number."""
         if self._quantization.bits is None or self.length >= self._quantization.start:
