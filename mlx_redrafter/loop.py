@@ -214,20 +214,21 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
     Raises:
         RedrafterError: it is empty, or not one sequence of integers.
     """
-    try:
-        tokens = prompt if isinstance(prompt, mx.array) else mx.array(np.array(list(prompt)))
-    except (TypeError, ValueError):
-        kind = f"a {type(prompt).__name__} of unequal or unreadable parts"
-        raise RedrafterError(f"the prompt must be one sequence of token ids, got {kind}") from None
-    if tokens.size == 0:
+    wanted = "the prompt must be one sequence of token ids"
+    if not isinstance(prompt, mx.array):
+        try:
+            ids = np.array(list(prompt))
+        except ValueError:
+            raise RedrafterError(f"{wanted}, got parts of unequal length") from None
+        if ids.size and ids.dtype.kind not in "iufb":
+            raise RedrafterError(f"{wanted}, got {type(prompt).__name__} {prompt!r}")
+        prompt = mx.array(ids)
+    if prompt.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
-    if mx.issubdtype(tokens.dtype, mx.integer):
-        tokens = tokens.astype(mx.int32)
-    if tokens.ndim != 1 or tokens.dtype != mx.int32:
-        raise RedrafterError(
-            f"the prompt must be one sequence of token ids, got shape {tokens.shape} of {tokens.dtype}"
-        )
-    return tokens
+    dtype = mx.int32 if mx.issubdtype(prompt.dtype, mx.integer) else prompt.dtype
+    if prompt.ndim != 1 or dtype != mx.int32:
+        raise RedrafterError(f"{wanted}, got shape {prompt.shape} of {dtype}")
+    return prompt.astype(mx.int32)
 
 
 @contextmanager
