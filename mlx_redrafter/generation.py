@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,9 +27,6 @@ from .sampling import make_sampler
 from .stats import Stats
 from .stops import StopStrings
 from .target import KVQuantization
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 SILENT_ROUNDS = 32
 """After this many rounds without one accepted token the drafter is reported as useless."""
