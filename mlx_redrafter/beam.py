@@ -43,7 +43,7 @@ def keep_top(logits: mx.array, count: int) -> mx.array:
     Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
     """
     logits = logits - logits.max(axis=-1, keepdims=True)
-    threshold = mx.sort(logits, axis=-1)[:, -count][:, None]
+    threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
     return mx.where(logits < threshold, -50000.0, logits)
 
 
@@ -75,12 +75,13 @@ def search(
         logits, state = advance(tokens, state)
         if adjust is not None:
             logits = adjust(logits, level)
-        joint = logits + (total - mx.logsumexp(logits, axis=-1))[:, None]
-        best = top_w(joint.reshape(-1), width)
+        joint = (logits + (total - mx.logsumexp(logits, axis=-1))[:, None]).reshape(-1)
+        # A chain needs no joint scores; nobody asks for them and they are never computed.
+        best = top_w(logits.reshape(-1) if width == 1 else joint, width)
         size = logits.shape[-1]
-        tokens, parents = best % size, best // size
+        tokens, parents = (best, mx.zeros_like(best)) if width == 1 else (best % size, best // size)
         # Rounding could lift a nearly certain child above its parent, which pruning must never see.
-        total = mx.minimum(joint.reshape(-1)[best], total[parents])
+        total = mx.minimum(joint[best], total[parents])
         state = state[parents] if width > 1 else state
         levels.append((tokens, parents, total))
     return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

@@ -15,7 +15,7 @@ from mlx_lm.utils import _download, load_model
 from mlx_lm.utils import load as load_target
 
 from .drafter import MODEL_TYPE, Drafter, DrafterArgs
-from .errors import CheckpointError
+from .errors import CheckpointError, one_line
 from .target import sizes
 
 WEIGHTS = "model*.safetensors"
@@ -63,7 +63,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
             model_config=dict(vars(args)),
             get_model_classes=lambda config: (Drafter, DrafterArgs),
         )
-    except (ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever a damaged directory makes mlx-lm say
         raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
     drafter = cast(Drafter, loaded)
     check_weights(path, drafter)
@@ -162,6 +162,8 @@ def read_object(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -230,8 +232,3 @@ def check_weights(path: Path, drafter: Drafter) -> None:
             raise CheckpointError(f"{path}: expected {name} in floating point, got {array.dtype}")
         if not mx.isfinite(array).all().item():
             raise CheckpointError(f"{path}: {name} holds NaN or infinity")
-
-
-def one_line(error: object) -> str:
-    """Its text on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from .errors import one_line
+
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: "
     "pip install 'mlx_redrafter[cpu]' or pip install 'mlx_redrafter[cuda]'"
@@ -16,7 +18,7 @@ def guarded(module: str) -> None:
     try:
         import_module("mlx.core")
     except ImportError as error:
-        fail(NO_BACKEND.format(error=" ".join(str(error).split())))
+        fail(NO_BACKEND.format(error=one_line(error)))
     try:
         status = import_module(module).run()
     except KeyboardInterrupt:
@@ -25,7 +27,7 @@ def guarded(module: str) -> None:
         sys.stderr.close()
         sys.exit(1)
     except (ValueError, FileNotFoundError) as error:
-        fail(" ".join(str(error).split()))
+        fail(one_line(error))
     sys.exit(status)
 
 

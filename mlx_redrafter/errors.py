@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def one_line(error: object) -> str:
+    """Its text on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class RedrafterError(ValueError):
     """The base of this package's errors: bad input, said in one line."""
 

@@ -106,6 +106,21 @@ def make_settings(
     Raises:
         RedrafterError: a value out of its range.
     """
+    for name, value in (
+        ("max_tokens", max_tokens),
+        ("min_tokens_to_keep", min_tokens_to_keep),
+        ("top_k", top_k),
+        ("seed", seed),
+        ("beam_width", beam_width),
+        ("draft_depth", draft_depth),
+        ("tree_size", tree_size),
+        ("prefill_step_size", prefill_step_size),
+        ("kv_bits", kv_bits),
+        ("kv_group_size", kv_group_size),
+        ("quantized_kv_start", quantized_kv_start),
+    ):
+        if value is not None and not isinstance(value, int):
+            raise RedrafterError(f"{name} must be an integer, got {value!r}")
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
     chosen = make_sampler(
@@ -155,7 +170,7 @@ def generate_step(
     Raises:
         RedrafterError: on the first `next`: bad settings, an unsupported model, or a drafter of another size.
     """
-    with closing(_steps(prompt, model, drafter, options)) as steps:
+    with closing(_steps(prompt, model, drafter, make_settings(drafter, **options))) as steps:
         for step in steps:
             yield step.token, step.logprobs, step.from_draft
 
@@ -205,19 +220,20 @@ def stream_generate(
     Raises:
         RedrafterError: on the first `next`: see `generate_step`; also for max_tokens 0 and an empty stop string.
     """
-    if options.get("max_tokens") == 0:
-        raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     seed = options.get("seed")
     options["seed"] = secrets.randbits(32) if seed is None else seed
     if options.get("xtc_probability") and "xtc_special_tokens" not in options:
         options["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    settings = make_settings(drafter, **options)
+    if settings.max_tokens == 0:
+        raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
     ids = encode(tokenizer, prompt)
     watch = StopStrings([stop] if isinstance(stop, str) else stop)
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
-    prompt_tps, max_tokens = 0.0, options.get("max_tokens")
+    prompt_tps = 0.0
 
     def response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
         stats = step.stats
@@ -240,7 +256,7 @@ def stream_generate(
             seed=options["seed"] or 0,
         )
 
-    with wired_limit(model, cast(Any, [generation_stream])), closing(_steps(ids, model, drafter, options)) as steps:
+    with wired_limit(model, cast(Any, [generation_stream])), closing(_steps(ids, model, drafter, settings)) as steps:
         count, last = 0, None
         for count, step in enumerate(steps, 1):
             if count == 1:
@@ -255,7 +271,7 @@ def stream_generate(
             if found:
                 yield response(step, count, text, "stop")
                 return
-            if count == max_tokens:
+            if count == settings.max_tokens:
                 break
             yield response(step, count, text, None)
         detokenizer.finalize()
@@ -306,9 +322,8 @@ def warn_if_useless(stats: Stats, before: Stats | None) -> None:
 
 
 def _steps(
-    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, options: Options
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
 ) -> Generator[Step, None, None]:
-    settings = make_settings(drafter, **options)
     if drafter is not None:
         check_fit(drafter, model)
     return decode(prompt, model, drafter, settings)

@@ -21,7 +21,7 @@ from .errors import RedrafterError
 from .plan import Plan
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
-from .target import KVQuantization, Target, check_draftable
+from .target import KVQuantization, Target, check_draftable, check_request
 from .types import Tip
 
 CLEAR_EVERY = 256
@@ -76,6 +76,7 @@ def decode(
     tokens = check_prompt(prompt)
     if settings.max_tokens < -1:
         raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 0, got {settings.max_tokens}")
+    check_request(model, tokens, settings.prompt_cache, settings.quantization)
     if drafter is not None:
         assert settings.plan is not None
         check_draftable(model, tree=settings.plan.width > 1)

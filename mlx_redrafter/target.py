@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,7 +10,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import kv
-from .errors import RedrafterError, UnsupportedModelError
+from .errors import RedrafterError, UnsupportedModelError, one_line
 from .seams import PerNodeRope, Tap, TreeView, building, slots, tree_mask, wrapped
 from .types import Tree
 
@@ -160,6 +160,34 @@ def sizes(model: nn.Module) -> tuple[int, int]:
     return backbone(model).embed_tokens(token).shape[-1], model(token).shape[-1]
 
 
+def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, quantization: KVQuantization) -> None:
+    """Refuses what would fail, or make nonsense, only while the prompt is read.
+
+    Args:
+        tokens: (T,) the prompt.
+        cache: a prompt cache of the caller's.
+
+    Raises:
+        RedrafterError: token ids outside the vocabulary, a cache of another model, or a KV group size that does not
+            divide the head size.
+    """
+    embedding = getattr(model.get("model"), "embed_tokens", None)
+    size = embedding.weight.shape[0] if isinstance(embedding, nn.Module) else None
+    ids = cast(list[int], tokens.tolist())
+    if wrong := [i for i in (min(ids), max(ids)) if i < 0 or (size is not None and i >= size)]:
+        raise RedrafterError(f"token ids must be from 0 to {'V' if size is None else size} - 1, got {wrong[0]}")
+    probe = make_prompt_cache(model)
+    if cache is not None and len(cache) < len(probe):
+        raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
+    if quantization.bits is None:
+        return
+    model(mx.zeros((1, 1), mx.int32), cache=probe)
+    for c in probe:
+        sizes = [x.shape[-1] for x in (getattr(c, "keys", None), getattr(c, "values", None)) if isinstance(x, mx.array)]
+        if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
+            raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
+
+
 def check_draftable(model: nn.Module, *, tree: bool) -> None:
     """Refuses a model whose rounds could not be exact, before any prompt is read.
 
@@ -192,7 +220,7 @@ def check_draftable(model: nn.Module, *, tree: bool) -> None:
         with building(), wrapped(slots(model, "rope"), PerNodeRope) as ropes:
             model(mx.zeros((1, 3), mx.int32), cache=views)
     except Exception as error:
-        raise UnsupportedModelError(f"cannot verify trees with model type {kind!r}: {error}") from error
+        raise UnsupportedModelError(f"cannot verify trees with model type {kind!r}: {one_line(error)}") from error
     if not any(view.masks_made for view in views) or sum(rope.calls for rope in ropes) != 2 * len(cache):
         raise UnsupportedModelError(
             f"cannot verify trees with model type {kind!r}: its mask or positions do not come from its cache"

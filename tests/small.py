@@ -1,0 +1,103 @@
+"""Small things that several tests of single stages share: the running example of `types.py`, and tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models import llama
+
+from mlx_redrafter.beam import Advance
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.types import Beams
+
+THE, CAT, DOG, SAT, RAN, AWAY = 7, 11, 12, 13, 14, 15
+
+
+def example_beams() -> Beams:
+    """The (cat, dog) and then (cat sat, cat ran) of the running example, likelier first."""
+    return Beams(
+        mx.array([[CAT, DOG], [SAT, RAN]], mx.int32),
+        mx.array([[0, 0], [0, 0]], mx.int32),
+        mx.log(mx.array([[0.7, 0.3], [0.4, 0.28]])),
+    )
+
+
+def random_beams(rng: np.random.Generator, width: int, depth: int, *, ties: bool = False) -> Beams:
+    """Beams as a search over random log-probabilities finds them; no two nodes have the same token.
+
+    `ties` rounds the log-probabilities, so that many scores are equal, a child's and its parent's among them.
+    """
+    parents, scores = [], []
+    total = np.zeros(1, np.float32)
+    for _ in range(depth):
+        steps = -rng.exponential(1.0, (len(total), width + 3)).astype(np.float32)
+        joint = total[:, None] + (np.round(steps) if ties else steps)
+        best = np.argsort(-joint, axis=None, kind="stable")[:width]
+        parents.append(best // (width + 3))
+        total = joint.reshape(-1)[best]
+        scores.append(total)
+    tokens = 1 + np.arange(depth * width).reshape(depth, width)
+    return Beams(mx.array(tokens.astype(np.int32)), mx.array(np.array(parents, np.int32)), mx.array(np.array(scores)))
+
+
+def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
+    """A drafter for `beam.search` whose logits depend on every token so far: its state is a hash of them."""
+    rng = np.random.default_rng(seed)
+    table = mx.array((scale * rng.normal(size=(997, vocab))).astype(np.float32))
+
+    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        before = mx.zeros_like(tokens) if state is None else state
+        state = (before * 31 + tokens + 1) % 997
+        return table[state], state
+
+    return advance
+
+
+def hypotheses(beams: Beams) -> list[list[int]]:
+    """The tokens of each hypothesis on the last level, best first, read along the back-pointers."""
+    tokens, parents = np.array(beams.tokens), np.array(beams.parents)
+    found = []
+    for rank in range(tokens.shape[1]):
+        spelled: list[int] = []
+        for level in reversed(range(tokens.shape[0])):
+            spelled.insert(0, int(tokens[level, rank]))
+            rank = parents[level, rank]
+        found.append(spelled)
+    return found
+
+
+def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
+    """`module` with every parameter drawn anew, so that no test depends on how layers start."""
+    rng = np.random.default_rng(seed)
+    module.update(tree_map(lambda x: mx.array(rng.normal(0, scale, x.shape).astype(np.float32)), module.parameters()))
+    mx.eval(module.parameters())
+    return module
+
+
+def small_drafter(
+    *, hidden: int = 32, vocab: int = 64, exit_dim: int = 64, layers: int = 1, rnn: bool = True, seed: int = 0
+) -> Drafter:
+    """A drafter of random weights."""
+    drafter: Drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
+    return drafter
+
+
+def small_llama(*, hidden: int = 32, vocab: int = 64, layers: int = 2, seed: int = 0, **more: Any) -> llama.Model:
+    """A llama of random weights."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=2 * hidden,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-5,
+        vocab_size=vocab,
+        **more,
+    )
+    model: llama.Model = randomised(llama.Model(args), seed)
+    return model

@@ -1,0 +1,174 @@
+"""Beam search, and the top of an array without sorting it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from small import CAT, DOG, RAN, SAT, THE, hypotheses, random_advance
+
+from mlx_redrafter.beam import BLOCK, keep_top, search, top_w
+from mlx_redrafter.sampling import make_sampler
+from mlx_redrafter.types import Beams
+
+SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 1, 1000, 4097)
+WIDTHS = (1, 2, 4, 7)
+
+
+def drawn(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Scores of one sort or another."""
+    values = rng.normal(size=size).astype(np.float32)
+    if kind == "ties":
+        values = np.round(values)
+    if kind == "constant":
+        values[:] = -1.5
+    if kind == "mostly impossible":
+        values[rng.random(size) < 0.98] = -np.inf
+    return values
+
+
+def check_top(values: np.ndarray, chosen: np.ndarray) -> None:
+    """Asserts that `chosen` names entries of `values`, no two alike, with the largest values in order."""
+    assert chosen.min() >= 0 and chosen.max() < len(values)
+    assert len(set(chosen.tolist())) == len(chosen)
+    assert values[chosen].tolist() == (-np.sort(-values))[: len(chosen)].tolist()
+
+
+def check_beams(beams: Beams) -> None:
+    """Asserts what every consumer of beams relies upon."""
+    tokens, parents, scores = (np.array(x) for x in beams)
+    width = tokens.shape[1]
+    assert (parents[0] == 0).all() and (parents >= 0).all() and (parents < width).all()
+    for level in range(len(tokens)):
+        assert len(set(zip(parents[level], tokens[level], strict=True))) == width, "two hypotheses are one"
+        assert (scores[level, :-1] >= scores[level, 1:]).all(), "the best does not stand first"
+        above = scores[level - 1][parents[level]] if level else np.zeros(width)
+        assert (above >= scores[level]).all(), "a child is likelier than its parent"
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "constant"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_top_of_an_array_is_that_of_a_full_sort(size: int, width: int, kind: str) -> None:
+    width = min(width, size)
+    for seed in range(3):
+        values = drawn(kind, size, np.random.default_rng(seed))
+        check_top(values, np.array(top_w(mx.array(values), width)))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_the_top_of_an_array_holds_among_impossible_entries(size: int, width: int) -> None:
+    for seed in range(3):
+        values = drawn("mostly impossible", size, np.random.default_rng(seed))
+        check_top(values, np.array(top_w(mx.array(values), min(width, size))))
+
+
+def test_padding_is_never_chosen_over_an_impossible_entry() -> None:
+    values = np.full(5 * BLOCK + 1, -np.inf, np.float32)
+    values[-1] = 0
+    check_top(values, np.array(top_w(mx.array(values), 3)))
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties"])
+def test_the_check_on_tops_refuses_one_that_looks_at_too_few_blocks(kind: str) -> None:
+    values = drawn(kind, 1000, np.random.default_rng(0))
+    blocks = np.pad(values, (0, -len(values) % BLOCK), constant_values=-np.inf).reshape(-1, BLOCK)
+    for width in (4, 7):
+        # Negative control: the maximum of every block is not the top of the array.
+        best = np.argsort(-blocks.max(axis=1))[:width]
+        with pytest.raises(AssertionError):
+            check_top(values, best * BLOCK + blocks[best].argmax(axis=1))
+    with pytest.raises(AssertionError):
+        check_top(values, np.zeros(2, np.int32))
+
+
+def test_the_running_example_is_found_as_it_is_drawn() -> None:
+    likely = {THE: {CAT: 0.7, DOG: 0.3}, CAT: {SAT: 0.6, RAN: 0.4}, DOG: {SAT: 0.9, RAN: 0.1}}
+
+    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        rows = np.full((tokens.shape[0], 16), -100.0, np.float32)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            for following, probability in likely[token].items():
+                row[following] = np.log(probability)
+        return mx.array(rows), tokens[:, None]
+
+    beams = search(advance, mx.array(THE), 2, 2)
+    # cat sat 0.42, cat ran 0.28; dog sat, 0.27, just misses.
+    assert beams.tokens.tolist() == [[CAT, DOG], [SAT, RAN]]
+    assert beams.parents.tolist() == [[0, 0], [0, 0]]
+    np.testing.assert_allclose(np.exp(beams.scores), [[0.7, 0.3], [0.42, 0.28]], rtol=1e-5)
+    assert hypotheses(beams) == [[CAT, SAT], [CAT, RAN]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("width", "depth", "vocab"), [(1, 5, 9), (2, 4, 50), (3, 3, 3), (4, 5, 300), (7, 2, 1001)])
+def test_beams_are_ordered_distinct_and_never_likelier_than_their_parents(
+    width: int, depth: int, vocab: int, seed: int
+) -> None:
+    check_beams(search(random_advance(seed, vocab), mx.array(1), width, depth))
+
+
+def test_the_check_on_beams_refuses_each_kind_of_wrong_beams() -> None:
+    tokens, parents, scores = search(random_advance(0, 50), mx.array(1), 3, 3)
+    # Negative controls: worst first, a hypothesis twice, a child above its parent, a parent that is not there.
+    for wrong in (
+        Beams(tokens, parents, scores[:, ::-1]),
+        Beams(mx.zeros_like(tokens), mx.zeros_like(parents), scores),
+        Beams(tokens, parents, scores[::-1]),
+        Beams(tokens, parents + 3, scores),
+    ):
+        with pytest.raises(AssertionError):
+            check_beams(wrong)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_nearly_certain_drafter_makes_no_child_likelier_than_its_parent(seed: int) -> None:
+    advance = random_advance(seed, 40, scale=30.0)
+    for root in range(20):
+        check_beams(search(advance, mx.array(root), 3, 5))
+
+
+def test_beams_hold_where_the_sampler_leaves_fewer_tokens_than_the_beam_is_wide() -> None:
+    vocab = 5 * BLOCK + 1
+    sampler = make_sampler(seed=1, temp=1.0, top_k=1)
+    draws = sampler.draws(mx.array(5), 3, vocab)
+    last = mx.where(mx.arange(vocab) == vocab - 1, 50.0, 0.0)
+    assert draws is not None
+
+    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        return mx.broadcast_to(last, (tokens.shape[0], vocab)), mx.zeros((tokens.shape[0], 1))
+
+    check_beams(search(advance, mx.array(1), 3, 2, adjust=lambda logits, level: sampler.adjust(logits, draws, level)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_beam_of_one_is_the_chain_of_likeliest_tokens(seed: int) -> None:
+    advance = random_advance(seed, 200)
+    beams = search(advance, mx.array(5), 1, 6)
+    token, state, score = mx.array([5]), None, 0.0
+    for level in range(6):
+        logits, state = advance(token, state)
+        token = mx.argmax(logits, axis=-1)
+        score += (logits - mx.logsumexp(logits)).max().item()
+        assert beams.tokens[level].tolist() == token.tolist()
+        assert beams.scores[level].item() == pytest.approx(score, abs=1e-5)
+    assert not beams.parents.any()
+    # Negative control: the chain from another root is another one.
+    assert not mx.array_equal(search(advance, mx.array(6), 1, 6).tokens, beams.tokens)
+
+
+def test_logits_are_adjusted_level_by_level_before_they_are_ranked() -> None:
+    advance = random_advance(0, 50)
+    forced = [3, 1, 4, 1]
+
+    def adjust(logits: mx.array, level: int) -> mx.array:
+        return mx.where(mx.arange(50) == forced[level], 100.0, logits)
+
+    assert hypotheses(search(advance, mx.array(5), 3, 4, adjust=adjust))[0] == forced
+    assert hypotheses(search(advance, mx.array(5), 3, 4))[0] != forced
+
+
+def test_keeping_the_top_of_each_row_keeps_ties_and_drops_the_rest() -> None:
+    kept = keep_top(mx.array([[1.0, 5.0, 3.0, 3.0], [4.0, 3.0, 2.0, 1.0]]), 2)
+    assert kept.tolist() == [[-50000.0, 0.0, -2.0, -2.0], [0.0, -1.0, -50000.0, -50000.0]]

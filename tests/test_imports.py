@@ -1,0 +1,112 @@
+"""What importing the package costs, and how it behaves however and wherever it is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+WITHOUT_BACKEND = """
+import sys
+
+class NoBackend:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlx.core":
+            raise {error}
+
+sys.meta_path.insert(0, NoBackend())
+"""
+
+
+def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter at the project's root; `path` goes before every other place to import from."""
+    places = [str(place) for place in (path, os.environ.get("PYTHONPATH")) if place]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_importing_the_package_alone_imports_no_library_and_its_names_do_when_used() -> None:
+    script = """import json, sys
+import mlx_redrafter
+def show():
+    print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))
+show()
+for name in mlx_redrafter.__all__:
+    assert callable(getattr(mlx_redrafter, name)), name
+show()
+try:
+    mlx_redrafter.generat
+except AttributeError as error:
+    print(json.dumps(str(error)))"""
+    result = python("-c", script)
+    assert result.returncode == 0, result.stderr
+    alone, used, error = (json.loads(line) for line in result.stdout.splitlines())
+    libraries = {"transformers", "mlx_lm", "mlx", "numpy"}
+    assert "mlx_redrafter" in alone and not libraries & set(alone)
+    # Negative control: these are what it would have imported.
+    assert libraries <= set(used)
+    assert error == "module 'mlx_redrafter' has no attribute 'generat'"
+
+
+def test_generate_can_be_called_after_every_order_of_importing() -> None:
+    # Called without arguments: Python's own complaint names the function that was really reached.
+    script = """import sys
+for order in (
+    "from mlx_redrafter import generate; import mlx_redrafter.generate",
+    "import mlx_redrafter.generate; from mlx_redrafter import generate",
+    "import mlx_redrafter; mlx_redrafter.generate; import mlx_redrafter.generate",
+    "import mlx_redrafter.generation; import mlx_redrafter.generate",
+    "import mlx_redrafter.generate; import mlx_redrafter.generation",
+    "import importlib; importlib.import_module('mlx_redrafter.generate')",
+    "import mlx_redrafter",
+):
+    for name in [name for name in sys.modules if name.split(".")[0] == "mlx_redrafter"]:
+        del sys.modules[name]
+    exec(order)
+    import mlx_redrafter
+    from mlx_redrafter import generate, generation
+    assert callable(generation.stream_generate), order
+    for function in (generate, mlx_redrafter.generate):
+        try:
+            function()
+        except TypeError as error:
+            print("generate() missing 3 required positional arguments" in str(error), order)"""
+    result = python("-W", "error", "-c", script)
+    said = result.stdout.splitlines()
+    assert (len(said), result.returncode) == (14, 0), result.stderr
+    assert all(line.startswith("True ") for line in said), result.stdout
+
+
+@pytest.mark.parametrize("command", [["mlx_redrafter.generate", "--help"], ["mlx_redrafter", "generate", "--help"]])
+def test_asking_for_help_prints_no_warning(command: list[str]) -> None:
+    result = python("-m", *command)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: ") and "--beam-width" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["ModuleNotFoundError(\"No module named 'mlx.core'\")", "ImportError('libmlx.so: cannot open shared object file')"],
+)
+@pytest.mark.parametrize("command", [["mlx_redrafter.generate"], ["mlx_redrafter", "generate"]])
+def test_without_a_backend_of_mlx_the_command_says_what_to_install(
+    command: list[str], error: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_BACKEND.format(error=error))
+    result = python("-m", *command, "--prompt", "the", path=tmp_path)
+    assert result.returncode != 0 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "[cpu]" in result.stderr and "[cuda]" in result.stderr

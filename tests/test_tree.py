@@ -1,0 +1,234 @@
+"""From beams to a tree and its mask, and what is kept of the tree in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random_beams
+
+from mlx_redrafter import kv
+from mlx_redrafter.beam import search
+from mlx_redrafter.seams import tree_mask
+from mlx_redrafter.tree import grow, prune
+from mlx_redrafter.types import Beams, Tree
+
+SHAPES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]
+
+
+def closure(parents: list[int]) -> np.ndarray:
+    """Who is an ancestor of whom, by walking from every node up to the root."""
+    found = np.zeros((len(parents), len(parents)), bool)
+    for node in range(len(parents)):
+        at = node
+        while True:
+            found[node, at] = True
+            if at == 0:
+                break
+            at = parents[at]
+    return found
+
+
+def check_tree(tree: Tree) -> None:
+    """Asserts that the four arrays say the same thing, parents before children."""
+    parents, depths = tree.parents.tolist(), tree.depths.tolist()
+    assert parents[0] == 0 and depths[0] == 0
+    for node in range(1, len(parents)):
+        assert parents[node] < node, "a child stands before its parent"
+        assert depths[node] == depths[parents[node]] + 1
+    assert (np.array(tree.ancestors) == closure(parents)).all()
+
+
+def check_grown(tree: Tree, beams: Beams, root: int) -> None:
+    """Asserts that `tree` holds the root and every node of `beams`, level by level."""
+    check_tree(tree)
+    depth, width = beams.tokens.shape
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    assert len(tokens) == 1 + width * depth and tokens[0] == root
+    for level in range(depth):
+        for rank in range(width):
+            node = 1 + level * width + rank
+            assert tokens[node] == beams.tokens[level, rank].item()
+            above = beams.parents[level, rank].item()
+            assert parents[node] == (0 if level == 0 else 1 + (level - 1) * width + above)
+
+
+def expected_order(tree: Tree, beams: Beams, count: int) -> list[int]:
+    """Which nodes pruning keeps, in order: sorted in full, the leading hypothesis' in front."""
+    scores = [float("inf"), *np.array(beams.scores).reshape(-1).tolist()]
+    best = sorted(range(len(scores)), key=lambda node: (-scores[node], node))[:count]
+    # The leading hypothesis is the best of the last level, from its end up to the root.
+    at, leading = len(scores) - beams.tokens.shape[1], []
+    while at:
+        leading.insert(0, at)
+        at = tree.parents[at].item()
+    front = [0, *(node for node in leading if node in best)]
+    return front + [node for node in best if node not in front]
+
+
+def check_pruned(pruned: Tree, tree: Tree, beams: Beams, count: int) -> None:
+    """Asserts that `pruned` is exactly the `count` likeliest nodes of `tree`, leading path first, renumbered."""
+    check_tree(pruned)
+    order = expected_order(tree, beams, count)
+    assert pruned.tokens.tolist() == [tree.tokens[node].item() for node in order]
+    assert pruned.depths.tolist() == [tree.depths[node].item() for node in order]
+    assert pruned.parents.tolist() == [order.index(tree.parents[node].item()) for node in order]
+
+
+def cases() -> list[tuple[int, int, int, bool]]:
+    return [(width, depth, seed, ties) for width, depth in SHAPES for seed in range(3) for ties in (False, True)]
+
+
+def test_the_running_example_grows_as_it_is_drawn() -> None:
+    tree = grow(mx.array(THE), example_beams())
+    assert tree.tokens.tolist() == [THE, CAT, DOG, SAT, RAN]
+    assert tree.parents.tolist() == [0, 0, 0, 1, 1]
+    assert tree.depths.tolist() == [0, 1, 1, 2, 2]
+    assert tree.ancestors.astype(mx.int32).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+def test_the_running_example_loses_its_least_likely_nodes_first() -> None:
+    tree = grow(mx.array(THE), example_beams())
+    # the 1, cat 0.7, sat 0.4, dog 0.3, ran 0.28
+    pruned = prune(tree, example_beams(), 4)
+    assert pruned.tokens.tolist() == [THE, CAT, SAT, DOG]
+    assert pruned.parents.tolist() == [0, 0, 1, 0]
+    assert pruned.depths.tolist() == [0, 1, 2, 1]
+    assert pruned.ancestors.astype(mx.int32).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    # Whole, but with the leading hypothesis in front: accepting "cat sat" then moves nothing.
+    assert prune(tree, example_beams(), 5).tokens.tolist() == [THE, CAT, SAT, DOG, RAN]
+
+
+def test_the_mask_of_the_running_example_shows_the_prefix_and_ancestors() -> None:
+    tree = grow(mx.array(THE), example_beams())
+    assert tree_mask(3, tree.ancestors).astype(mx.int32).tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0, 1, 0],
+        [1, 1, 1, 1, 1, 0, 0, 1],
+    ]
+    assert mx.array_equal(tree_mask(0, tree.ancestors), tree.ancestors)
+
+
+@pytest.mark.parametrize(("width", "depth", "seed", "ties"), cases())
+def test_a_grown_tree_holds_every_hypothesis_and_its_ancestors(width: int, depth: int, seed: int, ties: bool) -> None:
+    beams = random_beams(np.random.default_rng(seed), width, depth, ties=ties)
+    check_grown(grow(mx.array(THE), beams), beams, THE)
+
+
+@pytest.mark.parametrize(("width", "depth", "seed", "ties"), cases())
+def test_pruning_keeps_exactly_the_likeliest_nodes_at_every_size(width: int, depth: int, seed: int, ties: bool) -> None:
+    beams = random_beams(np.random.default_rng(seed), width, depth, ties=ties)
+    tree = grow(mx.array(0), beams)
+    for count in range(2, 2 + width * depth):
+        check_pruned(prune(tree, beams, count), tree, beams, count)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_beams_of_a_nearly_certain_drafter_are_pruned_to_a_tree(seed: int) -> None:
+    advance = random_advance(seed, 40, scale=30.0)
+    for root in range(20):
+        beams = search(advance, mx.array(root), 3, 5)
+        tree = grow(mx.array(root), beams)
+        for count in range(2, 17):
+            check_tree(prune(tree, beams, count))
+
+
+def test_the_checks_on_trees_refuse_each_kind_of_wrong_tree() -> None:
+    beams = random_beams(np.random.default_rng(1), 3, 3)
+    tree = grow(mx.array(0), beams)
+    # Negative controls: a chain's mask on a tree, depths of nodes rather than levels, a parent changed.
+    wrong = [
+        tree._replace(ancestors=mx.tril(mx.ones((10, 10), mx.bool_))),
+        tree._replace(depths=mx.arange(10)),
+        tree._replace(parents=mx.concatenate([tree.parents[:-1], mx.array([0])])),
+    ]
+    for each in wrong:
+        with pytest.raises(AssertionError):
+            check_tree(each)
+    with pytest.raises(AssertionError):
+        check_grown(grow(mx.array(0), random_beams(np.random.default_rng(2), 3, 3)), beams, 0)
+    # Pruned to the first levels, in level order, or with the parents of the whole tree.
+    first = Tree(tree.tokens[:6], tree.parents[:6], tree.depths[:6], tree.ancestors[:6, :6])
+    right = prune(tree, beams, 6)
+    for each in (first, right._replace(parents=first.parents), prune(tree, beams, 7)):
+        with pytest.raises(AssertionError):
+            check_pruned(each, tree, beams, 6)
+
+
+PREFIX, NODES, HEADS, DIMS = 3, 5, 2, 32
+
+
+def filled(kind: str) -> tuple[Any, Any]:
+    """(a cache of one layer with a prefix and five node rows, its contents in NumPy)."""
+    cache = KVCache() if kind == "plain" else QuantizedKVCache(group_size=32, bits=int(kind))
+    rng = np.random.default_rng(0)
+    for rows in (PREFIX, NODES):
+        cache.update_and_fetch(*(mx.array(rng.normal(size=(1, HEADS, rows, DIMS)).astype(np.float32)) for _ in "kv"))
+    return cache, contents(cache)
+
+
+def contents(cache: Any) -> Any:
+    return [np.array(x) for _, x in tree_flatten(cache.keys_and_values())]
+
+
+KINDS = ("plain", "4", "8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_running_example_is_compacted_as_it_is_drawn(kind: str) -> None:
+    layers, before = zip(*(filled(kind) for _ in range(2)), strict=True)
+    kv.compact_(list(layers), PREFIX, [0, 1, 4])
+    for cache, was in zip(layers, before, strict=True):
+        assert cache.offset == PREFIX + 3
+        for kept, rows in zip(contents(cache), was, strict=True):
+            # prefix . . . the cat ran
+            assert (kept == rows[:, :, [0, 1, 2, 3, 4, 7]]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 4], [0, 1, 3], [0, 2, 3], [0, 2, 4], [0, 1, 2, 3, 4]])
+def test_compaction_gathers_the_rows_of_the_path(path: list[int], kind: str) -> None:
+    cache, before = filled(kind)
+    kv.compact_([cache], PREFIX, path)
+    rows = [*range(PREFIX), *(PREFIX + node for node in path)]
+    other = [*range(PREFIX), *(PREFIX + node for node in path[:-1]), PREFIX + (path[-1] + 1) % NODES]
+    assert cache.offset == PREFIX + len(path)
+    for kept, was in zip(contents(cache), before, strict=True):
+        assert (kept == was[:, :, rows]).all()
+        # Negative control: the rows of another path are not these.
+        assert not (kept == was[:, :, other]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("path", "moves"), [([0], 0), ([0, 1, 2], 0), ([0, 1, 2, 3, 4], 0), ([0, 1, 3], 1)])
+def test_nodes_that_are_in_place_are_not_moved(
+    path: list[int], moves: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, _ = filled(kind)
+    gathered = []
+    take = mx.take
+    monkeypatch.setattr(mx, "take", lambda *args, **kwargs: gathered.append(args[1].size) or take(*args, **kwargs))
+    arrays = tree_map(id, (cache.keys, cache.values))
+    kv.compact_([cache], PREFIX, path)
+    assert tree_map(id, (cache.keys, cache.values)) == arrays
+    # One gather for each stored array, of no more rows than are out of place.
+    assert gathered == [moves] * len(gathered) and bool(gathered) == bool(moves)
+
+
+def test_rewinding_drops_every_row_behind_the_prefix() -> None:
+    cache, before = filled("plain")
+    kv.rewind_([cache], PREFIX)
+    for kept, was in zip(contents(cache), before, strict=True):
+        assert (kept == was[:, :, :PREFIX]).all()
