@@ -3,13 +3,14 @@
     python -m benchmarks.acceptance --shapes 1,4 4,5 --temp 0.8
 
 Pooled over all prompts: 1 + accepted / rounds. `--without-noise` ranks hypotheses by the drafter's own probabilities
-instead of with the target's position noise.
+instead of with the target's position noise; `--keep-top 50` ranks them as Apple's code does, by the 50 likeliest alone.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
+from mlx_redrafter.beam import keep_top
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import Settings, decode
 from mlx_redrafter.rounds import Chooser
@@ -18,17 +19,25 @@ from mlx_redrafter.sampling import Draws, Sampler
 from .common import beam, make_parser, open_bench, show
 
 
-class WithoutNoise:
-    """A sampler whose noise the drafter does not use."""
+class Ranked:
+    """A sampler whose noise the drafter does not use, which ranks by the `count` likeliest tokens, or by all.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.draws = sampler.draws
-        self.choose = sampler.choose
+    Args:
+        count: 0 for all.
+    """
+
+    def __init__(self, sampler: Sampler, count: int) -> None:
+        self._sampler, self._count = sampler, count
+        self.choose, self.check = sampler.choose, sampler.check
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+        """The sampler's noise, or none in the form of some."""
+        none = Draws(mx.zeros((1, 1)), mx.zeros((1, 1)))
+        return self._sampler.draws(position, count, vocab_size) or none
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The logits as they are."""
-        return logits
+        """The logits without noise."""
+        return keep_top(logits, self._count) if self._count else logits
 
 
 def repeated(tokens: list[int], length: int = 8) -> float:
@@ -41,6 +50,7 @@ def main() -> None:
     """Prints a row a shape."""
     parser = make_parser(__doc__)
     parser.add_argument("--without-noise", action="store_true")
+    parser.add_argument("--keep-top", type=int, default=0, metavar="COUNT")
     args = parser.parse_args()
     bench = open_bench(args)
     rows = []
@@ -48,8 +58,8 @@ def main() -> None:
         settings: Settings = make_settings(
             bench.drafter, max_tokens=args.max_tokens, temp=args.temp, seed=args.seed, **beam(numbers)
         )
-        if args.without_noise:
-            sampler = WithoutNoise(settings.chooser.sampler)
+        if args.without_noise or args.keep_top:
+            sampler = Ranked(settings.chooser.sampler, args.keep_top)
             settings = Settings(Chooser(sampler, ()), settings.plan, settings.max_tokens)
         rounds = accepted = 0
         reached = [0] * numbers[1]

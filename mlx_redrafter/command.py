@@ -23,7 +23,7 @@ from .demo import load_demo
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser
-from .generation import GenerationResponse, Options, stream_generate
+from .generation import GenerationResponse, Options, stream_generate, summary
 
 DEMO_PROMPT = "def main("
 PACKAGES = ("mlx", "mlx-lm")
@@ -64,7 +64,7 @@ def run() -> int:
     else:
         print("" if args.verbose else text)
     if args.verbose:
-        print(summary(last, drafter), file=sys.stderr)
+        print(summary(last), file=sys.stderr)
     return 0
 
 
@@ -78,6 +78,9 @@ def check(args: argparse.Namespace) -> None:
         raise RedrafterError("--max-kv-size is not served yet: a rotating cache cannot drop rejected drafts")
     if args.compare and (args.no_drafter or (args.model and not args.drafter)):
         raise RedrafterError("--compare needs a drafter: give --drafter, or leave out --model for the packaged demo")
+    if args.adapter_path and args.model is None and args.prompt_cache_file is None:
+        raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
+    template_config(args)
     if args.compare and args.prompt_cache_file:
         raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
 
@@ -90,6 +93,8 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
         cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
     except Exception as error:
         raise RedrafterError(f"cannot read the prompt cache {args.prompt_cache_file}: {error}") from error
+    if not cache:
+        raise RedrafterError(f"the prompt cache {args.prompt_cache_file} has no layers")
     if isinstance(cache[0], QuantizedKVCache):
         for flag, got in (("kv_bits", cache[0].bits), ("kv_group_size", cache[0].group_size)):
             asked = getattr(args, flag)
@@ -100,15 +105,16 @@ def read_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, st
 
 def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.Module, Any, Drafter | None]:
     """(model, tokenizer, drafter or None) of the flags."""
-    name = args.model or metadata.get("model")
+    name = metadata.get("model") if args.model is None else args.model
     if metadata.get("model") not in (None, name):
         raise RedrafterError(f"the prompt cache was made with {metadata['model']}, got --model {name}")
+    args.model = name
     drafter: Drafter | None = None
     if name is None:
         model, tokenizer, drafter = load_demo()
         note = "the packaged demo: it shows the mechanism, not intelligence"
     else:
-        config = json.loads(metadata["tokenizer_config"]) if metadata else {}
+        config = json.loads(metadata.get("tokenizer_config", "{}"))
         model, tokenizer = load(
             name,
             adapter_path=args.adapter_path,
@@ -134,6 +140,8 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, st
     if text is None:
         text = DEFAULT_PROMPT if args.model else DEMO_PROMPT
     text = sys.stdin.read() if text == "-" else unescaped(text)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RedrafterError("the prompt is not UTF-8")
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     if templated:
         text = through_template(args, tokenizer, text, is_suffix=bool(metadata))
@@ -143,6 +151,17 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, st
     return ids
 
 
+def template_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The object of `--chat-template-config`."""
+    try:
+        more = json.loads(args.chat_template_config or "{}")
+    except json.JSONDecodeError as error:
+        raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
+    if not isinstance(more, dict):
+        raise RedrafterError(f"--chat-template-config must be a JSON object, got {args.chat_template_config}")
+    return more
+
+
 def unescaped(text: str) -> str:
     """Newlines and tabs for their escapes, as mlx-lm reads a prompt."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
@@ -150,10 +169,7 @@ def unescaped(text: str) -> str:
 
 def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_suffix: bool) -> str:
     """`text` as the user's message; `is_suffix` leaves out what a prompt cache already holds."""
-    try:
-        more = json.loads(args.chat_template_config or "{}")
-    except json.JSONDecodeError as error:
-        raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
+    more = template_config(args)
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
     user = {"role": "user", "content": text}
     messages.append(user)
@@ -162,13 +178,16 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
         messages.append({"role": "assistant", "content": args.prefill_response})
 
     def render() -> str:
-        rendered: str = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=prefilled,
-            add_generation_prompt=not prefilled,
-            **more,
-        )
+        try:
+            rendered: str = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                continue_final_message=prefilled,
+                add_generation_prompt=not prefilled,
+                **more,
+            )
+        except Exception as error:  # a template may raise whatever it likes
+            raise RedrafterError(f"the chat template refuses this prompt: {error}") from error
         return rendered
 
     whole = render()
@@ -224,7 +243,7 @@ def compare(
         print(json.dumps({**record(args, drafter, tokens, text, drafted), "compare": verdict}))
     else:
         print("" if args.verbose else text)
-        print(summary(drafted, drafter), file=sys.stderr)
+        print(summary(drafted), file=sys.stderr)
         print(
             f"plain {verdict['plain_generation_tps']:.1f}, drafted {verdict['generation_tps']:.1f} tokens-per-sec: "
             f"{verdict['ratio']:.2f} times",
@@ -234,29 +253,12 @@ def compare(
     return 0 if differs is None else 1
 
 
-def summary(last: GenerationResponse, drafter: Drafter | None) -> str:
-    """What mlx-lm prints at the end, and the rounds."""
-    lines = [
-        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
-        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
-        f"Peak memory: {last.peak_memory:.3f} GB",
-    ]
-    if drafter is not None:
-        depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
-        lines.append(
-            f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round; "
-            f"{last.accepted} of {last.drafted} drafted nodes accepted; per depth {depths}"
-        )
-    return "\n".join(lines)
-
-
 def record(
     args: argparse.Namespace, drafter: Drafter | None, tokens: list[int], text: str, last: GenerationResponse
 ) -> dict[str, Any]:
     """The object of `--json`."""
     fields = {k: v for k, v in vars(last).items() if k not in ("text", "token", "logprobs", "from_draft")}
-    settings = {name: getattr(args, name) for name, _, _ in OPTIONS}
-    settings |= {"seed": last.seed, "stop": list(args.stop), "model": args.model or "demo", "drafter": None}
+    settings = vars(args) | {"seed": last.seed, "model": args.model or "demo", "drafter": None}
     if drafter is not None:
         settings["drafter"] = args.drafter or "demo"
     return {

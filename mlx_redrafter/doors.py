@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -21,14 +22,24 @@ def guarded(module: str) -> None:
         fail(NO_BACKEND.format(error=one_line(error)))
     try:
         status = import_module(module).run()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()
+        silence()
         sys.exit(1)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
+        silence()
         fail(one_line(error))
     sys.exit(status)
+
+
+def silence() -> None:
+    """Sends what is still buffered for stdout nowhere, so that Python's own last flush cannot fail."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return  # stdout is no file
 
 
 def fail(message: str) -> None:

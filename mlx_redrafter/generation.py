@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypedDict, Unpack, cast
 
 import mlx.core as mx
@@ -97,7 +98,8 @@ def make_settings(
         tree_size: N, how many nodes the target verifies, the root included; None for all 1 + W * K.
         sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities.
             Exact in law if it is a function of that row.
-        logits_processors: of mlx-lm's kind; the tree is then not pruned.
+        logits_processors: of mlx-lm's kind, each a function of (history, logits): it is called for every node, with
+            histories that may come to nothing. The tree is then not pruned.
         prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards.
         prefill_step_size: prompt tokens in one forward.
         prompt_progress_callback: called with (tokens read, tokens in all).
@@ -119,12 +121,14 @@ def make_settings(
         ("kv_group_size", kv_group_size),
         ("quantized_kv_start", quantized_kv_start),
     ):
-        if value is not None and not isinstance(value, int):
+        if not isinstance(value, Integral) and not (value is None and name in ("seed", "tree_size", "kv_bits")):
             raise RedrafterError(f"{name} must be an integer, got {value!r}")
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
+    if callable(logits_processors):
+        raise RedrafterError("logits_processors must be a list of functions, got one function")
     chosen = make_sampler(
-        seed=secrets.randbits(32) if seed is None else seed,
+        seed=secrets.randbits(32) if seed is None else int(seed),
         temp=temp,
         top_p=top_p,
         min_p=min_p,
@@ -137,15 +141,17 @@ def make_settings(
     )
     plan = None
     if drafter is not None:
-        processors_need_all = logits_processors and beam_width > 1
-        size = None if processors_need_all else tree_size
-        plan = make_plan(beam_width, draft_depth, size, drafter.args.vocab_size)
+        if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
+            raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
+        plan = make_plan(int(beam_width), int(draft_depth), tree_size, drafter.args.vocab_size)
+        if logits_processors and plan.width > 1:
+            plan = make_plan(plan.width, plan.depth, None, drafter.args.vocab_size)
     return Settings(
         chooser=Chooser(chosen, tuple(logits_processors or ())),
         plan=plan,
-        max_tokens=max_tokens,
+        max_tokens=int(max_tokens),
         prompt_cache=prompt_cache,
-        prefill_step_size=prefill_step_size,
+        prefill_step_size=int(prefill_step_size),
         quantization=KVQuantization(kv_bits, kv_group_size, quantized_kv_start).check(),
         prompt_progress_callback=prompt_progress_callback,
     )
@@ -202,7 +208,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     *,
     drafter: Drafter | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     **options: Unpack[Options],
 ) -> Generator[GenerationResponse, None, None]:
     """Yields a response for each token, as mlx-lm's `stream_generate`.
@@ -230,7 +236,7 @@ def stream_generate(
     if settings.max_tokens == 0:
         raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
     ids = encode(tokenizer, prompt)
-    watch = StopStrings([stop] if isinstance(stop, str) else stop)
+    watch = StopStrings([stop] if isinstance(stop, str) else stop or ())
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
     prompt_tps = 0.0
@@ -286,27 +292,44 @@ def generate(
     prompt: str | Sequence[int] | mx.array,
     *,
     drafter: Drafter | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     verbose: bool = False,
     **options: Unpack[Options],
 ) -> str:
-    """The whole text, as mlx-lm's `generate`; `verbose` prints it as it is made. See `stream_generate`."""
+    """The whole text, as mlx-lm's `generate`; `verbose` prints it as it is made, then a summary.
+
+    See `stream_generate`.
+    """
     text = ""
     for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=stop, **options):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
     if verbose:
-        print()
+        print("\n" + "=" * 10 + "\n" + summary(response))
     return text
+
+
+def summary(last: GenerationResponse) -> str:
+    """What mlx-lm prints at the end, and the rounds if there were any."""
+    lines = [
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {last.peak_memory:.3f} GB",
+    ]
+    if last.rounds:
+        depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
+        lines.append(
+            f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round; "
+            f"{last.accepted} of {last.drafted} drafted nodes accepted; per depth {depths}"
+        )
+    return "\n".join(lines)
 
 
 def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     """Token ids of a prompt. Special tokens are added to a text unless it begins with the first of them."""
-    if isinstance(prompt, mx.array):
-        return cast(list[int], check_prompt(prompt).tolist())
     if not isinstance(prompt, str):
-        return list(prompt)
+        return cast(list[int], check_prompt(prompt).tolist())
     special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(prompt, add_special_tokens=special))
 

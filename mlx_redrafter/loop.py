@@ -5,7 +5,7 @@ What does not depend on that read is enqueued before it: the next draft, or, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -25,6 +25,7 @@ from .target import KVQuantization, Target, check_draftable, check_request
 from .types import Tip
 
 CLEAR_EVERY = 256
+LARGEST_ID = 2**31 - 1
 
 
 class Step(NamedTuple):
@@ -76,7 +77,8 @@ def decode(
     tokens = check_prompt(prompt)
     if settings.max_tokens < -1:
         raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 0, got {settings.max_tokens}")
-    check_request(model, tokens, settings.prompt_cache, settings.quantization)
+    vocab_size = check_request(model, tokens, settings.prompt_cache, settings.quantization)
+    settings.chooser.sampler.check(vocab_size)
     if drafter is not None:
         assert settings.plan is not None
         check_draftable(model, tree=settings.plan.width > 1)
@@ -217,18 +219,24 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
     """
     wanted = "the prompt must be one sequence of token ids"
     if not isinstance(prompt, mx.array):
+        if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
+            raise RedrafterError(f"{wanted}, got {type(prompt).__name__} {prompt!r}")
         try:
             ids = np.array(list(prompt))
         except ValueError:
             raise RedrafterError(f"{wanted}, got parts of unequal length") from None
         if ids.size and ids.dtype.kind not in "iufb":
             raise RedrafterError(f"{wanted}, got {type(prompt).__name__} {prompt!r}")
+        if ids.dtype.kind in "iu" and ids.size and ids.max() > LARGEST_ID:
+            raise RedrafterError(f"{wanted}, got {ids.max()}")
         prompt = mx.array(ids)
     if prompt.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
     dtype = mx.int32 if mx.issubdtype(prompt.dtype, mx.integer) else prompt.dtype
     if prompt.ndim != 1 or dtype != mx.int32:
         raise RedrafterError(f"{wanted}, got shape {prompt.shape} of {dtype}")
+    if dtype == mx.int32 and prompt.dtype.size >= 4 and (large := cast(int, prompt.max().item())) > LARGEST_ID:
+        raise RedrafterError(f"{wanted}, got {large}")
     return prompt.astype(mx.int32)
 
 

@@ -8,12 +8,16 @@ have used there, and the same seed gives the same text with and without a drafte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from .errors import RedrafterError
+
+SMALLEST_TEMP = 1e-30
+"""Below it 1 / temp is no float32."""
 
 
 class Draws(NamedTuple):
@@ -31,6 +35,13 @@ class Draws(NamedTuple):
 class Sampler(Protocol):
     """Chooses a token after each of N nodes."""
 
+    def check(self, vocab_size: int) -> None:
+        """Refuses a vocabulary that its settings do not fit.
+
+        Raises:
+            RedrafterError: with the setting.
+        """
+
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
         """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
 
@@ -43,6 +54,9 @@ class Sampler(Protocol):
 
 class Greedy:
     """The likeliest token, as mlx-lm's `greedy_sampler`."""
+
+    def check(self, vocab_size: int) -> None:
+        """See `Sampler.check`."""
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
         """None: there is no noise."""
@@ -65,6 +79,9 @@ class PerNode:
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
+
+    def check(self, vocab_size: int) -> None:
+        """See `Sampler.check`."""
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
         """None: its randomness is its own."""
@@ -98,6 +115,7 @@ class ByPosition:
     ) -> None:
         self._words = _mix(seed)
         self._temp = temp
+        self._most = {"top_k": top_k + 1, "min_tokens_to_keep": min_tokens_to_keep}
         self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
         if 0 < top_p < 1:
             self._filters.append(lambda x, coin: apply_top_p(x, top_p))
@@ -105,12 +123,20 @@ class ByPosition:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
             special = list(xtc_special_tokens)
-            # Asked for with certainty, mlx-lm's XTC leaves the coin to us.
+            # Asked for with certainty, mlx-lm's XTC leaves the coin to us. (It still draws one from mx.random.)
             self._filters.append(
                 lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
             )
         if top_k > 0:
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
+
+    def check(self, vocab_size: int) -> None:
+        """See `Sampler.check`."""
+        for name, value in self._most.items():
+            if value > vocab_size:
+                raise RedrafterError(
+                    f"{name} must be below the vocabulary's {vocab_size}, got {value - (name == 'top_k')}"
+                )
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """See `Sampler.draws`. The key of a position is (a word of the seed, another word + the position)."""
@@ -177,12 +203,15 @@ def make_sampler(
         ("xtc_probability", xtc_probability, 0, 1),
         ("xtc_threshold", xtc_threshold, 0, 0.5),
     ):
-        if not low <= value <= high:
+        if not isinstance(value, Real) or not low <= value <= high:
             bound = f"from {low} to {high}" if high != float("inf") else f"at least {low}"
-            raise RedrafterError(f"{name} must be {bound}, got {value}")
+            raise RedrafterError(f"{name} must be {bound}, got {value!r}")
+    if temp and not SMALLEST_TEMP <= temp <= 1 / SMALLEST_TEMP:
+        raise RedrafterError(f"temp must be 0, or from {SMALLEST_TEMP} to {1 / SMALLEST_TEMP}, got {temp}")
     if sampler is not None:
-        if temp:
-            raise RedrafterError(f"give either a sampler or temp, got both (temp={temp})")
+        given = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k, "xtc_probability": xtc_probability}
+        if also := [f"{name}={value}" for name, value in given.items() if value]:
+            raise RedrafterError(f"give either a sampler or {also[0].split('=')[0]}, got both ({also[0]})")
         return PerNode(sampler)
     if temp == 0:
         return Greedy()

@@ -47,16 +47,18 @@ class PerNodeRope(nn.Module):
     """A rope module that also takes a vector of offsets, one for each of N nodes of one sequence.
 
     `mx.fast.rope` takes a vector only along the batch, so the nodes go there and come back: the same arithmetic,
-    to the bit. A plain offset passes through, so other threads may run the model meanwhile.
+    to the bit. A plain offset passes through, and so does whatever another thread asks of the model meanwhile.
     """
 
     def __init__(self, rope: nn.Module) -> None:
         super().__init__()
         self.rope = rope
         self.calls = 0
+        self._thread = threading.get_ident()
 
     def __call__(self, x: mx.array, offset: Any = 0, *args: Any, **kwargs: Any) -> mx.array:
-        if not isinstance(offset, mx.array) or offset.ndim == 0:
+        elsewhere = threading.get_ident() != self._thread
+        if elsewhere or not isinstance(offset, mx.array) or offset.ndim == 0:
             return self.rope(x, offset, *args, **kwargs)
         self.calls += 1
         return self.rope(x.transpose(2, 1, 0, 3), offset, *args, **kwargs).transpose(2, 1, 0, 3)

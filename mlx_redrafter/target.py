@@ -160,8 +160,10 @@ def sizes(model: nn.Module) -> tuple[int, int]:
     return backbone(model).embed_tokens(token).shape[-1], model(token).shape[-1]
 
 
-def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, quantization: KVQuantization) -> None:
-    """Refuses what would fail, or make nonsense, only while the prompt is read.
+def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, quantization: KVQuantization) -> int:
+    """Refuses what would fail, or make nonsense, only while the prompt is read; the size of the vocabulary.
+
+    What the model's outputs and its cache look like is read off a forward that is built but never computed.
 
     Args:
         tokens: (T,) the prompt.
@@ -171,21 +173,20 @@ def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, qu
         RedrafterError: token ids outside the vocabulary, a cache of another model, or a KV group size that does not
             divide the head size.
     """
-    embedding = getattr(model.get("model"), "embed_tokens", None)
-    size = embedding.weight.shape[0] if isinstance(embedding, nn.Module) else None
-    ids = cast(list[int], tokens.tolist())
-    if wrong := [i for i in (min(ids), max(ids)) if i < 0 or (size is not None and i >= size)]:
-        raise RedrafterError(f"token ids must be from 0 to {'V' if size is None else size} - 1, got {wrong[0]}")
     probe = make_prompt_cache(model)
-    if cache is not None and len(cache) < len(probe):
+    if cache is not None and len(cache) != len(probe):
         raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
-    if quantization.bits is None:
-        return
-    model(mx.zeros((1, 1), mx.int32), cache=probe)
-    for c in probe:
-        sizes = [x.shape[-1] for x in (getattr(c, "keys", None), getattr(c, "values", None)) if isinstance(x, mx.array)]
-        if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
-            raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
+    vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
+    ids = cast(list[int], tokens.tolist())
+    if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
+        raise RedrafterError(f"token ids must be from 0 to {vocab_size - 1}, got {wrong[0]}")
+    if quantization.bits is not None:
+        for c in probe:
+            arrays = (getattr(c, "keys", None), getattr(c, "values", None))
+            sizes = [x.shape[-1] for x in arrays if isinstance(x, mx.array)]
+            if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
+                raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
+    return vocab_size
 
 
 def check_draftable(model: nn.Module, *, tree: bool) -> None:
