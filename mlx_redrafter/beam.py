@@ -32,8 +32,10 @@ def top_w(values: mx.array, width: int) -> mx.array:
     places = (best[:, None] * BLOCK + mx.arange(BLOCK)).reshape(-1)
     entries = blocks[best].reshape(-1)
     if size % BLOCK:
-        # An impossible entry still stands before the padding.
-        entries = mx.where(places < size, mx.maximum(entries, mx.finfo(values.dtype).min), -mx.inf)
+        # An entry that is impossible, or no number, still stands before the padding.
+        least = mx.finfo(values.dtype).min
+        entries = mx.where(entries > least, entries, least)
+        entries = mx.where(places < size, entries, -mx.inf)
     return places[mx.argsort(-entries)[:width]].astype(mx.int32)
 
 
@@ -80,8 +82,10 @@ def search(
         best = top_w(logits.reshape(-1) if width == 1 else joint, width)
         size = logits.shape[-1]
         tokens, parents = (best, mx.zeros_like(best)) if width == 1 else (best % size, best // size)
-        # Rounding could lift a nearly certain child above its parent, which pruning must never see.
+        # Rounding could lift a nearly certain child above its parent, and a drafter may overflow: pruning must never
+        # see a child that is likelier than its parent, nor a score that is no number.
         total = mx.minimum(joint[best], total[parents])
+        total = mx.where(mx.isnan(total), -mx.inf, total)
         state = state[parents] if width > 1 else state
         levels.append((tokens, parents, total))
     return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

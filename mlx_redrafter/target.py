@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from . import kv
 from .errors import RedrafterError, UnsupportedModelError, one_line
@@ -115,7 +116,11 @@ class Target:
         """Commits all `count` rows of a forward that drafted nothing; then quantises if it is time."""
         self.length += count
         bits, group_size, start = self._quantization
+        before = list(self.cache)
         maybe_quantize_kv_cache(self.cache, start, group_size, bits)
+        if any(old is not new for old, new in zip(before, self.cache, strict=True)):
+            # The next forward, which reads it, may be asked for by another thread.
+            mx.async_eval([c.state for c in self.cache])
 
     def forget_(self) -> None:
         """Drops the rows that are not committed, where the cache can drop rows."""
@@ -208,6 +213,10 @@ def check_draftable(model: nn.Module, *, tree: bool) -> None:
     if others := kv.foreign(cache):
         raise UnsupportedModelError(
             f"cannot draft for model type {kind!r}: its cache ({', '.join(others)}) cannot be rewound"
+        )
+    if any(isinstance(module, DynamicNTKScalingRoPE) for _, module in model.named_modules()):
+        raise UnsupportedModelError(
+            f"cannot draft for model type {kind!r} with dynamic rope scaling: its positions depend on a forward's length"
         )
     if not tree:
         return

@@ -16,7 +16,7 @@ from mlx_redrafter import train
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.loss import draft_loss
-from mlx_redrafter.train import cut, shuffled, teach, train_drafter
+from mlx_redrafter.train import cut, new_drafter, shuffled, teach, train_drafter
 
 HIDDEN, VOCAB = 16, 23
 ARGS = DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1)
@@ -52,14 +52,14 @@ def same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
-def new_drafter() -> Drafter:
+def untrained() -> Drafter:
     mx.random.seed(5)
     return Drafter(ARGS)
 
 
 @pytest.mark.parametrize("labels", ["data", "target", "distribution"])
 def test_it_learns(model: Model, batches: train.Batches, labels: train.Labels) -> None:
-    drafter = new_drafter()
+    drafter = untrained()
     lesson = teach(model, batches(0), labels)
     before = draft_loss(drafter, lesson, 3)
     train_drafter(model, drafter, batches, steps=60, depth=3, learning_rate=1e-2, labels=labels)
@@ -70,7 +70,7 @@ def test_it_learns(model: Model, batches: train.Batches, labels: train.Labels) -
 
 def test_the_target_stays_as_it_was(model: Model, batches: train.Batches) -> None:
     before, modules = weights(model), [type(module) for module in model.modules()]
-    train_drafter(model, new_drafter(), batches, steps=3, depth=2)
+    train_drafter(model, untrained(), batches, steps=3, depth=2)
     assert same(weights(model), before)
     assert [type(module) for module in model.modules()] == modules
 
@@ -83,7 +83,7 @@ def test_resuming_changes_nothing(
     model: Model, batches: train.Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "SAVE_EVERY", 3)
-    whole = new_drafter()
+    whole = untrained()
     start = weights(whole)
     train_drafter(model, whole, batches, steps=8, depth=2)
 
@@ -94,7 +94,7 @@ def test_resuming_changes_nothing(
 
     checkpoint = tmp_path / "training.safetensors"
     with pytest.raises(Stopped):
-        train_drafter(model, new_drafter(), until_six, steps=8, depth=2, checkpoint=checkpoint)
+        train_drafter(model, untrained(), until_six, steps=8, depth=2, checkpoint=checkpoint)
     # Other initial weights, and batches that may not be asked for again: all must come from the checkpoint.
     seen = []
 
@@ -118,6 +118,19 @@ def test_lessons(model: Model, batches: train.Batches) -> None:
     assert mx.array_equal(lesson.embeddings, model.model.embed_tokens.weight[ids[:, :-1]])
     assert mx.array_equal(teach(model, ids, "target").following, mx.argmax(logits, axis=-1))
     assert mx.allclose(teach(model, ids, "distribution").following, mx.softmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("exit_dim", [12, 2 * HIDDEN])
+def test_a_new_head_tells_tokens_apart_as_the_embedding_does(model: Model, exit_dim: int) -> None:
+    drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, num_draft_layers=1))
+    rows = model.model.embed_tokens.weight
+    rows = rows - rows.mean(axis=0)
+    components = drafter.lm_head[-1].weight[:, : min(exit_dim, HIDDEN)]
+    _, values, _ = mx.linalg.svd(rows, stream=mx.cpu)
+    assert drafter.lm_head[-1].weight.shape == (VOCAB, exit_dim)
+    assert mx.allclose(mx.linalg.norm(components, axis=0), values[: components.shape[1]], rtol=1e-3)
+    if exit_dim > HIDDEN:
+        assert mx.allclose(components @ components.T, rows @ rows.T, atol=1e-4)
 
 
 def test_what_cannot_be_trained_is_refused(model: Model, batches: train.Batches) -> None:
