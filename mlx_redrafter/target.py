@@ -216,7 +216,7 @@ def check_draftable(model: nn.Module, *, tree: bool) -> None:
         )
     if any(isinstance(module, DynamicNTKScalingRoPE) for _, module in model.named_modules()):
         raise UnsupportedModelError(
-            f"cannot draft for model type {kind!r} with dynamic rope scaling: its positions depend on a forward's length"
+            f"cannot draft for model type {kind!r} with dynamic rope scaling: it turns with the length of a forward"
         )
     if not tree:
         return
