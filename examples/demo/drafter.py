@@ -1,0 +1,93 @@
+"""Trains the demo's drafter on what the target writes behind pieces of the training files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
+
+from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.target import sizes
+from mlx_redrafter.train import cut, shuffled, train_drafter
+
+PROMPT, LENGTH = 64, 257
+BATCHES, ROWS = 20, 256
+TEMPERATURES = (0.0, 0.8)
+ROWS_PER_STEP = 4
+
+
+def continuations(model: nn.Module, prompts: mx.array, length: int, temps: mx.array) -> mx.array:
+    """(B, length) ids: each prompt (B, P) and what the model writes behind it, past the end of text too.
+
+    Args:
+        temps: (B, 1) temperatures; 0 is greedy.
+    """
+    cache = make_prompt_cache(model)
+    rows = [prompts]
+    while sum(row.shape[1] for row in rows) < length:
+        logits = model(rows[-1], cache=cache)[:, -1].astype(mx.float32)
+        rows.append(mx.argmax(logits + temps * mx.random.gumbel(logits.shape), axis=-1, keepdims=True))
+        mx.eval(rows[-1])
+    return mx.concatenate(rows, axis=1)
+
+
+def write_texts(model: nn.Module, tokens: np.ndarray, directory: Path, seed: int = 0) -> np.ndarray:
+    """(N, LENGTH) uint16 texts by the model, one file a batch; batches that are there are not written again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    starts = np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: BATCHES * ROWS] * PROMPT
+    temps = mx.array(TEMPERATURES)[mx.arange(ROWS) % len(TEMPERATURES)][:, None]
+    files = [directory / f"{i:03}.npy" for i in range(BATCHES)]
+    for i, file in enumerate(tqdm(files, desc="texts")):
+        if file.exists():
+            continue
+        mx.random.seed(seed + i)
+        at = starts[i * ROWS : (i + 1) * ROWS]
+        prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
+        partly = file.with_suffix(".partial.npy")
+        np.save(partly, np.array(continuations(model, prompts, LENGTH, temps)).astype(np.uint16))
+        partly.replace(file)
+    return np.concatenate([np.load(file) for file in files])
+
+
+def train(
+    model: nn.Module, tokens: np.ndarray, texts: np.ndarray, steps: int, directory: Path, seed: int = 0
+) -> Drafter:
+    """The trained drafter, also saved to `directory` in float16.
+
+    Args:
+        model: the target.
+        tokens: the training files' stream.
+        texts: (N, LENGTH) the model's own.
+    """
+    rows = cut(tokens, LENGTH)
+    few = np.random.default_rng(seed).permutation(len(rows))[: len(texts) // 4]
+    lessons = np.concatenate([texts, rows[few]])
+    hidden_size, vocab_size = sizes(model)
+    mx.random.seed(seed)
+    args = DrafterArgs(hidden_size, vocab_size, exit_dim=160, num_draft_layers=1)
+    drafter = train_drafter(
+        model,
+        args,
+        shuffled(lessons, ROWS_PER_STEP, seed),
+        steps=steps,
+        learning_rate=4e-3,
+        labels="distribution",
+        checkpoint=directory / "training.safetensors",
+    )
+    # What the target finds likely is the richer lesson; what it would choose is the question asked at the end.
+    drafter = train_drafter(
+        model,
+        drafter,
+        shuffled(lessons, ROWS_PER_STEP, seed + 1),
+        steps=steps * 3 // 8,
+        learning_rate=2e-3,
+        labels="target",
+        checkpoint=directory / "choices.safetensors",
+    )
+    save_drafter(directory, drafter, dtype=mx.float16)
+    return drafter

@@ -1,0 +1,116 @@
+"""Makes the demo's two models from nothing but the running interpreter's standard library.
+
+    LD_PRELOAD=libopenblas.so.0 python examples/demo/recipe.py --output DIR
+
+Every stage leaves files in DIR and takes up where it was stopped. `package` puts the result into the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import corpus
+import drafter
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import report
+import target
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter import load, load_drafter
+
+VOCAB_SIZE = 2048
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+PACKAGE = Path(__file__).parents[2] / "mlx_redrafter" / "demo"
+
+
+def make_corpus(out: Path) -> None:
+    """The tokenizer, and the two halves of the split as streams of its ids."""
+    if (out / "held.npy").exists():
+        return
+    training, held_out = corpus.split_files()
+    tokenizer = corpus.train_tokenizer(training, VOCAB_SIZE, out / "target")
+    np.save(out / "train.npy", corpus.encode_files(training, tokenizer))
+    np.save(out / "held.npy", corpus.encode_files(held_out, tokenizer))
+    print(f"{len(training)} training files, {len(held_out)} held out")
+
+
+def make_target(out: Path, steps: int) -> None:
+    """The target, in the directory that already has the tokenizer."""
+    if not (out / "target" / "model.safetensors").exists():
+        target.train(np.load(out / "train.npy"), target.config(VOCAB_SIZE, 0), steps, out / "target")
+
+
+def make_drafter(out: Path, steps: int) -> None:
+    """The drafter, from texts that the target wrote."""
+    if (out / "drafter" / "model.safetensors").exists():
+        return
+    model, _ = trained(out)
+    tokens = np.load(out / "train.npy")
+    texts = drafter.write_texts(model, tokens, out / "texts")
+    drafter.train(model, tokens, texts, steps, out / "drafter")
+
+
+def print_report(out: Path) -> None:
+    """Held-out bits per byte, and tokens per round."""
+    model, tokenizer = trained(out)
+    bits = target.bits_per_byte(model, np.load(out / "held.npy"), report.held_out_bytes())
+    print(f"target: {bits:.3f} bits per held-out byte")
+    network = load_drafter(out / "drafter", model)
+    network.set_dtype(mx.float32)
+    report.print_table(model, tokenizer, network)
+
+
+def package(out: Path) -> None:
+    """Copies what is needed at run time into the package."""
+    _, tokenizer = trained(out)
+    for name in ("target", "drafter"):
+        files = ("config.json", "model.safetensors", *(TOKENIZER_FILES if name == "target" else ()))
+        (PACKAGE / name).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copyfile(out / name / file, PACKAGE / name / file)
+    prompts = [{"name": name, "text": text} for name, text in report.prompts(tokenizer).items()]
+    (PACKAGE / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n", encoding="utf-8")
+
+
+def trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
+    """The target as it is stored, in float32: what the drafter has to know is the rounded model."""
+    model, tokenizer = load(out / "target")
+    model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def main() -> None:
+    """Runs the stages that are asked for, in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--stages", default="corpus,target,drafter,report", help="also: package (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2400, help="of the target (default: %(default)s)")
+    parser.add_argument("--drafter-steps", type=int, default=1600, help="default: %(default)s")
+    args = parser.parse_args()
+    stages: dict[str, Callable[[], None]] = {
+        "corpus": lambda: make_corpus(args.output),
+        "target": lambda: make_target(args.output, args.steps),
+        "drafter": lambda: make_drafter(args.output, args.drafter_steps),
+        "report": lambda: print_report(args.output),
+        "package": lambda: package(args.output),
+    }
+    chosen = args.stages.split(",")
+    if unknown := set(chosen) - set(stages):
+        parser.error(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(stages)}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in (stage for stage in stages if stage in chosen):
+        print(f"== {name}", flush=True)
+        started = time.time()
+        stages[name]()
+        print(f"== {name}: {time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
