@@ -134,7 +134,7 @@ def plain(
             except BaseException:
                 target.forget_()
                 raise
-            history = extended(history, outcome.report) if settings.chooser.processors else None
+            history = extended(history, outcome.report.astype(mx.int32)) if settings.chooser.processors else None
             mx.async_eval(following, history)
             (token,) = read(outcome.report)
         yield Step(token, outcome.logprobs[0], False, Stats())

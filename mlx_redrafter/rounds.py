@@ -104,7 +104,7 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
     assert hidden is not None
     logits = processed(chooser.processors, history, tree, logits, plan)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths)
+    chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
     verdict: Verdict = accept(tree, chosen, plan.depth, limit)
     on_path = chosen[verdict.path]
     report = mx.concatenate([verdict.n_accepted.reshape(1), verdict.path, on_path])
@@ -124,7 +124,7 @@ def step(
     logits, hidden = target.forward(token, tapped=tapped)
     row = logits[-1:]
     if chooser.processors:
-        row = apply(chooser.processors, extended(history, token), row)
+        row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
     logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
     target.advance_(token.shape[0])
     draws = chooser.sampler.draws(mx.array(target.length), 1, logprobs.shape[-1])

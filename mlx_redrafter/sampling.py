@@ -46,7 +46,7 @@ class Sampler(Protocol):
         """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) int32 tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
+        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
         """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
@@ -64,7 +64,7 @@ class Greedy:
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
         """See `Sampler.choose`."""
-        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
+        return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
         """See `Sampler.adjust`."""
@@ -90,7 +90,7 @@ class PerNode:
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
         """See `Sampler.choose`."""
         chosen = [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
-        return mx.concatenate(chosen).astype(mx.int32)
+        return mx.concatenate(chosen)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
         """See `Sampler.adjust`."""
@@ -150,7 +150,7 @@ class ByPosition:
         """See `Sampler.choose`."""
         assert draws is not None
         scaled = self._scaled(logprobs.astype(mx.float32), draws.coin[rows])
-        return mx.argmax(scaled + draws.gumbel[rows], axis=-1).astype(mx.int32)
+        return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
         """See `Sampler.adjust`."""

@@ -116,6 +116,8 @@ class Target:
         """Commits all `count` rows of a forward that drafted nothing; then quantises if it is time."""
         self.length += count
         bits, group_size, start = self._quantization
+        if bits is None:
+            return
         before = list(self.cache)
         maybe_quantize_kv_cache(self.cache, start, group_size, bits)
         if any(old is not new for old, new in zip(before, self.cache, strict=True)):

@@ -91,7 +91,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs) -> Drafter:
     """An untrained drafter whose head knows which tokens are alike.
 
     Its head starts as the principal components of the target's embedding instead of at random; columns beyond those
-    are random. The head is most of a drafter, and rare tokens seldom move it: so it learns in two thirds of the steps.
+    are random. The head is most of a drafter, and rare tokens seldom move it: so it learns faster at first.
     """
     drafter = Drafter(args)
     rows = backbone(model).embed_tokens(mx.arange(args.vocab_size)).astype(mx.float32)
