@@ -49,6 +49,19 @@ def keep_top(logits: mx.array, count: int) -> mx.array:
     return mx.where(logits < threshold, -50000.0, logits)
 
 
+def chain(
+    advance: Advance, token: mx.array, depth: int, *, adjust: Callable[[mx.array, int], mx.array] | None = None
+) -> mx.array:
+    """(depth,) int32: the likeliest token, over and over; what a beam search of width 1 finds, without its scores."""
+    tokens, state = [token.reshape(1).astype(mx.int32)], None
+    for level in range(depth):
+        logits, state = advance(tokens[-1], state)
+        if adjust is not None:
+            logits = adjust(logits, level)
+        tokens.append(mx.argmax(logits, axis=-1).astype(mx.int32))
+    return mx.concatenate(tokens[1:])
+
+
 def search(
     advance: Advance,
     token: mx.array,
@@ -58,8 +71,6 @@ def search(
     adjust: Callable[[mx.array, int], mx.array] | None = None,
 ) -> Beams:
     """The `width` most likely continuations of `depth` tokens, as beams.
-
-    With width 1 it is a chain of argmaxes and the scores are those of the chain.
 
     Args:
         advance: one step of the drafter.
@@ -78,14 +89,13 @@ def search(
         if adjust is not None:
             logits = adjust(logits, level)
         joint = (logits + (total - mx.logsumexp(logits, axis=-1))[:, None]).reshape(-1)
-        # A chain needs no joint scores; nobody asks for them and they are never computed.
-        best = top_w(logits.reshape(-1) if width == 1 else joint, width)
+        best = top_w(joint, width)
         size = logits.shape[-1]
-        tokens, parents = (best, mx.zeros_like(best)) if width == 1 else (best % size, best // size)
+        tokens, parents = best % size, best // size
         # Rounding could lift a nearly certain child above its parent, and a drafter may overflow: pruning must never
         # see a child that is likelier than its parent, nor a score that is no number.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
-        state = state[parents] if width > 1 else state
+        state = state[parents]
         levels.append((tokens, parents, total))
     return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

@@ -81,9 +81,7 @@ class Drafter(nn.Module):
         """
         if "rnn_w" not in self:
             return embedding if state is None else embedding + state
-        if state is None:
-            state = mx.zeros_like(embedding)
-        return nn.silu(self.rnn_w(embedding) + self.rnn_u(state))
+        return nn.silu(self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state)))
 
     def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
         """(..., V) float32 logits of the token that follows `state`.

@@ -18,7 +18,7 @@ from .drafter import Drafter
 from .plan import Plan
 from .sampling import Draws, Sampler
 from .target import Target
-from .tree import grow, prune
+from .tree import grow, line, prune
 from .types import Tip, Tree, Verdict
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -84,9 +84,11 @@ def make_draft(
 
     draws = sampler.draws(position, plan.depth + 1, drafter.args.vocab_size)
     adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
+    if plan.width == 1:
+        return Draft(line(tip.token, beam.chain(advance, tip.token, plan.depth, adjust=adjust)), draws)
     beams = beam.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
     tree = grow(tip.token, beams)
-    return Draft(tree if ordered or plan.width == 1 else prune(tree, beams, plan.size), draws)
+    return Draft(tree if ordered else prune(tree, beams, plan.size), draws)
 
 
 def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | None, plan: Plan, limit: int) -> Outcome:

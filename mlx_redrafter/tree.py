@@ -7,6 +7,18 @@ import mlx.core as mx
 from .types import Beams, Tree
 
 
+def line(token: mx.array, tokens: mx.array) -> Tree:
+    """The tree of a single continuation: N = 1 + K nodes, each the child of the one before.
+
+    Args:
+        token: () the root.
+        tokens: (K,) int32, what follows it.
+    """
+    nodes = mx.arange(1 + tokens.shape[0], dtype=mx.int32)
+    tokens = mx.concatenate([token.reshape(1).astype(mx.int32), tokens])
+    return Tree(tokens, mx.maximum(nodes - 1, 0), nodes, nodes[:, None] >= nodes[None])
+
+
 def grow(token: mx.array, beams: Beams) -> Tree:
     """The whole tree, level by level: N = 1 + W * K nodes, node 1 + (d - 1) * W + r of rank r at depth d.
 
@@ -28,9 +40,6 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     size = 1 + width * depth
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), beams.tokens.reshape(-1)])
     depths = mx.concatenate([mx.zeros((1,), mx.int32), mx.repeat(mx.arange(1, depth + 1, dtype=mx.int32), width)])
-    if width == 1:
-        nodes = mx.arange(size, dtype=mx.int32)
-        return Tree(tokens, mx.maximum(nodes - 1, 0), depths, nodes[:, None] >= nodes[None])
     first = (mx.arange(depth, dtype=mx.int32) - 1) * width + 1
     parents = mx.maximum(first[:, None] + beams.parents, 0)
     parents = mx.concatenate([mx.zeros((1 + width,), mx.int32), parents[1:].reshape(-1)])

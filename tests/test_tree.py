@@ -14,7 +14,7 @@ from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random
 from mlx_redrafter import kv
 from mlx_redrafter.beam import search
 from mlx_redrafter.seams import tree_mask
-from mlx_redrafter.tree import grow, prune
+from mlx_redrafter.tree import grow, line, prune
 from mlx_redrafter.types import Beams, Tree
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]
@@ -95,6 +95,14 @@ def test_the_running_example_grows_as_it_is_drawn() -> None:
         [1, 1, 0, 1, 0],
         [1, 1, 0, 0, 1],
     ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_line_is_the_tree_without_branches(depth: int) -> None:
+    beams = random_beams(np.random.default_rng(depth), 1, depth)
+    tree = line(mx.array(THE), beams.tokens[:, 0])
+    check_grown(tree, beams, THE)
+    assert all(mx.array_equal(ours, grown) for ours, grown in zip(tree, grow(mx.array(THE), beams), strict=True))
 
 
 def test_the_running_example_loses_its_least_likely_nodes_first() -> None:
