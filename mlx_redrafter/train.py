@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +84,7 @@ def train_drafter(
     check_fit(drafter, model)
     if (size := batches(0).shape[1]) < depth + 2:
         raise RedrafterError(f"to train depth {depth}, texts must be at least {depth + 2} tokens long, got {size}")
+    mx.eval(model.parameters())  # read by another thread, which could not evaluate them
     fit_(drafter, optimizer, loss, lesson, steps, checkpoint=checkpoint, name="drafter")
     return drafter
 
@@ -131,7 +133,7 @@ def fit_(
 
     Args:
         loss: arrays of a batch -> (the loss, what to show of it).
-        batch: step -> arrays; a function of the step alone, so that resuming changes nothing.
+        batch: step -> arrays; a function of the step alone, so that resuming changes nothing. Called in a thread.
         name: what the progress bar says.
     """
     optimizer.init(model.trainable_parameters())
@@ -146,17 +148,26 @@ def fit_(
         optimizer.update(model, grads)
         return shown
 
+    def prepared(step: int) -> Sequence[mx.array]:
+        """The batch, computed: a frozen target works on the next one beside this update, in a thread of its own."""
+        arrays = batch(step) if step < steps else []
+        mx.eval(arrays)
+        return arrays
+
     smooth: dict[str, float] = {}
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=name, mininterval=10)
-    for step in bar:
-        shown = update(*batch(step))
-        mx.eval(shown, state)
-        for key, array in shown.items():
-            value: Any = array.item()
-            smooth[key] = 0.98 * smooth.get(key, value) + 0.02 * value
-        bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
-        if checkpoint and ((step + 1) % SAVE_EVERY == 0 or step + 1 == steps):
-            save_(checkpoint, model, optimizer, step + 1)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        following = beside.submit(prepared, first)
+        for step in bar:
+            arrays, following = following.result(), beside.submit(prepared, step + 1)
+            shown = update(*arrays)
+            mx.eval(shown, state)
+            for key, array in shown.items():
+                value: Any = array.item()
+                smooth[key] = 0.98 * smooth.get(key, value) + 0.02 * value
+            bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
+            if checkpoint and ((step + 1) % SAVE_EVERY == 0 or step + 1 == steps):
+                save_(checkpoint, model, optimizer, step + 1)
 
 
 def save_(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
