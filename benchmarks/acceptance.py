@@ -8,6 +8,8 @@ instead of with the target's position noise; `--keep-top 50` ranks them as Apple
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from mlx_redrafter.beam import keep_top
@@ -16,7 +18,7 @@ from mlx_redrafter.loop import Settings, decode
 from mlx_redrafter.rounds import Chooser
 from mlx_redrafter.sampling import Draws, Sampler
 
-from .common import beam, make_parser, open_bench, show
+from .common import Bench, beam, make_parser, open_bench, show
 
 
 class Ranked:
@@ -46,6 +48,46 @@ def repeated(tokens: list[int], length: int = 8) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+def measure(
+    bench: Bench,
+    numbers: tuple[int, ...],
+    *,
+    max_tokens: int,
+    temp: float,
+    seed: int = 0,
+    without_noise: bool = False,
+    count: int = 0,
+) -> dict[str, Any]:
+    """One row: a shape, pooled over all prompts.
+
+    Args:
+        count: hypotheses are ranked by so many likeliest tokens, without noise; 0 is all.
+    """
+    settings: Settings = make_settings(bench.drafter, max_tokens=max_tokens, temp=temp, seed=seed, **beam(numbers))
+    plan = settings.plan
+    assert plan is not None
+    if without_noise or count:
+        sampler = Ranked(settings.chooser.sampler, count)
+        settings = Settings(Chooser(sampler, ()), plan, max_tokens)
+    rounds = accepted = 0
+    reached = [0] * plan.depth
+    share = []
+    for prompt in bench.prompts:
+        steps = list(decode(prompt, bench.model, bench.drafter, settings))
+        stats = steps[-1].stats
+        rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
+        reached = [a + b for a, b in zip(reached, stats.reached, strict=True)]
+        share.append(repeated([step.token for step in steps]))
+    return {
+        "W": plan.width,
+        "K": plan.depth,
+        "N": plan.size,
+        "tokens/round": 1 + accepted / rounds,
+        "per depth": " ".join(f"{count / rounds:.2f}" for count in reached),
+        "8-grams again": sum(share) / len(share),
+    }
+
+
 def main() -> None:
     """Prints a row a shape."""
     parser = make_parser(__doc__)
@@ -53,33 +95,18 @@ def main() -> None:
     parser.add_argument("--keep-top", type=int, default=0, metavar="COUNT")
     args = parser.parse_args()
     bench = open_bench(args)
-    rows = []
-    for numbers in args.shapes:
-        settings: Settings = make_settings(
-            bench.drafter, max_tokens=args.max_tokens, temp=args.temp, seed=args.seed, **beam(numbers)
+    rows = [
+        measure(
+            bench,
+            numbers,
+            max_tokens=args.max_tokens,
+            temp=args.temp,
+            seed=args.seed,
+            without_noise=args.without_noise,
+            count=args.keep_top,
         )
-        if args.without_noise or args.keep_top:
-            sampler = Ranked(settings.chooser.sampler, args.keep_top)
-            settings = Settings(Chooser(sampler, ()), settings.plan, settings.max_tokens)
-        rounds = accepted = 0
-        reached = [0] * numbers[1]
-        share = []
-        for prompt in bench.prompts:
-            steps = list(decode(prompt, bench.model, bench.drafter, settings))
-            stats = steps[-1].stats
-            rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
-            reached = [a + b for a, b in zip(reached, stats.reached, strict=True)]
-            share.append(repeated([step.token for step in steps]))
-        rows.append(
-            {
-                "W": numbers[0],
-                "K": numbers[1],
-                "N": settings.plan.size if settings.plan else 0,
-                "tokens/round": 1 + accepted / rounds,
-                "per depth": " ".join(f"{count / rounds:.2f}" for count in reached),
-                "8-grams again": sum(share) / len(share),
-            }
-        )
+        for numbers in args.shapes
+    ]
     show(args, rows)
 
 

@@ -1,6 +1,6 @@
 """Makes the demo's two models from nothing but the running interpreter's standard library.
 
-    LD_PRELOAD=libopenblas.so.0 python examples/demo/recipe.py --output DIR
+    LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python -m examples.demo.recipe --output DIR
 
 Every stage leaves files in DIR and takes up where it was stopped. `package` puts the result into the package.
 """
@@ -14,16 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import corpus
-import drafter
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import report
-import target
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import load, load_drafter
+
+from . import corpus, drafter, report, target
 
 VOCAB_SIZE = 2048
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
