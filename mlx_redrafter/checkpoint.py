@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from .errors import CheckpointError, one_line
 from .target import sizes
 
 WEIGHTS = "model*.safetensors"
+DEEPEST = 256
+"""The deepest draft that a config may ask for."""
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -56,7 +59,9 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     config = check_directory(path)
     if (kind := config.get("model_type", MODEL_TYPE)) != MODEL_TYPE:
         raise CheckpointError(f"expected a drafter (model_type {MODEL_TYPE!r}) in {path}, got model_type {kind!r}")
-    args = derive_args(path, config)
+    args = derive_args(stored_shapes(path), config, f"{path}")
+    for disagreement in disagreements(args, config):
+        raise CheckpointError(f"{path / 'config.json'} {disagreement}")
     try:
         loaded, _ = load_model(
             path,
@@ -101,7 +106,7 @@ def save_drafter(
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(str(w.dtype) for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
-    config = {**vars(drafter.args), "dtype": stored.removeprefix("mlx.core."), **(extra or {})}
+    config = {**drafter.args.said, "dtype": stored.removeprefix("mlx.core."), **(extra or {})}
     with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
         written = Path(scratch)
         (written / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -171,11 +176,11 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
-    """The drafter's sizes, from the shapes of its tensors.
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """name -> shape of every tensor in a directory.
 
     Raises:
-        CheckpointError: a file is damaged, tensors are missing, or the config says otherwise.
+        CheckpointError: a file is damaged.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(path.glob(WEIGHTS)):
@@ -183,21 +188,36 @@ def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
             shapes |= {name: array.shape for name, array in cast(dict[str, mx.array], mx.load(str(file))).items()}
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    return shapes
+
+
+def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> DrafterArgs:
+    """The drafter's sizes, from the shapes of its tensors; its defaults, from the config.
+
+    Args:
+        config: whose `quantization` says how packed tensors are; sizes in it are not believed.
+        where: the checkpoint's name, for errors.
+
+    Raises:
+        CheckpointError: not a drafter.
+    """
     for name, shape in shapes.items():
         if not shape:
-            raise CheckpointError(f"{path}: expected {name} to be an array, got a single number")
+            raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
     quantization = config.get("quantization") or {}
     if not isinstance(quantization, dict):
-        raise CheckpointError(f"{path / 'config.json'}: quantization must be an object, got {quantization!r}")
+        raise CheckpointError(f"{where}/config.json: quantization must be an object, got {quantization!r}")
     heads = [int(k.split(".")[1]) for k in shapes if k.startswith("lm_head.") and k.split(".")[1].isdigit()]
     layers = max(heads, default=-1)
     head = shapes.get(f"lm_head.{layers}.weight")
     if head is None:
-        raise CheckpointError(f"not a drafter: {path} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
+        raise CheckpointError(f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
 
     def inner(name: str) -> int:
         scales = shapes.get(f"{name}.scales")
-        return shapes[f"{name}.weight"][-1] if scales is None else scales[-1] * int(quantization.get("group_size", 64))
+        own = quantization.get(name)
+        group_size = (own if isinstance(own, dict) else quantization).get("group_size", 64)
+        return shapes[f"{name}.weight"][-1] if scales is None else scales[-1] * int(group_size)
 
     rnn = "rnn_w.weight" in shapes
     exit_dim = (
@@ -209,12 +229,36 @@ def derive_args(path: Path, config: dict[str, Any]) -> DrafterArgs:
         hidden_size = shapes["rnn_w.weight"][0]
     else:
         hidden_size = (inner("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
-    derived = DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn)
-    for key, value in vars(derived).items():
+    depth, base = config.get("draft_depth"), config.get("base_model")
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= DEEPEST):
+        raise CheckpointError(
+            f"{where}/config.json: draft_depth must be from 1 to {DEEPEST}, got {one_line(depth)[:40]}"
+        )
+    if base is not None and not isinstance(base, str):
+        raise CheckpointError(f"{where}/config.json: base_model must be a name, got {one_line(base)[:40]}")
+    return DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn, draft_depth=depth, base_model=base)
+
+
+def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
+    """Apple's name -> shape of every tensor of a drafter of these sizes that is not quantised."""
+    hidden, exit_dim, layers = args.hidden_size, args.exit_dim, range(args.num_draft_layers)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if exit_dim != 2 * hidden:
+        shapes |= {"input_proj.weight": (exit_dim, 2 * hidden), "input_proj.bias": (exit_dim,)}
+    for i in layers:
+        shapes |= {f"lm_head.{i}.linear.weight": (exit_dim, exit_dim), f"lm_head.{i}.linear.bias": (exit_dim,)}
+    shapes[f"lm_head.{len(layers)}.weight"] = (args.vocab_size, exit_dim)
+    if args.rnn:
+        shapes |= {"rnn_u.weight": (hidden, hidden), "rnn_u.bias": (hidden,), "rnn_w.weight": (hidden, hidden)}
+    return shapes
+
+
+def disagreements(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
+    """What the config says otherwise than the tensors, a clause each; -1 in it means "not said"."""
+    for key, value in vars(args).items():
         said = config.get(key, -1)
         if said not in (-1, None, value):
-            raise CheckpointError(f"{path / 'config.json'} says {key} {said}, its tensors say {value}")
-    return derived
+            yield f"says {key} {one_line(said)[:40]}, its tensors say {value}"
 
 
 def check_weights(path: Path, drafter: Drafter) -> None:

@@ -23,7 +23,7 @@ MODEL_TYPE = "recurrent_drafting_drafter"
 
 @dataclass(frozen=True)
 class DrafterArgs:
-    """The drafter's sizes, in the names of its `config.json`.
+    """What a drafter's `config.json` says of it, in its names.
 
     Attributes:
         hidden_size: D, the target's.
@@ -31,6 +31,8 @@ class DrafterArgs:
         exit_dim: X, the width of the residual blocks and the head; 2 * D needs no input projection.
         num_draft_layers: how many residual blocks stand before the head.
         rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
+        draft_depth: how many tokens it should draft when nothing else is asked for; None when it does not say.
+        base_model: the target it was trained for, a path or hub id; None when it does not say.
     """
 
     hidden_size: int
@@ -39,6 +41,13 @@ class DrafterArgs:
     num_draft_layers: int
     rnn: bool = True
     model_type: str = MODEL_TYPE
+    draft_depth: int | None = None
+    base_model: str | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The keys that have a value."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DrafterArgs:

@@ -1,0 +1,5 @@
+"""`python -m mlx_redrafter.convert`."""
+
+from . import main
+
+main()

@@ -1,0 +1,69 @@
+"""The flags of `convert`: mlx-lm's names and meanings, and what is said at the end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .conversion import DTYPES, Conversion, convert
+from .pack import MODES
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `python -m mlx_redrafter.convert`; each flag is a parameter of `convert`."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_redrafter.convert", description="Convert a recurrent drafter to MLX, and quantise it."
+    )
+    add = parser.add_argument
+    add("--hf-path", "--model", required=True, help="the drafter: a directory, a file or a Hugging Face repo")
+    add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
+    add("-q", "--quantize", action="store_true", help="quantise the drafter")
+    add("--q-group-size", type=int, help="group size of the quantisation")
+    add("--q-bits", type=int, help="bits per weight of the quantisation")
+    add("--q-mode", default="affine", choices=list(MODES), help="the quantisation's mode (default: %(default)s)")
+    for part, means in (
+        ("head", "the output matrix"),
+        ("blocks", "the blocks and input projection"),
+        ("rnn", "the cell"),
+    ):
+        add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for {means}; 0 does not quantise it")
+    add("--dtype", choices=DTYPES, help="dtype of what is not quantised; as stored when not given")
+    add("-d", "--dequantize", action="store_true", help="dequantise a quantised drafter")
+    add("--base-model", help="its target: recorded, and used to measure tokens per round before and after")
+    add("--draft-depth", type=int, help="how many tokens it should draft by default; recorded")
+    add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add("--upload-repo", help="the Hugging Face repo to upload the result to")
+    add("--force", action="store_true", help="replace what is at --mlx-path")
+    return parser
+
+
+def run() -> int:
+    """Converts as `sys.argv` says; the exit status."""
+    args = make_parser().parse_args()
+    done = convert(**vars(args))
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(described(done))
+    return 0
+
+
+def described(done: Conversion) -> str:
+    """The report, a few lines."""
+    args, off = done.args, done.difference
+    lines = [
+        f"{done.path}: hidden size {args.hidden_size}, vocabulary {args.vocab_size}, exit_dim {args.exit_dim}, "
+        f"{args.num_draft_layers} blocks, {'rnn' if args.rnn else 'no rnn'}",
+        f"size: {megabytes(done.bytes_before)} before, {megabytes(done.bytes_after)} after, "
+        f"{done.bits_per_weight:.3f} bits per weight",
+        f"outputs: differ by at most {off.largest:.3g} (largest logit {off.scale:.3g}) on random inputs, "
+        f"the same first choice on {off.same:.0%}",
+    ]
+    if done.tokens_per_round:
+        before, after = done.tokens_per_round
+        lines.append(f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}")
+    return "\n".join(lines)
+
+
+def megabytes(count: int) -> str:
+    """Bytes in MB."""
+    return f"{count / 1e6:.2f} MB"

@@ -1,0 +1,155 @@
+"""The drafter among the tensors of a source: located and checked, read when asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+
+from ..checkpoint import derive_args, disagreements, expected_shapes, load_drafter
+from ..drafter import Drafter, DrafterArgs
+from ..errors import CheckpointError
+from .names import map_names
+from .report import n_bytes
+from .sources import Source
+from .tensors import FLOATS, Stored, read_file
+
+TENSORRT = {"redrafter_exit_dim": "exit_dim", "redrafter_num_layers": "num_draft_layers", "redrafter_is_rnn": "rnn"}
+"""Keys of TensorRT-LLM's config and ours."""
+
+
+class Found(NamedTuple):
+    """A drafter that is located and checked, but not read.
+
+    Attributes:
+        args: its sizes, derived from its tensors.
+        dtype: of its largest tensor.
+        n_bytes: as stored.
+        n_weights: how many numbers it has.
+        read: Apple's name of a tensor -> the array, finite; each is read once.
+        notes: what was left out, and where the config was wrong.
+    """
+
+    args: DrafterArgs
+    dtype: mx.Dtype
+    n_bytes: int
+    n_weights: int
+    read: Callable[[str], mx.array]
+    notes: tuple[str, ...]
+
+
+def find(source: Source) -> Found:
+    """The drafter in a source.
+
+    Raises:
+        CheckpointError: damaged, not one drafter, of shapes that do not fit each other, or not in floating point.
+    """
+    where = str(source.path)
+    files = [read_file(file) for file in source.files]
+    mappings = [map_names(file, where) for file in (files if source.ranks else [merged(files, source.files)])]
+    slices = files if source.ranks else [merged(files, source.files)]
+    for rank, mapping in enumerate(mappings):
+        if mapping.names != mappings[0].names:
+            odd = sorted(set(mapping.names) ^ set(mappings[0].names) or mapping.names)[0]
+            raise CheckpointError(f"{where}: rank {rank} does not hold the same tensors as rank 0: {odd}")
+    names = mappings[0].names
+    stored = {name: joined(where, original, [part[original] for part in slices]) for name, original in names.items()}
+    config = {**source.config, **{ours: source.config[key] for key, ours in TENSORRT.items() if key in source.config}}
+    args = derive_args({name: tensor.shape for name, tensor in stored.items()}, {**config, "quantization": None}, where)
+    if source.ranks and isinstance(padded := config.get("vocab_size"), int) and 0 < padded < args.vocab_size:
+        head = f"lm_head.{args.num_draft_layers}.weight"
+        stored[head] = cut(stored[head], padded)
+        args = derive_args({name: tensor.shape for name, tensor in stored.items()}, {}, where)
+    check_shapes(args, stored, names, where)
+    largest = max(stored.values(), key=lambda tensor: math.prod(tensor.shape))
+    notes = [f"{name} is left out: {reason}" for name, reason in mappings[0].dropped.items()]
+    notes += [f"config.json {clause}; the tensors are believed" for clause in disagreements(args, config)]
+
+    def read(name: str) -> mx.array:
+        array = stored[name].load()
+        if not mx.isfinite(array).all().item():
+            raise CheckpointError(f"{where}: {names[name]} holds NaN or infinity")
+        return array
+
+    return Found(
+        args,
+        FLOATS[largest.dtype],
+        sum(math.prod(tensor.shape) * int(tensor.dtype.lstrip("BF")) // 8 for tensor in stored.values()),
+        sum(math.prod(tensor.shape) for tensor in stored.values()),
+        read,
+        tuple(notes),
+    )
+
+
+def merged(files: Sequence[dict[str, Stored]], paths: Sequence[Path]) -> dict[str, Stored]:
+    """The tensors of all shards.
+
+    Raises:
+        CheckpointError: two shards hold a tensor of one name.
+    """
+    together: dict[str, Stored] = {}
+    for file, path in zip(files, paths, strict=True):
+        if twice := sorted(set(file) & set(together)):
+            raise CheckpointError(f"{path} holds {twice[0]}, which another shard has already")
+        together |= file
+    return together
+
+
+def joined(where: str, name: str, parts: Sequence[Stored]) -> Stored:
+    """A tensor from its slices, which TensorRT-LLM cuts along the first axis.
+
+    Raises:
+        CheckpointError: not in floating point, or slices that do not fit together.
+    """
+    first = parts[0]
+    for part in parts:
+        if part.dtype not in FLOATS:
+            raise CheckpointError(f"{where}: expected {name} in {', '.join(FLOATS)}, got {part.dtype}")
+        if not part.shape or part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:
+            raise CheckpointError(f"{where}: slices of {name} do not fit together: {first.shape}, {part.shape}")
+    if len(parts) == 1:
+        return first
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return Stored(shape, first.dtype, lambda: mx.concatenate([part.load() for part in parts]))
+
+
+def cut(tensor: Stored, rows: int) -> Stored:
+    """The first rows of a tensor: what is behind them is padding."""
+    return Stored((rows, *tensor.shape[1:]), tensor.dtype, lambda: tensor.load()[:rows])
+
+
+def check_shapes(args: DrafterArgs, stored: dict[str, Stored], names: dict[str, str], where: str) -> None:
+    """Holds every tensor against the sizes.
+
+    Raises:
+        CheckpointError: a tensor is missing, too many, or of another shape.
+    """
+    expected = expected_shapes(args)
+    for name, shape in expected.items():
+        if name not in stored:
+            raise CheckpointError(f"half a drafter: {where} has no {name}; expected {len(expected)} tensors")
+        if stored[name].shape != shape:
+            raise CheckpointError(f"{where}: expected {names[name]} of shape {shape}, got {stored[name].shape}")
+    if extra := sorted(set(stored) - set(expected)):
+        raise CheckpointError(f"{where}: a drafter of these sizes has no {names[extra[0]]}")
+
+
+def dequantized(source: Source) -> Found:
+    """A drafter that MLX has quantised, in floating point again."""
+    drafter = load_drafter(source.path if source.path.is_dir() else source.path.parent)
+    size, dtype, args = n_bytes(drafter), drafter.dtype, drafter.args
+    weights = cast(dict[str, mx.array], dict(tree_flatten(dequantize_model(drafter).parameters())))
+    count = sum(math.prod(shape) for shape in expected_shapes(args).values())
+    return Found(args, dtype, size, count, weights.pop, ())
+
+
+def whole(found: Found) -> Drafter:
+    """The drafter as it is stored, in memory."""
+    drafter = Drafter(found.args)
+    drafter.load_weights([(name, found.read(name)) for name in expected_shapes(found.args)])
+    return drafter

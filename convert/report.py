@@ -1,0 +1,75 @@
+"""What a conversion did to a drafter: sizes, its outputs, and the tokens per round that are left."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..drafter import Drafter
+from ..generation import stream_generate
+
+ROWS = 8
+PROMPTS = (
+    "Write a function that reverses a linked list.\n\ndef reverse(",
+    "Explain in three sentences why the sky is blue.",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
+    "List the planets of the solar system, with one fact about each.",
+)
+NEW_TOKENS = 64
+
+
+class Difference(NamedTuple):
+    """How far the result's logits are from the source's.
+
+    Attributes:
+        largest: the largest absolute difference.
+        scale: the source's largest absolute logit.
+        same: the share of rows whose likeliest token is the same.
+    """
+
+    largest: float
+    scale: float
+    same: float
+
+
+def outputs(drafter: Drafter) -> mx.array:
+    """(ROWS, V) logits after two steps from random inputs, always the same ones; evaluated."""
+    dims = drafter.args.hidden_size
+    draws = np.random.default_rng(0).normal(size=(3, ROWS, dims)).astype(np.float32)
+    hidden, first, second = (mx.array(rows).astype(drafter.dtype) for rows in draws)
+    logits = drafter.logits(hidden, drafter.advance(second, drafter.advance(first, None)))
+    mx.eval(logits)
+    return logits
+
+
+def difference(source: mx.array, result: mx.array) -> Difference:
+    """How far `result` (ROWS, V) is from `source` (ROWS, V)."""
+    same = mx.argmax(source, axis=-1) == mx.argmax(result, axis=-1)
+    return Difference(mx.abs(source - result).max().item(), mx.abs(source).max().item(), same.mean().item())  # type: ignore[arg-type]
+
+
+def n_bytes(drafter: Drafter) -> int:
+    """Bytes of its tensors."""
+    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    return sum(array.nbytes for array in weights.values())
+
+
+def bits_per_weight(drafter: Drafter, n_weights: int) -> float:
+    """Stored bits for each of its weights, scales and biases of quantisation counted in."""
+    return 8 * n_bytes(drafter) / n_weights
+
+
+def tokens_per_round(model: nn.Module, tokenizer: Any, drafter: Drafter) -> float:
+    """Greedy, pooled over a few prompts, through the chat template where there is one."""
+    rounds = accepted = 0
+    for text in PROMPTS:
+        prompt: str | list[int] = text
+        if tokenizer.has_chat_template:
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        *_, last = stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=NEW_TOKENS)
+        rounds, accepted = rounds + last.rounds, accepted + last.accepted
+    return 1 + accepted / rounds if rounds else 1.0
