@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from .demo import load_demo
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser
-from .generation import GenerationResponse, Options, stream_generate, summary
+from .generation import DRAFT_DEPTH, GenerationResponse, Options, own_depth, stream_generate, summary
 
 DEMO_PROMPT = "def main("
 PACKAGES = ("mlx", "mlx-lm")
@@ -36,6 +37,8 @@ def run() -> int:
     prompt_cache, metadata = read_cache(args)
     model, tokenizer, drafter = read_models(args, metadata)
     prompt = make_prompt(args, tokenizer, metadata)
+    if args.draft_depth is None:
+        args.draft_depth = own_depth(drafter) if drafter else DRAFT_DEPTH
     options: Options = {name: getattr(args, name) for name, _, _ in OPTIONS}  # type: ignore[assignment]
     if prompt_cache is not None:
         options["prompt_cache"] = prompt_cache
@@ -129,9 +132,17 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
         drafter = None
     elif args.drafter:
         drafter = load_drafter(args.drafter, model)
+        warn_of_base(args.drafter, drafter.args.base_model, args.model)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     return model, tokenizer, drafter
+
+
+def warn_of_base(name: str, base: str | None, model: str | None) -> None:
+    """Says when a drafter was trained for another target, which it then guesses badly."""
+    if base is None or model is None or base == model or Path(base).resolve() == Path(model).resolve():
+        return
+    print(f"warning: {name} was trained for {base}, not for {model}: expect few accepted tokens", file=sys.stderr)
 
 
 def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, str]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from .generation import make_settings
+from .generation import DRAFT_DEPTH, make_settings
 
 OPTIONS = (
     ("max_tokens", int, "how many tokens to make; -1 for no limit"),
@@ -18,7 +18,11 @@ OPTIONS = (
     ("xtc_threshold", float, "probability a token needs for XTC to remove it"),
     ("seed", int, "equal seeds give equal text, with and without a drafter; drawn when not given"),
     ("beam_width", int, "W, how many continuations are drafted"),
-    ("draft_depth", int, "K, how many tokens each continuation is long"),
+    (
+        "draft_depth",
+        int,
+        f"K, how many tokens each continuation is long; the drafter's own, or {DRAFT_DEPTH}, when not given",
+    ),
     ("tree_size", int, "N, how many nodes the target verifies, the root included; all when not given"),
     ("prefill_step_size", int, "prompt tokens to read in one forward"),
     ("kv_bits", int, "bits of a quantised KV cache; not quantised when not given"),

@@ -32,6 +32,12 @@ from .target import KVQuantization
 SILENT_ROUNDS = 32
 """After this many rounds without one accepted token the drafter is reported as useless."""
 
+DRAFT_DEPTH = 3
+"""K, when neither the caller nor the drafter says."""
+
+OPTIONAL = ("seed", "draft_depth", "tree_size", "kv_bits")
+"""The integers of `make_settings` that may be None."""
+
 
 class Options(TypedDict, total=False):
     """The keywords of `generate_step`, `stream_generate` and `generate`; see `make_settings`."""
@@ -47,7 +53,7 @@ class Options(TypedDict, total=False):
     xtc_special_tokens: Sequence[int]
     seed: int | None
     beam_width: int
-    draft_depth: int
+    draft_depth: int | None
     tree_size: int | None
     sampler: Callable[[mx.array], mx.array] | None
     logits_processors: Sequence[Processor] | None
@@ -73,7 +79,7 @@ def make_settings(
     xtc_special_tokens: Sequence[int] = (),
     seed: int | None = None,
     beam_width: int = 1,
-    draft_depth: int = 3,
+    draft_depth: int | None = None,
     tree_size: int | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Processor] | None = None,
@@ -94,7 +100,7 @@ def make_settings(
             filters, applied in mlx-lm's order.
         seed: equal seeds give equal tokens, with and without a drafter. None draws one.
         beam_width: W, how many continuations are drafted.
-        draft_depth: K, how many tokens each is long.
+        draft_depth: K, how many tokens each is long; None for what the drafter's config says, or else DRAFT_DEPTH.
         tree_size: N, how many nodes the target verifies, the root included; None for all 1 + W * K.
         sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities.
             Exact in law if it is a function of that row.
@@ -121,7 +127,7 @@ def make_settings(
         ("kv_group_size", kv_group_size),
         ("quantized_kv_start", quantized_kv_start),
     ):
-        if not isinstance(value, Integral) and not (value is None and name in ("seed", "tree_size", "kv_bits")):
+        if not isinstance(value, Integral) and not (value is None and name in OPTIONAL):
             raise RedrafterError(f"{name} must be an integer, got {value!r}")
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
@@ -143,7 +149,8 @@ def make_settings(
     if drafter is not None:
         if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
             raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
-        plan = make_plan(int(beam_width), int(draft_depth), tree_size, drafter.args.vocab_size)
+        depth = own_depth(drafter) if draft_depth is None else int(draft_depth)
+        plan = make_plan(int(beam_width), depth, tree_size, drafter.args.vocab_size)
         if logits_processors and plan.width > 1:
             plan = make_plan(plan.width, plan.depth, None, drafter.args.vocab_size)
     return Settings(
@@ -155,6 +162,11 @@ def make_settings(
         quantization=KVQuantization(kv_bits, kv_group_size, quantized_kv_start).check(),
         prompt_progress_callback=prompt_progress_callback,
     )
+
+
+def own_depth(drafter: Drafter) -> int:
+    """K for a drafter when nothing else is asked for."""
+    return drafter.args.draft_depth or DRAFT_DEPTH
 
 
 def generate_step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,30 @@ def test_the_console_script_hands_over_and_names_what_it_knows(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0 and "--draft-depth" in capsys.readouterr().out
+
+
+def test_a_drafter_drafts_as_deep_as_its_config_says(run: Any, pair: tuple[str, str], tmp_path: Path) -> None:
+    target, drafter = pair
+    copy = tmp_path / "drafter"
+    shutil.copytree(drafter, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"draft_depth": 2}))
+    arguments = ("--model", target, "--drafter", str(copy), "--prompt", "abc", "--max-tokens", "8", "--json")
+    for more, depth in (((), 2), (("--draft-depth", "4"), 4)):
+        _, out, _ = run(*arguments, *more)
+        record = json.loads(out)
+        assert record["settings"]["draft_depth"] == len(record["acceptance_per_depth"]) == depth
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_another_base_than_the_drafters_is_warned_of(
+    run: Any, pair: tuple[str, str], tmp_path: Path, own: bool
+) -> None:
+    target, drafter = pair
+    copy = tmp_path / "drafter"
+    shutil.copytree(drafter, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"base_model": target if own else "some/other"}))
+    status, _, err = run("--model", target, "--drafter", str(copy), "--prompt", "abc", "--max-tokens", "4")
+    assert status == 0
+    assert (f"was trained for some/other, not for {target}" in err) != own
