@@ -17,11 +17,10 @@ from mlx_lm.utils import load as load_target
 
 from .drafter import MODEL_TYPE, Drafter, DrafterArgs
 from .errors import CheckpointError, one_line
+from .plan import DEEPEST
 from .target import sizes
 
 WEIGHTS = "model*.safetensors"
-DEEPEST = 256
-"""The deepest draft that a config may ask for."""
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -122,9 +121,12 @@ def find(path_or_hf_repo: str | Path) -> Path:
         CheckpointError: neither a directory here nor reachable on the hub.
     """
     name = str(path_or_hf_repo)
-    path = Path(name).expanduser()
-    if name and path.exists():
-        return path
+    try:
+        path = Path(name).expanduser()
+        if name and path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # no path on this system, or nobody's home
+        raise CheckpointError(f"no such directory: {name[:200]!r}: {one_line(error)[:200]}") from error
     if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise CheckpointError(f"no such directory: {name!r}")
     try:
@@ -169,8 +171,8 @@ def read_object(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
     return value
@@ -258,7 +260,7 @@ def disagreements(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
     for key, value in vars(args).items():
         said = config.get(key, -1)
         if said not in (-1, None, value):
-            yield f"says {key} {one_line(said)[:40]}, its tensors say {value}"
+            yield f"says {key} {one_line(repr(said))[:40]}, its tensors say {value}"
 
 
 def check_weights(path: Path, drafter: Drafter) -> None:

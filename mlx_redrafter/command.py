@@ -24,7 +24,7 @@ from .demo import load_demo
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser
-from .generation import DRAFT_DEPTH, GenerationResponse, Options, own_depth, stream_generate, summary
+from .generation import DRAFT_DEPTH, GenerationResponse, Options, is_text, own_depth, stream_generate, summary
 
 DEMO_PROMPT = "def main("
 PACKAGES = ("mlx", "mlx-lm")
@@ -117,7 +117,7 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
         model, tokenizer, drafter = load_demo()
         note = "the packaged demo: it shows the mechanism, not intelligence"
     else:
-        config = json.loads(metadata.get("tokenizer_config", "{}"))
+        config = tokenizer_config(args, metadata)
         model, tokenizer = load(
             name,
             adapter_path=args.adapter_path,
@@ -138,6 +138,17 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
     return model, tokenizer, drafter
 
 
+def tokenizer_config(args: argparse.Namespace, metadata: dict[str, str]) -> dict[str, Any]:
+    """What a prompt cache says its tokenizer was loaded with."""
+    try:
+        config = json.loads(metadata.get("tokenizer_config", "{}"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        config = error
+    if not isinstance(config, dict):
+        raise RedrafterError(f"the prompt cache {args.prompt_cache_file}: its tokenizer_config is no JSON object")
+    return config
+
+
 def warn_of_base(name: str, base: str | None, model: str | None) -> None:
     """Says when a drafter was trained for another target, which it then guesses badly."""
     if base is None or model is None or base == model or Path(base).resolve() == Path(model).resolve():
@@ -151,8 +162,9 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, st
     if text is None:
         text = DEFAULT_PROMPT if args.model else DEMO_PROMPT
     text = sys.stdin.read() if text == "-" else unescaped(text)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RedrafterError("the prompt is not UTF-8")
+    for name, given in (("prompt", text), *((n, getattr(args, n)) for n in ("system_prompt", "prefill_response"))):
+        if given is not None and not is_text(given):
+            raise RedrafterError(f"the {name.replace('_', ' ')} is not UTF-8")
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     if templated:
         text = through_template(args, tokenizer, text, is_suffix=bool(metadata))
@@ -166,7 +178,7 @@ def template_config(args: argparse.Namespace) -> dict[str, Any]:
     """The object of `--chat-template-config`."""
     try:
         more = json.loads(args.chat_template_config or "{}")
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
     if not isinstance(more, dict):
         raise RedrafterError(f"--chat-template-config must be a JSON object, got {args.chat_template_config}")

@@ -22,7 +22,8 @@ def guarded(module: str) -> None:
         fail(NO_BACKEND.format(error=one_line(error)))
     try:
         status = import_module(module).run()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
@@ -38,8 +39,8 @@ def silence() -> None:
     """Sends what is still buffered for stdout nowhere, so that Python's own last flush cannot fail."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        return  # stdout is no file
+    except (AttributeError, OSError, ValueError):
+        return  # stdout is closed, or no file
 
 
 def fail(message: str) -> None:

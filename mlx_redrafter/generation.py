@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
@@ -133,6 +133,16 @@ def make_settings(
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
     if callable(logits_processors):
         raise RedrafterError("logits_processors must be a list of functions, got one function")
+    if logits_processors is not None and not (
+        isinstance(logits_processors, Iterable) and all(callable(each) for each in logits_processors)
+    ):
+        raise RedrafterError(f"logits_processors must be a list of functions, got {logits_processors!r}")
+    if prompt_progress_callback is not None and not callable(prompt_progress_callback):
+        raise RedrafterError(f"prompt_progress_callback must be a function, got {prompt_progress_callback!r}")
+    if prompt_cache is not None and not isinstance(prompt_cache, list):
+        raise RedrafterError(
+            f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"
+        )
     chosen = make_sampler(
         seed=secrets.randbits(32) if seed is None else int(seed),
         temp=temp,
@@ -150,7 +160,8 @@ def make_settings(
         if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
             raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
         depth = own_depth(drafter) if draft_depth is None else int(draft_depth)
-        plan = make_plan(int(beam_width), depth, tree_size, drafter.args.vocab_size)
+        size = None if tree_size is None else int(tree_size)
+        plan = make_plan(int(beam_width), depth, size, drafter.args.vocab_size)
         if logits_processors and plan.width > 1:
             plan = make_plan(plan.width, plan.depth, None, drafter.args.vocab_size)
     return Settings(
@@ -159,7 +170,9 @@ def make_settings(
         max_tokens=int(max_tokens),
         prompt_cache=prompt_cache,
         prefill_step_size=int(prefill_step_size),
-        quantization=KVQuantization(kv_bits, kv_group_size, quantized_kv_start).check(),
+        quantization=KVQuantization(
+            None if kv_bits is None else int(kv_bits), int(kv_group_size), int(quantized_kv_start)
+        ).check(),
         prompt_progress_callback=prompt_progress_callback,
     )
 
@@ -238,6 +251,8 @@ def stream_generate(
     Raises:
         RedrafterError: on the first `next`: see `generate_step`; also for max_tokens 0 and an empty stop string.
     """
+    if not hasattr(tokenizer, "encode"):
+        raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     seed = options.get("seed")
@@ -248,6 +263,8 @@ def stream_generate(
     if settings.max_tokens == 0:
         raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
     ids = encode(tokenizer, prompt)
+    if stop is not None and not (isinstance(stop, Iterable) and all(isinstance(text, str) for text in stop)):
+        raise RedrafterError(f"stop must be a string or several, got {stop!r}")
     watch = StopStrings([stop] if isinstance(stop, str) else stop or ())
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
@@ -342,8 +359,15 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     """Token ids of a prompt. Special tokens are added to a text unless it begins with the first of them."""
     if not isinstance(prompt, str):
         return cast(list[int], check_prompt(prompt).tolist())
+    if not is_text(prompt):
+        raise RedrafterError("the prompt is not UTF-8")
     special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(prompt, add_special_tokens=special))
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8; what a shell passes on of other bytes cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def warn_if_useless(stats: Stats, before: Stats | None) -> None:
@@ -359,6 +383,8 @@ def warn_if_useless(stats: Stats, before: Stats | None) -> None:
 def _steps(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
 ) -> Generator[Step, None, None]:
+    if not isinstance(model, nn.Module):
+        raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
     if drafter is not None:
         check_fit(drafter, model)
     return decode(prompt, model, drafter, settings)

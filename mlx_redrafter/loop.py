@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -227,17 +227,22 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
             raise RedrafterError(f"{wanted}, got parts of unequal length") from None
         if ids.size and ids.dtype.kind not in "iufb":
             raise RedrafterError(f"{wanted}, got {type(prompt).__name__} {prompt!r}")
-        if ids.dtype.kind in "iu" and ids.size and ids.max() > LARGEST_ID:
-            raise RedrafterError(f"{wanted}, got {ids.max()}")
+        if ids.dtype.kind in "iu" and ids.size and (odd := beyond(ids.min(), ids.max())) is not None:
+            raise RedrafterError(f"{wanted}, got {odd}")
         prompt = mx.array(ids)
     if prompt.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
     dtype = mx.int32 if mx.issubdtype(prompt.dtype, mx.integer) else prompt.dtype
     if prompt.ndim != 1 or dtype != mx.int32:
         raise RedrafterError(f"{wanted}, got shape {prompt.shape} of {dtype}")
-    if dtype == mx.int32 and prompt.dtype.size >= 4 and (large := cast(int, prompt.max().item())) > LARGEST_ID:
-        raise RedrafterError(f"{wanted}, got {large}")
+    if dtype == mx.int32 and (odd := beyond(prompt.min().item(), prompt.max().item())) is not None:
+        raise RedrafterError(f"{wanted}, got {odd}")
     return prompt.astype(mx.int32)
+
+
+def beyond(least: Any, largest: Any) -> int | None:
+    """Of the least and the largest id, the one that int32 would turn into another; None when it holds both."""
+    return next((int(i) for i in (least, largest) if not -LARGEST_ID <= i <= LARGEST_ID), None)
 
 
 @contextmanager

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from .errors import RedrafterError
 
+DEEPEST = 256
+"""The deepest draft: a round's graph grows with it."""
+
 
 class Plan(NamedTuple):
     """W hypotheses of K drafted tokens, of which the N likeliest nodes, root included, are verified."""
@@ -25,7 +28,7 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
 
     Args:
         beam_width: W >= 1.
-        draft_depth: K >= 1 drafted tokens.
+        draft_depth: K drafted tokens, 1 <= K <= DEEPEST.
         tree_size: N, 2 <= N <= 1 + W * K, counting the root; None keeps every node.
         vocab_size: V, the widest a beam can be.
 
@@ -34,8 +37,8 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
     """
     if not 1 <= beam_width <= vocab_size:
         raise RedrafterError(f"beam_width must be from 1 to the vocabulary's {vocab_size}, got {beam_width}")
-    if draft_depth < 1:
-        raise RedrafterError(f"draft_depth must be at least 1, got {draft_depth}")
+    if not 1 <= draft_depth <= DEEPEST:
+        raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
     largest = 1 + beam_width * draft_depth
     size = largest if tree_size is None else tree_size
     if not 2 <= size <= largest:

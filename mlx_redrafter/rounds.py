@@ -128,9 +128,9 @@ def step(
     if chooser.processors:
         row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
     logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
-    target.advance_(token.shape[0])
-    draws = chooser.sampler.draws(mx.array(target.length), 1, logprobs.shape[-1])
-    chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32))
+    draws = chooser.sampler.draws(mx.array(target.length + token.shape[0]), 1, logprobs.shape[-1])
+    chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
+    target.advance_(token.shape[0])  # last: what raises above commits nothing
     return Outcome(chosen, [logprobs[0]], None if hidden is None else Tip(hidden[-1], chosen[0]))
 
 

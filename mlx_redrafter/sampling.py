@@ -8,7 +8,7 @@ have used there, and the same seed gives the same text with and without a drafte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -116,16 +116,16 @@ class ByPosition:
         self._words = _mix(seed)
         self._temp = temp
         self._most = {"top_k": top_k + 1, "min_tokens_to_keep": min_tokens_to_keep}
+        self._special = list(xtc_special_tokens)
         self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
         if 0 < top_p < 1:
             self._filters.append(lambda x, coin: apply_top_p(x, top_p))
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
-            special = list(xtc_special_tokens)
             # Asked for with certainty, mlx-lm's XTC leaves the coin to us. (It still draws one from mx.random.)
             self._filters.append(
-                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
+                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, self._special))
             )
         if top_k > 0:
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
@@ -134,9 +134,10 @@ class ByPosition:
         """See `Sampler.check`."""
         for name, value in self._most.items():
             if value > vocab_size:
-                raise RedrafterError(
-                    f"{name} must be below the vocabulary's {vocab_size}, got {value - (name == 'top_k')}"
-                )
+                below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
+                raise RedrafterError(f"{name} must be{below} the vocabulary's {vocab_size}, got {got}")
+        if odd := [token for token in self._special if not 0 <= token < vocab_size]:
+            raise RedrafterError(f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}")
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """See `Sampler.draws`. The key of a position is (a word of the seed, another word + the position)."""
@@ -182,7 +183,7 @@ def make_sampler(
     top_k: int = 0,
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] = (),
+    xtc_special_tokens: Sequence[int] | None = (),
     sampler: Callable[[mx.array], mx.array] | None = None,
 ) -> Sampler:
     """The sampler of these settings, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
@@ -208,21 +209,27 @@ def make_sampler(
             raise RedrafterError(f"{name} must be {bound}, got {value!r}")
     if temp and not SMALLEST_TEMP <= temp <= 1 / SMALLEST_TEMP:
         raise RedrafterError(f"temp must be 0, or from {SMALLEST_TEMP} to {1 / SMALLEST_TEMP}, got {temp}")
+    special = [] if xtc_special_tokens is None else xtc_special_tokens
+    if isinstance(special, str) or not all(isinstance(token, Integral) for token in special):
+        raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
     if sampler is not None:
+        if not callable(sampler):
+            raise RedrafterError(f"sampler must be a function, got {type(sampler).__name__}")
         given = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k, "xtc_probability": xtc_probability}
         if also := [f"{name}={value}" for name, value in given.items() if value]:
             raise RedrafterError(f"give either a sampler or {also[0].split('=')[0]}, got both ({also[0]})")
         return PerNode(sampler)
     if temp == 0:
         return Greedy()
+    # Plain numbers: mlx-lm's compiled filters take no others, and leave mx.random broken when they refuse one.
     return ByPosition(
         seed=seed,
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        min_tokens_to_keep=min_tokens_to_keep,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=xtc_special_tokens,
+        temp=float(temp),
+        top_p=float(top_p),
+        min_p=float(min_p),
+        min_tokens_to_keep=int(min_tokens_to_keep),
+        top_k=int(top_k),
+        xtc_probability=float(xtc_probability),
+        xtc_threshold=float(xtc_threshold),
+        xtc_special_tokens=[int(token) for token in special],
     )

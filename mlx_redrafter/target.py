@@ -183,6 +183,10 @@ def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, qu
     probe = make_prompt_cache(model)
     if cache is not None and len(cache) != len(probe):
         raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
+    if cache is not None and (
+        odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]
+    ):
+        raise RedrafterError(f"the prompt cache must hold one of mlx-lm's caches a layer, got {type(odd[0]).__name__}")
     vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
     ids = cast(list[int], tokens.tolist())
     if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:

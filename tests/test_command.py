@@ -254,3 +254,39 @@ def test_another_base_than_the_drafters_is_warned_of(
     status, _, err = run("--model", target, "--drafter", str(copy), "--prompt", "abc", "--max-tokens", "4")
     assert status == 0
     assert (f"was trained for some/other, not for {target}" in err) != own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
+        (("--model", "a" * 5000), "no such directory: 'aaa"),
+        (("--system-prompt", "\udcff"), "the system prompt is not UTF-8"),
+        (("--prefill-response", "\udcff"), "the prefill response is not UTF-8"),
+        (("--prompt", "\udcff"), "the prompt is not UTF-8"),
+        (("--chat-template-config", "[" * 100_000), "--chat-template-config is not JSON"),
+        (("--draft-depth", "100000"), "draft_depth must be from 1 to 256, got 100000"),
+        (
+            ("--temp", "0.8", "--xtc-probability", "0.5", "--extra-eos-token", "9" * 20),
+            "xtc_special_tokens must be token ids from 0 to 2047, got 9999",
+        ),
+    ],
+)
+def test_odd_arguments_are_refused_in_one_line(run: Any, arguments: tuple[str, ...], reason: str) -> None:
+    status, out, err = run(*arguments)
+    assert status == 1 and out == ""
+    assert err.splitlines()[-1].startswith(f"error: {reason}")
+
+
+def test_a_config_nested_too_deeply_is_refused_in_one_line(run: Any, pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    status, _, err = run("--model", pair[0], "--drafter", str(tmp_path))
+    assert status == 1 and err.startswith(f"error: {tmp_path / 'config.json'} is not JSON") and err.count("\n") == 1
+
+
+def test_a_closed_stdout_is_no_reason_for_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate", "--max-tokens", "2", "--verbose", "F"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        guarded("mlx_redrafter.command")
+    assert ended.value.code == 0

@@ -51,7 +51,7 @@ def test_sound_settings_are_served_and_their_progress_is_reported(drafted: bool)
     [
         ({"beam_width": 0}, "beam_width must be from 1 to the vocabulary's 64, got 0"),
         ({"beam_width": 65}, "beam_width must be from 1 to the vocabulary's 64, got 65"),
-        ({"draft_depth": 0}, "draft_depth must be at least 1, got 0"),
+        ({"draft_depth": 0}, "draft_depth must be from 1 to 256, got 0"),
         ({"tree_size": 1}, r"tree_size counts the root and must be from 2 to .* = 4, got 1"),
         ({"beam_width": 3, "draft_depth": 2, "tree_size": 8}, r"tree_size .* from 2 to .* = 7, got 8"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.doors import guarded
 
 PROMPT = [1, 2, 3]
+XTC = {"temp": 0.8, "xtc_probability": 0.5}
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 
@@ -31,6 +33,8 @@ def made(drafted: bool, prompt: Any = PROMPT, **options: Any) -> list[int]:
         ({"temp": 1.0, "min_p": 0.1, "min_tokens_to_keep": 65}, "min_tokens_to_keep must be"),
         ({"prompt": [2**32 + 5]}, "token ids, got 4294967301"),
         ({"prompt": mx.array([2**32 - 1], mx.uint32)}, "token ids, got 4294967295"),
+        ({"prompt": [-(2**40)]}, "token ids, got -1099511627776"),
+        ({"prompt": mx.array([5 - 2**32], mx.int64)}, "token ids, got -4294967291"),
         ({"prompt": [64]}, "token ids must be from 0 to 63, got 64"),
         ({"prompt": [-1]}, "token ids must be from 0 to 63, got -1"),
         ({"prompt": None}, "token ids, got NoneType"),
@@ -42,6 +46,13 @@ def made(drafted: bool, prompt: Any = PROMPT, **options: Any) -> list[int]:
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"logits_processors": lambda history, logits: logits}, "logits_processors must be a list"),
         ({"sampler": lambda x: x.argmax(-1), "top_k": 3}, "either a sampler or top_k"),
+        ({"sampler": 5}, "sampler must be a function, got int"),
+        ({"logits_processors": 5}, "logits_processors must be a list of functions, got 5"),
+        ({"logits_processors": [None]}, r"logits_processors must be a list of functions, got \[None\]"),
+        ({"prompt_progress_callback": 5}, "prompt_progress_callback must be a function, got 5"),
+        ({**XTC, "xtc_special_tokens": "ab"}, "xtc_special_tokens must be token ids, got 'ab'"),
+        ({**XTC, "xtc_special_tokens": [64]}, "xtc_special_tokens must be token ids from 0 to 63, got 64"),
+        ({**XTC, "xtc_special_tokens": [10**20]}, "xtc_special_tokens must be token ids from 0 to 63, got 1000"),
         ({"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0}, "kv_group_size must divide the head size 16"),
     ],
 )
@@ -69,6 +80,50 @@ def test_a_tree_size_is_checked_although_processors_set_it_aside() -> None:
 
 def test_numpy_integers_serve_as_integers() -> None:
     assert made(True, seed=np.int64(3), beam_width=np.int64(2), temp=1.0) == made(False, seed=3, temp=1.0)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({"temp": 1.0, "top_k": np.int64(5)}, {"temp": 1.0, "top_k": 5}),
+        ({"temp": 1.0, "top_k": True}, {"temp": 1.0, "top_k": 1}),
+        (
+            {"temp": np.float64(1), "min_p": np.float32(0.25), "min_tokens_to_keep": np.int64(2)},
+            {"temp": 1.0, "min_p": 0.25, "min_tokens_to_keep": 2},
+        ),
+        ({"temp": 1.0, "top_p": Fraction(1, 2)}, {"temp": 1.0, "top_p": 0.5}),
+        (
+            {"temp": 0.8, "xtc_probability": Fraction(1, 2), "xtc_special_tokens": np.array([1, 2])},
+            {**XTC, "xtc_special_tokens": [1, 2]},
+        ),
+        ({**XTC, "xtc_special_tokens": None}, {**XTC, "xtc_special_tokens": []}),
+        ({"beam_width": 2, "tree_size": np.int64(4)}, {"beam_width": 2, "tree_size": 4}),
+    ],
+)
+def test_numbers_of_other_kinds_serve_as_plain_ones(
+    drafted: bool, given: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    assert made(drafted, seed=1, **given) == made(drafted, seed=1, **plain)
+
+
+@pytest.mark.parametrize("cache", [(None, None), [None, None], ["a", "b"]], ids=["a tuple", "of nothing", "of strings"])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_something_else_is_no_prompt_cache(drafted: bool, cache: Any) -> None:
+    with pytest.raises(RedrafterError, match=r"prompt[_ ]cache must"):
+        made(drafted, prompt_cache=cache)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_something_else_is_no_model(drafted: bool) -> None:
+    drafter = small_drafter() if drafted else None
+    with pytest.raises(RedrafterError, match="model must be what load returns, got NoneType"):
+        next(generate_step(PROMPT, None, drafter))
+
+
+def test_a_draft_deeper_than_the_deepest_is_refused() -> None:
+    with pytest.raises(RedrafterError, match="draft_depth must be from 1 to 256, got 257"):
+        made(True, draft_depth=257)
 
 
 def test_something_else_is_no_drafter() -> None:
