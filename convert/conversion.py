@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import DEEPEST, check_fit, expected_shapes, load, load_drafter
+from ..checkpoint import check_fit, expected_shapes, load, load_drafter
 from ..drafter import DrafterArgs
 from ..errors import CheckpointError, RedrafterError
+from ..plan import DEEPEST
 from .finding import Found, dequantized, find, whole
 from .pack import Part, Quantization, make_quantization, pack
 from .report import Difference, bits_per_weight, difference, n_bytes, outputs, tokens_per_round
@@ -87,8 +88,10 @@ def convert(
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
         raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
-    written = Path(mlx_path).expanduser()
-    if written.exists() and not force:
+    written = Path(os.path.expanduser(mlx_path))
+    if str(written).startswith("~"):
+        raise RedrafterError(f"cannot write {mlx_path}: there is no such home directory")
+    if os.path.exists(written) and not force:
         raise RedrafterError(f"{written} exists already: give another --mlx-path, or --force to replace it")
     source = find_source(hf_path, revision)
     check_state(source, quantize=quantize, dequantize=dequantize, cast=dtype is not None)
@@ -157,11 +160,9 @@ def check_state(source: Source, *, quantize: bool, dequantize: bool, cast: bool)
     Raises:
         CheckpointError: saying what to do instead.
     """
-    quantized = bool(source.config.get("quantization"))
-    done = quantized
-    for file in source.files:
-        with suppress(OSError, ValueError):  # a damaged file is refused when its tensors are read
-            done = done or metadata(file).get("format") == "mlx"
+    said = source.config.get("quantization")
+    quantized = isinstance(said, dict) and "bits" in said  # TensorRT-LLM has an entry of this name too
+    done = quantized or any(metadata(file).get("format") == "mlx" for file in source.files)
     if dequantize and not quantized:
         raise CheckpointError(f"{source.path} is not quantised: leave out -d")
     if quantized and not dequantize:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -21,6 +22,10 @@ from .tensors import FLOATS, Stored, read_file
 
 TENSORRT = {"redrafter_exit_dim": "exit_dim", "redrafter_num_layers": "num_draft_layers", "redrafter_is_rnn": "rnn"}
 """Keys of TensorRT-LLM's config and ours."""
+
+
+PADDING = 64
+"""TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error of the config."""
 
 
 class Found(NamedTuple):
@@ -61,13 +66,16 @@ def find(source: Source) -> Found:
     stored = {name: joined(where, original, [part[original] for part in slices]) for name, original in names.items()}
     config = {**source.config, **{ours: source.config[key] for key, ours in TENSORRT.items() if key in source.config}}
     args = derive_args({name: tensor.shape for name, tensor in stored.items()}, {**config, "quantization": None}, where)
-    if source.ranks and isinstance(padded := config.get("vocab_size"), int) and 0 < padded < args.vocab_size:
+    notes = [f"{name} is left out: {reason}" for name, reason in mappings[0].dropped.items()]
+    said = config.get("vocab_size")
+    padding = args.vocab_size - said if source.ranks and type(said) is int and said > 0 else 0
+    if 0 < padding < PADDING * len(files):
+        notes.append(f"the last {padding} rows of the head are left out: config.json says vocab_size {said}")
         head = f"lm_head.{args.num_draft_layers}.weight"
-        stored[head] = cut(stored[head], padded)
-        args = derive_args({name: tensor.shape for name, tensor in stored.items()}, {}, where)
+        args = replace(args, vocab_size=args.vocab_size - padding)
+        stored[head] = cut(stored[head], args.vocab_size)
     check_shapes(args, stored, names, where)
     largest = max(stored.values(), key=lambda tensor: math.prod(tensor.shape))
-    notes = [f"{name} is left out: {reason}" for name, reason in mappings[0].dropped.items()]
     notes += [f"config.json {clause}; the tensors are believed" for clause in disagreements(args, config)]
 
     def read(name: str) -> mx.array:
@@ -104,13 +112,16 @@ def joined(where: str, name: str, parts: Sequence[Stored]) -> Stored:
     """A tensor from its slices, which TensorRT-LLM cuts along the first axis.
 
     Raises:
-        CheckpointError: not in floating point, or slices that do not fit together.
+        CheckpointError: not in floating point, empty, or slices that do not fit together.
     """
     first = parts[0]
     for part in parts:
         if part.dtype not in FLOATS:
             raise CheckpointError(f"{where}: expected {name} in {', '.join(FLOATS)}, got {part.dtype}")
-        if not part.shape or part.shape[1:] != first.shape[1:] or part.dtype != first.dtype:
+        if 0 in part.shape:
+            raise CheckpointError(f"{where}: expected numbers in {name}, got shape {part.shape}")
+        alone = len(parts) == 1
+        if not alone and (not part.shape or part.shape[1:] != first.shape[1:] or part.dtype != first.dtype):
             raise CheckpointError(f"{where}: slices of {name} do not fit together: {first.shape}, {part.shape}")
     if len(parts) == 1:
         return first

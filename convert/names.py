@@ -16,8 +16,8 @@ LAST = "lm_head.last.weight"
 STYLES = (
     (r"(rnn_u\.weight|rnn_u\.bias|rnn_w\.weight)", r"\1"),
     (r"input_projs?\.(?:0\.)?(weight|bias)", r"input_proj.\1"),
-    (r"(?:lm_heads?\.(?:0\.)?|0\.|layers\.)(\d+)\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
-    (r"(?:lm_heads?\.(?:0\.)?|0\.)(\d+)\.weight", r"lm_head.\1.weight"),
+    (r"(?:lm_heads?\.(?:0\.)?|0\.|layers\.)(\d{1,3})\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
+    (r"(?:lm_heads?\.(?:0\.)?|0\.)(\d{1,3})\.weight", r"lm_head.\1.weight"),
     (r"lm_head\.weight", LAST),
 )
 """(a name without its wrappers, Apple's name for it): Apple's own, its older ones, and TensorRT-LLM's."""
@@ -61,6 +61,9 @@ def map_names(stored: Iterable[str], where: str) -> Mapping:
     """
     split = {name: WRAPPER.fullmatch(name).groups() for name in stored}  # type: ignore[union-attr]
     inside = {name: tail for name, (scope, tail) in split.items() if "drafter." in scope}
+    outside = [name for name, (_, tail) in split.items() if name not in inside and renamed(tail) not in (None, LAST)]
+    if inside and outside:
+        raise CheckpointError(f"{where} holds two drafters: {min(inside)} and {min(outside)}")
     tails = inside or {name: tail for name, (_, tail) in split.items()}
     for pattern, told in FOREIGN:
         if any(re.fullmatch(pattern, tail) for tail in tails.values()):

@@ -97,6 +97,8 @@ def pack(
     left: dict[str, str] = {}
     for name in names:
         array = read(name).astype(dtype)
+        if dtype == mx.float16 and not mx.isfinite(array).all().item():
+            raise RedrafterError(f"{name} holds numbers too large for float16: give --dtype bfloat16")
         layer, _, kind = name.rpartition(".")
         bits = how.of(layer, head) if how and kind == "weight" else 0
         if how and bits and array.shape[-1] % how.group_size:

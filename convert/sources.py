@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -80,12 +81,12 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Sou
         CheckpointError: nothing there, nothing that holds a drafter's weights, or an index that lies.
     """
     name = str(path_or_hf_repo)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not name:
         raise CheckpointError("expected a drafter's directory, file or hub id, got an empty name")
-    if path.is_file():
+    if os.path.isfile(path):
         return single(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         path = fetch(name, revision)
     present = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     layout, _ = choose(present, name)
@@ -171,6 +172,6 @@ def from_index(path: Path, layout: Layout) -> list[str]:
     for file in named:
         if PurePosixPath(file).name != file or "\\" in file or file in (".", ".."):
             raise CheckpointError(f"{index}: expected plain file names, got {file!r}")
-        if not (path / file).is_file():
+        if not os.path.isfile(path / file):
             raise CheckpointError(f"half a checkpoint: {index.name} names {file}, which is not in {path}")
     return named

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -45,7 +44,11 @@ def read_file(path: Path) -> dict[str, Stored]:
         CheckpointError: damaged, not what its name says, or a pickle of more than tensors.
     """
     check_beginning(path)
-    return read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
+    tensors = read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
+    for name in tensors:
+        if not name.isprintable():
+            raise CheckpointError(f"{path}: expected printable names of tensors, got {name!r}")
+    return tensors
 
 
 def check_beginning(path: Path) -> None:
@@ -87,14 +90,16 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """What a safetensors file says of itself; nothing for other files."""
+    """What a safetensors file says of itself; nothing for other files, and for damaged ones."""
     if path.suffix != ".safetensors":
         return {}
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    found = header.get("__metadata__") or {}
-    return cast(dict[str, str], found)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return cast(dict[str, str], file.metadata() or {})
+    except (SafetensorError, OSError):
+        return {}
 
 
 def read_pickle(path: Path) -> dict[str, Stored]:
@@ -117,11 +122,15 @@ def read_pickle(path: Path) -> dict[str, Stored]:
     if not isinstance(loaded, dict):
         raise CheckpointError(f"expected a dictionary of tensors in {path}, got {type(loaded).__name__}")
 
-    def stored(tensor: Any) -> Stored:
+    def stored(name: str, tensor: Any) -> Stored:
         dtype = str(tensor.dtype).removeprefix("torch.")
+        # Of an expanded tensor only one row is stored, and it can be of any size.
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{path}: {name} is not stored whole: expected a dense tensor")
         return Stored(tuple(tensor.shape), TORCH_NAMES.get(dtype, dtype), lambda: from_torch(tensor))
 
-    return {name: stored(tensor) for name, tensor in flattened(loaded) if isinstance(tensor, torch.Tensor)}
+    found = flattened(loaded, f"{path}")
+    return {name: stored(name, tensor) for name, tensor in found if isinstance(tensor, torch.Tensor)}
 
 
 def is_zip(path: Path) -> bool:
@@ -130,12 +139,18 @@ def is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def flattened(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of a dictionary; where there are nests of tensors, only what is in them."""
+def flattened(values: dict[Any, Any], where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of a dictionary; where there are nests of tensors, only what is in them.
+
+    Raises:
+        CheckpointError: nested too deep, as a dictionary that holds itself is.
+    """
+    if prefix.count(".") > len(NESTS):
+        raise CheckpointError(f"{where}: dictionaries nested too deep: {prefix}")
     nests = {key: value for key, value in values.items() if key in NESTS and isinstance(value, dict)}
     for key, value in (nests or values).items():
         if key in nests:
-            yield from flattened(value, f"{prefix}{key}.")
+            yield from flattened(value, where, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -62,8 +62,8 @@ def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, An
     if quantization:
         packing = f"{quantization['bits']} bits, group size {quantization['group_size']}, mode {quantization['mode']}"
     header = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
-    if base and not Path(base).expanduser().exists():
-        header.append(f"base_model: {base}")
+    if base and not os.path.exists(os.path.expanduser(base)):
+        header.append(f"base_model: {one_line(base)}")
     body = f"""\
         # A recurrent drafter for {base or "its target"}
 

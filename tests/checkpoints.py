@@ -1,0 +1,278 @@
+"""Synthetic drafter checkpoints in every form that `convert` reads, all made from one drafter's tensors."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from small import small_drafter
+
+from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.convert.conversion import Conversion
+from mlx_redrafter.doors import guarded
+from mlx_redrafter.drafter import Drafter
+
+Arrays = dict[str, mx.array]
+"""Tensors by Apple's names."""
+
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rnn": {},
+    "input projection": {"exit_dim": 36},
+    "input projection, no rnn": {"exit_dim": 36, "rnn": False},
+    "no blocks": {"layers": 0},
+    "three blocks, no rnn": {"layers": 3, "rnn": False},
+}
+"""What a drafter may consist of. Every size can be cut into 1, 2, 3 or 4 slices."""
+
+
+def make(variant: str = "rnn", seed: int = 0, **sizes: Any) -> Drafter:
+    """A drafter of random weights: D = 24, V = 60, X = 48, one block, rnn, unless the variant says otherwise."""
+    return small_drafter(**{"hidden": 24, "vocab": 60, "exit_dim": 48, "seed": seed, **VARIANTS[variant], **sizes})
+
+
+def tensors(drafter: nn.Module) -> Arrays:
+    """A module's parameters by name."""
+    return dict(tree_flatten(drafter.parameters()))
+
+
+def outputs(drafter: Drafter, seed: int = 3) -> mx.array:
+    """(5, V) logits after three steps from random inputs."""
+    rng = np.random.default_rng(seed)
+    draws = [mx.array(rng.normal(size=(5, drafter.args.hidden_size)).astype(np.float32)) for _ in range(4)]
+    state = None
+    for draw in draws[1:]:
+        state = drafter.advance(draw.astype(drafter.dtype), state)
+    return drafter.logits(draws[0].astype(drafter.dtype), state)
+
+
+def same(one: Arrays, other: Arrays) -> bool:
+    """Whether names, dtypes and bits are the same."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and mx.array_equal(one[name], other[name]) for name in one
+    )
+
+
+def came_through(done: Conversion, drafter: Drafter) -> bool:
+    """Whether what was written is this drafter: its sizes, its tensors and its outputs."""
+    found = load_drafter(done.path)
+    return (
+        done.args == found.args == drafter.args
+        and same(tensors(found), tensors(drafter))
+        and same(dict(mx.load(str(done.path / WEIGHTS))), tensors(drafter))
+        and mx.array_equal(outputs(found), outputs(drafter)).item() is True
+    )
+
+
+def save(path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, as torch's own writer marks it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(path), dict(arrays), metadata or {"format": "pt"})
+
+
+def configure(directory: Path, **config: Any) -> None:
+    """A `config.json`."""
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+def apple(directory: Path, arrays: Arrays, **config: Any) -> Path:
+    """Apple's directory: one safetensors file and a config."""
+    save(directory / WEIGHTS, arrays)
+    configure(directory, **{"model_type": "recurrent_drafting_drafter", **config})
+    return directory
+
+
+def base(hidden: int = 24, vocab: int = 60) -> Arrays:
+    """Some tensors of a base model."""
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.layers.0.self_attn.q_proj.weight": (hidden, hidden),
+        "model.layers.0.mlp.up_proj.weight": (2 * hidden, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    return {name: mx.full(shape, 0.5) for name, shape in shapes.items()}
+
+
+def prefixed(prefix: str, arrays: Arrays) -> Arrays:
+    """The same tensors, with something before each name."""
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def shard(directory: Path, arrays: Arrays, count: int, *, index: bool, stem: str = "model") -> None:
+    """The tensors dealt out to so many files, with or without the index that names them."""
+    names = [f"{stem}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    placed = {name: names[at % count] for at, name in enumerate(sorted(arrays))}
+    for file in names:
+        save(directory / file, {name: array for name, array in arrays.items() if placed[name] == file})
+    if index:
+        (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+
+
+def last(arrays: Arrays) -> int:
+    """N of `lm_head.N.weight`, the output matrix."""
+    return max(int(name.split(".")[1]) for name in arrays if name.startswith("lm_head."))
+
+
+def older(arrays: Arrays, head: str) -> Arrays:
+    """Apple's older names: lists of heads and projections."""
+    renamed = {}
+    for name, array in arrays.items():
+        if name.startswith("lm_head."):
+            name = head + name.removeprefix("lm_head.")
+        renamed[name.replace("input_proj.", "input_projs.0.")] = array
+    return renamed
+
+
+def trt(arrays: Arrays) -> Arrays:
+    """TensorRT-LLM's names."""
+    head = f"lm_head.{last(arrays)}.weight"
+    blocks = {name: "layers." + name.removeprefix("lm_head.") for name in arrays if ".linear." in name}
+    return prefixed("drafter.", {({head: "lm_head.weight"} | blocks).get(name, name): arrays[name] for name in arrays})
+
+
+def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **config: Any) -> Path:
+    """TensorRT-LLM's directory: each tensor cut along its first axis, the vocabulary padded before."""
+    named = trt(arrays)
+    head = named["drafter.lm_head.weight"]
+    vocab = head.shape[0]
+    named["drafter.lm_head.weight"] = mx.pad(head, [(0, padding), (0, 0)])
+    foreign = {"lm_head.weight": mx.zeros_like(head), "transformer.layers.0.attention.qkv.weight": mx.ones((4, 4))}
+    for rank in range(size):
+        slices = {name: mx.split(array, size)[rank] for name, array in named.items()}
+        save(directory / f"rank{rank}.safetensors", slices | foreign)
+    configure(
+        directory,
+        architecture="ReDrafterForLLaMALM",
+        vocab_size=vocab,
+        redrafter_num_layers=last(arrays),
+        redrafter_is_rnn="rnn_w.weight" in arrays,
+        redrafter_num_beams=4,
+        quantization={"quant_algo": None, "kv_cache_quant_algo": None},
+        mapping={"tp_size": size},
+        **config,
+    )
+    return directory
+
+
+def command(*arguments: str | Path) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of `convert` with these arguments; whatever would be a traceback is raised."""
+    out, said = io.StringIO(), io.StringIO()
+    with mock.patch.object(sys, "argv", ["convert", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(said):
+        try:
+            guarded("mlx_redrafter.convert.command")
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue(), said.getvalue()
+    raise AssertionError("the command has not said how it ended")
+
+
+def refused(source: str | Path, pattern: str, into: Path, *flags: str) -> None:
+    """Asserts that a conversion ends with exit code 1 and one line, and that there is nothing where it would write."""
+    into.mkdir(exist_ok=True)
+    status, out, said = command("--hf-path", source, "--mlx-path", into / "out", *flags)
+    assert (status, out) == (1, ""), said
+    assert re.fullmatch(f"error: {pattern}\n", said), said
+    assert not list(into.iterdir())
+
+
+class Trap:
+    """An object whose unpickling writes a file: what a malicious pickle might do."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def trap(path: Path) -> Path:
+    """A pickle that shows whether it was executed; the path of the file that it would write."""
+    mark = path.with_name(path.name + ".executed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps({"rnn_w.weight": Trap(mark)}))
+    return mark
+
+
+def trainer(directory: Path, arrays: Arrays) -> Path:
+    """What HF's Trainer leaves: the drafter beside its base model, no config, and pickles that must stay closed."""
+    save(directory / WEIGHTS, prefixed("drafter.", arrays) | prefixed("llm.", base()))
+    for name in ("optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"):
+        trap(directory / name)
+    (directory / "trainer_state.json").write_text("{}")
+    return directory
+
+
+def modelopt(directory: Path, arrays: Arrays) -> Path:
+    """ModelOpt's directory: the drafter in the shards of its base model, under a config that is not its own."""
+    shard(directory, prefixed("drafter.", arrays) | base(), 2, index=True)
+    configure(directory, model_type="llama", hidden_size=24, num_draft_layers=7, redrafter={"num_draft_layers": 7})
+    return directory
+
+
+def single(directory: Path, arrays: Arrays) -> Path:
+    """One safetensors file of any name."""
+    save(directory / "the drafter.safetensors", arrays)
+    return directory / "the drafter.safetensors"
+
+
+def stored(change: Callable[[Arrays], Arrays]) -> Callable[[Path, Arrays], Path]:
+    """A form that is one file of changed names."""
+
+    def write(directory: Path, arrays: Arrays) -> Path:
+        save(directory / WEIGHTS, change(arrays))
+        return directory
+
+    return write
+
+
+def sharded(count: int, *, index: bool) -> Callable[[Path, Arrays], Path]:
+    """A form of several shards."""
+
+    def write(directory: Path, arrays: Arrays) -> Path:
+        shard(directory, arrays, count, index=index)
+        configure(directory, hidden_size=-1, vocab_size=-1, exit_dim=-1, num_draft_layers=-1)
+        return directory
+
+    return write
+
+
+PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module.", "model.", "drafter.")
+
+FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
+    "Apple's directory": apple,
+    "a directory without a config": stored(dict),
+    "one file": single,
+    "two shards and an index": sharded(2, index=True),
+    "a shard for each tensor": sharded(20, index=True),
+    "shards without an index": sharded(3, index=False),
+    "lm_heads and input_projs": stored(lambda arrays: older(arrays, "lm_heads.")),
+    "lm_heads.0": stored(lambda arrays: older(arrays, "lm_heads.0.")),
+    "bare numbers": stored(lambda arrays: older(arrays, "0.")),
+    "HF Trainer": trainer,
+    "ModelOpt": modelopt,
+    "DDP of a trainer's model": stored(
+        lambda arrays: prefixed("module.drafter.", arrays) | prefixed("module.llm.", base())
+    ),
+    "DDP of a compiled drafter beside its model": stored(
+        lambda arrays: prefixed("module.drafter._orig_mod.", arrays) | prefixed("module.llm.", base())
+    ),
+    **{f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays)) for prefix in PREFIXES},
+    **{
+        f"TensorRT-LLM, {size} ranks": lambda directory, arrays, size=size: ranks(directory, arrays, size)
+        for size in (1, 2, 3, 4)
+    },
+}
+"""A form's name -> writes a checkpoint of these tensors under a directory; the path to give to `convert`."""

@@ -1,0 +1,211 @@
+"""Pickles: tensors are read from them as from safetensors, nothing is executed, and anything else is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from checkpoints import WEIGHTS, Arrays, Trap, base, came_through, make, prefixed, refused, save, tensors, trap
+
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.errors import CheckpointError
+
+NESTS = ("state_dict", "model_state_dict", "model", "drafter")
+
+
+def pickled(torch: Any, path: Path, value: Any, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path, **options)
+    return path
+
+
+def to_torch(torch: Any, arrays: Arrays) -> dict[str, Any]:
+    """The same tensors as torch's."""
+    return {
+        name: torch.from_numpy(np.array(array.astype(mx.float32))).to(getattr(torch, str(array.dtype).split(".")[-1]))
+        for name, array in arrays.items()
+    }
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("name", ["drafter.pt", "drafter.bin", "drafter.pth", "pytorch_model.bin"])
+def test_a_pickled_state_dict_comes_through_to_the_bit(
+    name: str, new: bool, dtype: str, torch: Any, tmp_path: Path
+) -> None:
+    drafter = make("input projection")
+    drafter.set_dtype(getattr(mx, dtype))
+    values = to_torch(torch, tensors(drafter))
+    path = pickled(torch, tmp_path / "in" / name, values, _use_new_zipfile_serialization=new)
+    for at, source in enumerate((path, path.parent)):
+        assert came_through(convert(source, tmp_path / f"out{at}"), drafter)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "drafter."])
+@pytest.mark.parametrize("nest", [(nest,) for nest in NESTS] + [("model", "state_dict"), ("state_dict", "drafter")])
+def test_a_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path) -> None:
+    value: Any = prefixed(prefix, to_torch(torch, tensors(make())))
+    for key in nest:
+        value = {key: value, "epoch": 3, "optimizer": {"state": {0: torch.ones(3)}}}
+    done = convert(pickled(torch, tmp_path / "in.pt", value), tmp_path / "out")
+    assert came_through(done, make())
+
+
+@pytest.mark.torch
+def test_pickled_shards_an_index_and_a_trainer_are_read_together(torch: Any, tmp_path: Path) -> None:
+    values = prefixed("drafter.", to_torch(torch, tensors(make()))) | prefixed("llm.", to_torch(torch, base()))
+    names = [f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)]
+    placed = {name: names[at % 2] for at, name in enumerate(values)}
+    for file in names:
+        pickled(torch, tmp_path / "in" / file, {name: values[name] for name in values if placed[name] == file})
+    marks = [trap(tmp_path / "in" / name) for name in ("optimizer.pt", "training_args.bin", "rng_state.pth")]
+    assert came_through(convert(tmp_path / "in", tmp_path / "out"), make())
+    (tmp_path / "in" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": placed}))
+    assert came_through(convert(tmp_path / "in", tmp_path / "out2"), make())
+    assert not any(mark.exists() for mark in marks)
+
+
+@pytest.mark.torch
+def test_parameters_views_and_doubles_are_read(torch: Any, tmp_path: Path) -> None:
+    values = to_torch(torch, tensors(make()))
+    values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
+    values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
+    values["rnn_w.weight"] = values["rnn_w.weight"].double()
+    assert came_through(convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make())
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (None, r"needs torch: pip install 'mlx_redrafter\[torch\]', or save it as safetensors"),
+        (SimpleNamespace(__version__="2.9.1+cpu"), r"safely needs torch >= 2.10, got 2.9.1\+cpu"),
+    ],
+    ids=["no torch", "an old torch"],
+)
+def test_a_pickle_without_a_safe_torch_is_refused_unopened(
+    module: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", module)
+    mark = trap(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=rf"^reading \S+pytorch_model.bin {reason}$"):
+        convert(tmp_path, tmp_path / "out")
+    assert not mark.exists() and not (tmp_path / "out").exists()
+    save(tmp_path / WEIGHTS, tensors(make()))
+    assert came_through(convert(tmp_path, tmp_path / "out"), make()), "negative control: safetensors need no torch"
+
+
+class Shout:
+    """An object whose unpickling runs a shell."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+class Evaluate(Shout):
+    """An object whose unpickling evaluates Python."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"open({str(self.mark)!r}, 'w').close()",)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("bomb", [Trap, Shout, Evaluate])
+@pytest.mark.parametrize("how", ["pickle", "legacy", "zip", "nested"])
+def test_no_pickle_is_executed(bomb: type, how: str, torch: Any, tmp_path: Path) -> None:
+    mark, path = tmp_path / "executed", tmp_path / "in.pt"
+    value = {"state_dict": {"rnn_w.weight": bomb(mark)}} if how == "nested" else {"rnn_w.weight": bomb(mark)}
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(value))
+    else:
+        torch.save(value, path, _use_new_zipfile_serialization=how != "legacy")
+    refused(path, f"{path} is refused: it needs more than tensors .*: save module.state_dict.*", tmp_path / "result")
+    assert not mark.exists()
+    torch.load(path, weights_only=False) if how != "pickle" else pickle.loads(path.read_bytes())
+    assert mark.exists(), "negative control: it would have been executed"
+
+
+def itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["model"] = value
+    return value
+
+
+def bomb() -> dict[str, Any]:
+    """Dictionaries of dictionaries, each twice: two to the power of their depth of them."""
+    value: dict[str, Any] = {}
+    for _ in range(60):
+        value = {"model": value, "drafter": value}
+    return value
+
+
+PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a whole module": (lambda torch: torch.nn.Linear(2, 2), "IN is refused: it needs more than tensors .*"),
+    "an object beside the tensors": (
+        lambda torch: {"model": {}, "args": argparse.Namespace(lr=1)},
+        "IN is refused: it needs more than tensors .*",
+    ),
+    "a list": (lambda torch: [torch.ones(2)], "expected a dictionary of tensors in IN, got list"),
+    "a tensor": (lambda torch: torch.ones(2), "expected a dictionary of tensors in IN, got Tensor"),
+    "no tensors": (lambda torch: {"epoch": 3}, r"IN is no drafter: its tensors begin \[\]"),
+    "a dictionary that holds itself": (lambda torch: itself(), "IN: dictionaries nested too deep: .*"),
+    "more dictionaries than can be": (lambda torch: bomb(), "IN: dictionaries nested too deep: .*"),
+    "numbers for names": (lambda torch: {3: torch.ones(2)}, r"IN is no drafter: its tensors begin \['3'\]"),
+    "a sparse tensor": (lambda torch: {"rnn_w.weight": torch.eye(4).to_sparse()}, "IN: rnn_w.weight is not stored .*"),
+    "a tensor of one number": (
+        lambda torch: {"rnn_w.weight": torch.ones(1).expand(2**30, 2**20)},
+        "IN: rnn_w.weight is not stored whole: .*",
+    ),
+    "a tensor without storage": (
+        lambda torch: {"rnn_w.weight": torch.ones(4, 4, device="meta")},
+        "IN: rnn_w.weight is not stored whole: .*",
+    ),
+    **{
+        f"{dtype}": (
+            lambda torch, dtype=dtype: {"lm_head.0.weight": torch.ones(4, 4).to(getattr(torch, dtype))},
+            f"IN: expected lm_head.0.weight in .*, got {dtype}",
+        )
+        for dtype in ("int8", "uint8", "float8_e4m3fn", "bool", "complex64")
+    },
+    "NaN": (
+        lambda torch: {"lm_head.0.weight": torch.full((4, 8), torch.nan, dtype=torch.bfloat16)},
+        "IN: lm_head.0.weight holds NaN or infinity",
+    ),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", PICKLED)
+def test_a_pickle_of_anything_but_a_drafters_tensors_is_refused(case: str, torch: Any, tmp_path: Path) -> None:
+    make_value, pattern = PICKLED[case]
+    torch.save(make_value(torch), tmp_path / "in.pt")
+    refused(tmp_path / "in.pt", pattern.replace("IN", re.escape(str(tmp_path / "in.pt"))), tmp_path / "result")
+
+
+@pytest.mark.torch
+def test_a_compiled_archive_is_refused(torch: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch no longer recommends its own archives
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "in.pt")
+    refused(tmp_path / "in.pt", f"{tmp_path / 'in.pt'} is refused: .*|cannot read {tmp_path}.*", tmp_path / "result")
