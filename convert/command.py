@@ -52,7 +52,7 @@ def described(done: Conversion) -> str:
     args, off = done.args, done.difference
     lines = [
         f"{done.path}: hidden size {args.hidden_size}, vocabulary {args.vocab_size}, exit_dim {args.exit_dim}, "
-        f"{args.num_draft_layers} blocks, {'rnn' if args.rnn else 'no rnn'}",
+        f"{args.num_draft_layers} block{'s' * (args.num_draft_layers != 1)}, {'rnn' if args.rnn else 'no rnn'}",
         f"size: {megabytes(done.bytes_before)} before, {megabytes(done.bytes_after)} after, "
         f"{done.bits_per_weight:.3f} bits per weight",
         f"outputs: differ by at most {off.largest:.3g} (largest logit {off.scale:.3g}) on random inputs, "

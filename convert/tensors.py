@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -113,7 +114,9 @@ def read_pickle(path: Path) -> dict[str, Stored]:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         raise CheckpointError(f"reading {path} safely needs torch >= 2.10, got {torch.__version__}")
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip(path))
     except Exception as error:  # torch raises what the pickle makes of it
         reason = one_line(error).split(" WARNING: ")[-1]
         if "weights_only" in reason or "Unsupported" in reason or "GLOBAL" in reason:

@@ -48,7 +48,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     Its sizes are read off its tensors; the config is only compared with them.
 
     Args:
-        path_or_hf_repo: a local directory or a hub id, in Apple's names (see docs/architecture.md).
+        path_or_hf_repo: a local directory or a hub id, in Apple's names (see docs/checkpoints.md).
         model: the target it is for; sizes are checked against it.
 
     Raises:

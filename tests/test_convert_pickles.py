@@ -208,4 +208,4 @@ def test_a_compiled_archive_is_refused(torch: Any, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch no longer recommends its own archives
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "in.pt")
-    refused(tmp_path / "in.pt", f"{tmp_path / 'in.pt'} is refused: .*|cannot read {tmp_path}.*", tmp_path / "result")
+    refused(tmp_path / "in.pt", f"{tmp_path / 'in.pt'} is refused: it needs more than tensors .*", tmp_path / "result")

@@ -1,0 +1,320 @@
+"""What `convert` writes: quantised as asked, loadable, decoding as before, whole or not at all; and what it reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from checkpoints import CONFIG, FORMS, WEIGHTS, apple, came_through, command, make, same, save, tensors
+
+from mlx_redrafter import generate_step, load_demo, load_drafter
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.convert.pack import MODES
+from mlx_redrafter.convert.report import difference, outputs
+from mlx_redrafter.demo import DIRECTORY, demo_prompts
+from mlx_redrafter.generation import encode
+
+ROOT = Path(__file__).parent.parent
+TARGET, DRAFTER = DIRECTORY / "target", DIRECTORY / "drafter"
+WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
+"""Sizes that every group size divides when it is at most 64; `input_proj` has 128 inputs."""
+
+WAYS = [(mode, bits, group) for mode, (groups, widths) in MODES.items() for bits in widths for group in groups]
+
+
+def quantized_layers(path: Path) -> dict[str, int]:
+    """layer -> bits of what is loaded."""
+    return {name: module.bits for name, module in load_drafter(path).named_modules() if hasattr(module, "bits")}
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), WAYS)
+def test_every_quantisation_of_mlx_is_written_as_mlx_makes_it(mode: str, bits: int, group: int, tmp_path: Path) -> None:
+    sizes = WIDE | {"hidden": 128, "exit_dim": 128}
+    drafter = make(**sizes)
+    source = apple(tmp_path / "in", tensors(drafter))
+    done = convert(source, tmp_path / "out", True, group, bits, mode)
+    nn.quantize(drafter, group, bits, mode=mode, class_predicate=lambda _, module: isinstance(module, nn.Linear))
+    assert same(tensors(load_drafter(tmp_path / "out")), tensors(drafter))
+    assert done.difference == difference(outputs(make(**sizes)), outputs(drafter))
+    assert 0 < done.difference.largest < done.difference.scale
+    assert done.bytes_after == sum(array.nbytes for array in tensors(drafter).values())
+    assert done.bytes_before == sum(array.nbytes for array in tensors(make(**sizes)).values())
+    weights = sum(array.size for array in tensors(make(**sizes)).values())
+    assert done.bits_per_weight == pytest.approx(8 * done.bytes_after / weights)
+    assert bits < done.bits_per_weight < bits + 3
+
+
+def test_the_defaults_are_those_of_mlx_lm(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)))
+    for mode, (group, bits) in {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}.items():
+        convert(source, tmp_path / mode, True, q_mode=mode)
+        said = json.loads((tmp_path / mode / CONFIG).read_text())["quantization"]
+        assert said == {"group_size": group, "bits": bits, "mode": mode}
+
+
+def test_each_part_may_have_its_own_bits(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make("input projection", **(WIDE | {"exit_dim": 64}))))
+    convert(source, tmp_path / "out", True, q_bits=4, head_bits=6, rnn_bits=8, blocks_bits=0)
+    assert quantized_layers(tmp_path / "out") == {"lm_head.1": 6, "rnn_u": 8, "rnn_w": 8}
+    convert(source, tmp_path / "out2", True, q_bits=4, head_bits=0)
+    parts = {"input_proj": 4, "lm_head.0.linear": 4, "rnn_u": 4, "rnn_w": 4}
+    assert quantized_layers(tmp_path / "out2") == parts
+
+
+def test_a_layer_that_the_group_size_does_not_divide_is_named(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**(WIDE | {"exit_dim": 96}))))
+    status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out", "-q")
+    assert status == 0
+    assert said.splitlines() == [
+        f"note: {layer} is not quantised: its 96 inputs are no multiple of the group size 64"
+        for layer in ("lm_head.0.linear", "lm_head.1")
+    ]
+    assert quantized_layers(tmp_path / "out").keys() == {"input_proj", "rnn_u", "rnn_w"}
+    assert command("--hf-path", source, "--mlx-path", tmp_path / "out2", "-q", "--q-group-size", "32")[2] == ""
+
+
+def test_round_trips_are_equal_to_the_bit(tmp_path: Path) -> None:
+    """Plain and quantised again; quantised and dequantised; through another dtype and back."""
+    drafter = make(**WIDE)
+    drafter.set_dtype(mx.bfloat16)
+    source = apple(tmp_path / "in", tensors(drafter))
+    convert(source, tmp_path / "plain")
+    convert(source, tmp_path / "direct", True, q_bits=5)
+    convert(tmp_path / "plain", tmp_path / "later", True, q_bits=5)
+    direct = tensors(load_drafter(tmp_path / "direct"))
+    assert same(direct, tensors(load_drafter(tmp_path / "later")))
+
+    done = convert(tmp_path / "direct", tmp_path / "back", dequantize=True)
+    back = tensors(load_drafter(tmp_path / "back"))
+    assert same(
+        back,
+        {
+            name: mx.dequantize(direct[name], direct[f"{layer}.scales"], direct[f"{layer}.biases"], 64, 5)
+            if (layer := name.rpartition(".")[0]) + ".scales" in direct and name.endswith("weight")
+            else direct[name]
+            for name in back
+        },
+    )
+    assert not same(back, tensors(drafter)), "negative control: bits were lost"
+    assert done.args == drafter.args and "quantization" not in json.loads((tmp_path / "back" / CONFIG).read_text())
+
+    convert(tmp_path / "plain", tmp_path / "wide", dtype="float32")
+    convert(tmp_path / "wide", tmp_path / "narrow", dtype="bfloat16")
+    assert same(tensors(load_drafter(tmp_path / "narrow")), tensors(drafter))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_dtype_asked_for_is_the_one_that_is_written(dtype: str, tmp_path: Path) -> None:
+    drafter = make("input projection")
+    source = apple(tmp_path / "in", tensors(drafter))
+    convert(source, tmp_path / "out", dtype=dtype)
+    drafter.set_dtype(getattr(mx, dtype))
+    assert same(tensors(load_drafter(tmp_path / "out")), tensors(drafter))
+    assert json.loads((tmp_path / "out" / CONFIG).read_text())["dtype"] == dtype
+
+
+def test_the_config_is_one_that_apples_own_code_reads(tmp_path: Path) -> None:
+    convert(apple(tmp_path / "in", tensors(make("input projection"))), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config == {
+        "model_type": "recurrent_drafting_drafter",
+        "hidden_size": 24,
+        "vocab_size": 60,
+        "exit_dim": 36,
+        "num_draft_layers": 1,
+        "rnn": True,
+        "dtype": "float32",
+    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {CONFIG, WEIGHTS, "README.md"}
+
+
+@pytest.mark.usefixtures("short")
+def test_base_model_and_depth_are_recorded_and_the_card_names_them(tmp_path: Path) -> None:
+    convert(DRAFTER, tmp_path / "out", dtype="float32", base_model=str(TARGET), draft_depth=5)
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert (config["base_model"], config["draft_depth"]) == (str(TARGET), 5)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: mlx\n") and f"--model {TARGET} --drafter THIS" in card
+    assert "base_model:" not in card.split("---")[1], "a path means nothing on the hub"
+    # What was recorded stays when it is converted again, and the flags overrule it.
+    args = convert(tmp_path / "out", tmp_path / "again", dtype="float16", draft_depth=2).args
+    assert (args.base_model, args.draft_depth) == (str(TARGET), 2)
+
+
+@pytest.mark.usefixtures("short")
+def test_the_report_tells_what_the_bits_cost(tmp_path: Path) -> None:
+    flags = ("--hf-path", DRAFTER, "-q", "--q-group-size", "32", "--base-model", TARGET)
+    said = {}
+    for bits in (2, 8):
+        status, out, notes = command(*flags, "--q-bits", str(bits), "--mlx-path", tmp_path / f"out{bits}")
+        assert (status, notes) == (0, "")
+        pattern = (
+            r"\S+: hidden size 384, vocabulary 2048, exit_dim \d+, 1 block, rnn\n"
+            r"size: \d+\.\d\d MB before, (\d+\.\d\d) MB after, (\d+\.\d+) bits per weight\n"
+            r"outputs: differ by at most (\S+) \(largest logit \S+\) on random inputs, the same first choice on \d+%\n"
+            rf"tokens per round: (\d\.\d\d) before, (\d\.\d\d) after, greedy, {re.escape(str(TARGET))}\n"
+        )
+        found = re.fullmatch(pattern, out)
+        assert found, out
+        said[bits] = [float(number) for number in found.groups()]
+    megabytes, bits_per_weight, off, before, after = range(5)
+    assert said[2][megabytes] < said[8][megabytes] and said[2][off] > said[8][off]
+    assert 3 < said[2][bits_per_weight] < 3.5 and 9 < said[8][bits_per_weight] < 9.5
+    assert said[2][before] == said[8][before] > 1.2 and said[2][after] < said[8][after]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens for each of the report's prompts."""
+    monkeypatch.setattr("mlx_redrafter.convert.report.NEW_TOKENS", 20)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Any, list[int], list[int]]:
+    """(the demo's target, a prompt, what it says greedily)."""
+    model, tokenizer, _ = load_demo()
+    ids = encode(tokenizer, demo_prompts()[0])
+    return model, ids, [token for token, _, _ in generate_step(ids, model, max_tokens=24)]
+
+
+DIVISIBLE = [form for form in FORMS if "3 ranks" not in form]  # the demo's sizes are no multiples of 3
+
+
+@pytest.mark.parametrize("form", DIVISIBLE)
+def test_a_drafter_from_any_form_decodes_what_the_target_says(form: str, plain: Any, tmp_path: Path) -> None:
+    model, ids, expected = plain
+    source = FORMS[form](tmp_path / "in", tensors(load_drafter(DRAFTER)))
+    assert (
+        command("--model", source, "--mlx-path", tmp_path / "out", "-q", "--q-bits", "8", "--q-group-size", "32")[0]
+        == 0
+    )
+    drafter = load_drafter(tmp_path / "out", model)
+    made = list(generate_step(ids, model, drafter, max_tokens=24, beam_width=2, draft_depth=3))
+    assert [token for token, _, _ in made] == expected
+    assert any(drafted for _, _, drafted in made), "negative control: it guesses"
+
+
+def test_an_existing_result_is_replaced_only_by_force(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make()))
+    convert(source, tmp_path / "out")
+    other = apple(tmp_path / "other", tensors(make(seed=1)))
+    status, _, said = command("--hf-path", other, "--mlx-path", tmp_path / "out")
+    assert (
+        status == 1
+        and said == f"error: {tmp_path / 'out'} exists already: give another --mlx-path, or --force to replace it\n"
+    )
+    assert same(tensors(load_drafter(tmp_path / "out")), tensors(make()))
+    assert command("--hf-path", other, "--mlx-path", tmp_path / "out", "--force")[0] == 0
+    assert same(tensors(load_drafter(tmp_path / "out")), tensors(make(seed=1)))
+    # A failure leaves even what may be replaced.
+    (other / WEIGHTS).write_bytes(b"")
+    assert command("--hf-path", other, "--mlx-path", tmp_path / "out", "--force")[0] == 1
+    assert same(tensors(load_drafter(tmp_path / "out")), tensors(make(seed=1)))
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "other", "out"}
+
+
+def test_a_result_may_take_the_place_of_its_own_source(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)))
+    assert command("--hf-path", source, "--mlx-path", source, "--force", "-q")[0] == 0
+    assert quantized_layers(source)
+
+
+SLOW = """import sys, time
+from mlx_redrafter.convert import conversion, writing
+def slow(*args):
+    print("writing", flush=True)
+    writing.write(*args)
+    time.sleep(60)
+conversion.write = slow
+conversion.convert(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_run_leaves_nothing_that_loads(how: signal.Signals, tmp_path: Path) -> None:
+    source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
+    into.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(source), str(into / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"writing\n"
+        time.sleep(0.2)
+        process.send_signal(how)
+    assert process.returncode != 0
+    assert not (into / "out").exists() and not [path for path in into.iterdir() if not path.name.startswith(".out-")]
+    # What it was writing does not stand in the way of the next run.
+    assert came_through(convert(source, into / "out"), make())
+
+
+def test_uploading_makes_the_repository_and_puts_the_directory_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Api:
+        def create_repo(self, **options: Any) -> None:
+            calls.append(("create_repo", options))
+
+        def upload_folder(self, **options: Any) -> None:
+            calls.append(("upload_folder", options))
+            assert load_drafter(options["folder_path"]).args == make().args
+            if options["repo_id"] == "some/closed":
+                raise OSError("403\nForbidden")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    source = apple(tmp_path / "in", tensors(make()))
+    assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0] == 0
+    assert [name for name, _ in calls] == ["create_repo", "upload_folder"]
+    assert {options["repo_id"] for _, options in calls} == {"some/one"}
+    status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed")
+    assert (
+        status == 1
+        and said == f"error: {tmp_path / 'out2'} is written, but not uploaded to some/closed: 403 Forbidden\n"
+    )
+    assert (tmp_path / "out2").exists()
+
+
+MEASURED = """import resource, sys
+from mlx_redrafter.convert.conversion import convert
+scale = 1 if sys.platform == "darwin" else 1024
+before = scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(sys.argv[1], sys.argv[2], **eval(sys.argv[3]))
+print(scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"quantize": True}, {"dtype": "bfloat16"}], ids=str)
+def test_memory_stays_within_one_and_a_half_times_the_drafter(how: dict[str, Any], tmp_path: Path) -> None:
+    shapes = {
+        "rnn_u.weight": (1024, 1024),
+        "rnn_u.bias": (1024,),
+        "rnn_w.weight": (1024, 1024),
+        **{f"lm_head.{n}.linear.weight": (2048, 2048) for n in range(2)},
+        **{f"lm_head.{n}.linear.bias": (2048,) for n in range(2)},
+        "lm_head.2.weight": (40_000, 2048),
+    }
+    arrays = {name: 0.01 * mx.random.normal(shape) for name, shape in shapes.items()}
+    size = sum(array.nbytes for array in arrays.values())
+    save(tmp_path / WEIGHTS, arrays)
+    said = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path), str(tmp_path / "out"), repr(how)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 0.2 * size < int(said.stdout) < 1.5 * size
