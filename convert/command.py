@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .conversion import DTYPES, Conversion, convert
+from .conversion import Conversion, convert
+from .finding import DTYPES
 from .pack import MODES
 
 
@@ -55,9 +56,13 @@ def described(done: Conversion) -> str:
         f"{args.num_draft_layers} block{'s' * (args.num_draft_layers != 1)}, {'rnn' if args.rnn else 'no rnn'}",
         f"size: {megabytes(done.bytes_before)} before, {megabytes(done.bytes_after)} after, "
         f"{done.bits_per_weight:.3f} bits per weight",
-        f"outputs: differ by at most {off.largest:.3g} (largest logit {off.scale:.3g}) on random inputs, "
-        f"the same first choice on {off.same:.0%}",
+        "outputs: not compared, for those of the source are not finite",
     ]
+    if off:
+        lines[-1] = (
+            f"outputs: differ by at most {off.largest:.3g} (largest logit {off.scale:.3g}) on random inputs, "
+            f"the same first choice on {off.same:.0%}"
+        )
     if done.tokens_per_round:
         before, after = done.tokens_per_round
         lines.append(f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}")

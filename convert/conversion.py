@@ -14,14 +14,17 @@ from ..checkpoint import check_fit, expected_shapes, load, load_drafter
 from ..drafter import DrafterArgs
 from ..errors import CheckpointError, RedrafterError
 from ..plan import DEEPEST
-from .finding import Found, dequantized, find, whole
-from .pack import Part, Quantization, make_quantization, pack
-from .report import Difference, bits_per_weight, difference, n_bytes, outputs, tokens_per_round
+from .finding import DTYPES, Found, dequantized, find
+from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, name_of, pack
+from .placing import destination, staged
+from .report import Difference, difference, finite, outputs, tokens_per_round
 from .sources import Source, find_source
+from .streaming import streamed, whole
 from .tensors import metadata
-from .writing import model_card, staged, upload, write
+from .writing import model_card, upload, write
 
-DTYPES = ("float16", "bfloat16", "float32")
+Models = tuple[nn.Module, Any]
+"""A target and its tokenizer."""
 
 
 class Conversion(NamedTuple):
@@ -32,7 +35,7 @@ class Conversion(NamedTuple):
         args: what the drafter is.
         bytes_before, bytes_after: of its tensors, as stored.
         bits_per_weight: of the result.
-        difference: of the outputs.
+        difference: of the outputs; None where those of the source are not finite.
         tokens_per_round: (before, after), when the base model was given.
         notes: what the user should know, a line each.
     """
@@ -42,7 +45,7 @@ class Conversion(NamedTuple):
     bytes_before: int
     bytes_after: int
     bits_per_weight: float
-    difference: Difference
+    difference: Difference | None
     tokens_per_round: tuple[float, float] | None
     notes: tuple[str, ...]
 
@@ -88,48 +91,42 @@ def convert(
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
         raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
-    written = Path(os.path.expanduser(mlx_path))
-    if str(written).startswith("~"):
-        raise RedrafterError(f"cannot write {mlx_path}: there is no such home directory")
-    if os.path.exists(written) and not force:
-        raise RedrafterError(f"{written} exists already: give another --mlx-path, or --force to replace it")
+    place = destination(mlx_path, hf_path, force)
     source = find_source(hf_path, revision)
-    check_state(source, quantize=quantize, dequantize=dequantize, cast=dtype is not None)
-
-    def opened() -> Found:
-        return dequantized(source) if dequantize else find(source)
-
-    models = load(base_model) if base_model else None
-    found = opened()
-    reference, before = measured(found, models, str(source.path))
-    found = opened()  # afresh: the first reading is not kept in memory beside the second
+    recorded = draft_depth is not None or base_model is not None
+    check_state(source, quantize=quantize, dequantize=dequantize, changed=recorded or dtype is not None)
+    found = dequantized(source) if dequantize else find(source)
     args = replace(
         found.args,
         base_model=base_model or found.args.base_model,
         draft_depth=draft_depth or found.args.draft_depth,
     )
+    found = found._replace(args=args)
     kind = found.dtype if dtype is None else cast(mx.Dtype, getattr(mx, dtype))
-    head = f"lm_head.{args.num_draft_layers}"
-    with staged(written, force) as stage:
-        packed = pack(expected_shapes(args), found.read, kind, head, how)
-        write(stage, args, packed, kind, model_card(hf_path, args, packed.quantization))
-        left = tuple(f"{layer} is not quantised: {reason}" for layer, reason in packed.left.items())
-        del packed
-        result = load_drafter(stage)
-        after = tokens_per_round(*models, result) if models else None
-        done = Conversion(
-            written,
-            args,
-            found.n_bytes,
-            n_bytes(result),
-            bits_per_weight(result, found.n_weights),
-            difference(reference, outputs(result)),
-            None if before is None or after is None else (before, after),
-            found.notes + left,
-        )
+    shapes = expected_shapes(args)
+    packing = make_packing(shapes, kind, f"lm_head.{args.num_draft_layers}", how)
+    card = model_card(hf_path, args, packing.quantization)
+    models = load(base_model) if base_model else None
+    reference, before = measured(found, models, str(source.path))
+    with staged(place, force) as stage:
+        write(stage, args, packing, pack(shapes, found.read, packing), card)
+        found = found._replace(read=gone)  # a pickle stays in memory as long as it can be read
+        result, after = measured_result(stage, packing, models)
+        if not finite(result):
+            raise RedrafterError(f"in {name_of(kind)} its outputs on random inputs are not finite{advice(kind)}")
     if upload_repo is not None:
-        upload(written, upload_repo)
-    return done
+        upload(place, upload_repo)
+    compared = difference(reference, result) if finite(reference) else None
+    return Conversion(
+        Path(os.path.expanduser(mlx_path)),
+        args,
+        found.n_bytes,
+        packing.n_bytes,
+        8 * packing.n_bytes / found.n_weights,
+        compared,
+        None if before is None or after is None else (before, after),
+        found.notes + tuple(f"{layer} is not quantised: {reason}" for layer, reason in packing.left.items()),
+    )
 
 
 def settings(
@@ -154,7 +151,7 @@ def settings(
     return None
 
 
-def check_state(source: Source, *, quantize: bool, dequantize: bool, cast: bool) -> None:
+def check_state(source: Source, *, quantize: bool, dequantize: bool, changed: bool) -> None:
     """Refuses what has been converted already, and what is not in the state that the flags mean.
 
     Raises:
@@ -169,14 +166,27 @@ def check_state(source: Source, *, quantize: bool, dequantize: bool, cast: bool)
         raise CheckpointError(
             f"{source.path} is converted and quantised already: --drafter reads it, -d dequantises it"
         )
-    if done and not (quantize or dequantize or cast):
+    if done and not (quantize or dequantize or changed):
         raise CheckpointError(f"{source.path} is converted already: --drafter reads it; -q quantises it")
 
 
-def measured(found: Found, models: tuple[nn.Module, Any] | None, name: str) -> tuple[mx.array, float | None]:
-    """(outputs, tokens per round with the base model) of the source."""
-    drafter = whole(found)
+def measured(found: Found, models: Models | None, name: str) -> tuple[mx.array, float | None]:
+    """(outputs, tokens per round with the base model) of a drafter that was found."""
+    drafter = streamed(found)
     if models is None:
         return outputs(drafter), None
     check_fit(drafter, models[0], name)
-    return outputs(drafter), tokens_per_round(*models, drafter)
+    return outputs(drafter), tokens_per_round(*models, whole(found))
+
+
+def measured_result(stage: Path, packing: Packing, models: Models | None) -> tuple[mx.array, float | None]:
+    """The same of what has been written; quantised it is small, and loaded whole."""
+    if not packing.layers:
+        return measured(find(find_source(stage)), models, str(stage))
+    drafter = load_drafter(stage)
+    return outputs(drafter), tokens_per_round(*models, drafter) if models else None
+
+
+def gone(name: str, start: int, stop: int) -> mx.array:
+    """In place of `Found.read`, where the source is no longer needed."""
+    raise AssertionError(f"{name} is read too late")

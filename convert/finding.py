@@ -10,19 +10,19 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model
 
 from ..checkpoint import derive_args, disagreements, expected_shapes, load_drafter
-from ..drafter import Drafter, DrafterArgs
+from ..drafter import DrafterArgs
 from ..errors import CheckpointError
 from .names import map_names
-from .report import n_bytes
 from .sources import Source
 from .tensors import FLOATS, Stored, read_file
 
 TENSORRT = {"redrafter_exit_dim": "exit_dim", "redrafter_num_layers": "num_draft_layers", "redrafter_is_rnn": "rnn"}
 """Keys of TensorRT-LLM's config and ours."""
 
+DTYPES = ("float16", "bfloat16", "float32")
+"""What a result may be written in."""
 
 PADDING = 64
 """TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error of the config."""
@@ -36,7 +36,7 @@ class Found(NamedTuple):
         dtype: of its largest tensor.
         n_bytes: as stored.
         n_weights: how many numbers it has.
-        read: Apple's name of a tensor -> the array, finite; each is read once.
+        read: (Apple's name of a tensor, start, stop) -> these rows, finite, read afresh.
         notes: what was left out, and where the config was wrong.
     """
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
     dtype: mx.Dtype
     n_bytes: int
     n_weights: int
-    read: Callable[[str], mx.array]
+    read: Callable[[str, int, int], mx.array]
     notes: tuple[str, ...]
 
 
@@ -73,13 +73,13 @@ def find(source: Source) -> Found:
         notes.append(f"the last {padding} rows of the head are left out: config.json says vocab_size {said}")
         head = f"lm_head.{args.num_draft_layers}.weight"
         args = replace(args, vocab_size=args.vocab_size - padding)
-        stored[head] = cut(stored[head], args.vocab_size)
+        stored[head] = stored[head]._replace(shape=(args.vocab_size, *stored[head].shape[1:]))
     check_shapes(args, stored, names, where)
     largest = max(stored.values(), key=lambda tensor: math.prod(tensor.shape))
     notes += [f"config.json {clause}; the tensors are believed" for clause in disagreements(args, config)]
 
-    def read(name: str) -> mx.array:
-        array = stored[name].load()
+    def read(name: str, start: int, stop: int) -> mx.array:
+        array = stored[name].rows(start, stop)
         if not mx.isfinite(array).all().item():
             raise CheckpointError(f"{where}: {names[name]} holds NaN or infinity")
         return array
@@ -125,13 +125,17 @@ def joined(where: str, name: str, parts: Sequence[Stored]) -> Stored:
             raise CheckpointError(f"{where}: slices of {name} do not fit together: {first.shape}, {part.shape}")
     if len(parts) == 1:
         return first
-    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-    return Stored(shape, first.dtype, lambda: mx.concatenate([part.load() for part in parts]))
 
+    def rows(start: int, stop: int) -> mx.array:
+        pieces, at = [], 0
+        for part in parts:
+            low, high = max(start - at, 0), min(stop - at, part.shape[0])
+            if low < high:
+                pieces.append(part.rows(low, high))
+            at += part.shape[0]
+        return mx.concatenate(pieces)
 
-def cut(tensor: Stored, rows: int) -> Stored:
-    """The first rows of a tensor: what is behind them is padding."""
-    return Stored((rows, *tensor.shape[1:]), tensor.dtype, lambda: tensor.load()[:rows])
+    return Stored((sum(part.shape[0] for part in parts), *first.shape[1:]), first.dtype, rows)
 
 
 def check_shapes(args: DrafterArgs, stored: dict[str, Stored], names: dict[str, str], where: str) -> None:
@@ -153,14 +157,22 @@ def check_shapes(args: DrafterArgs, stored: dict[str, Stored], names: dict[str, 
 def dequantized(source: Source) -> Found:
     """A drafter that MLX has quantised, in floating point again."""
     drafter = load_drafter(source.path if source.path.is_dir() else source.path.parent)
-    size, dtype, args = n_bytes(drafter), drafter.dtype, drafter.args
-    weights = cast(dict[str, mx.array], dict(tree_flatten(dequantize_model(drafter).parameters())))
-    count = sum(math.prod(shape) for shape in expected_shapes(args).values())
-    return Found(args, dtype, size, count, weights.pop, ())
+    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    layers = {name: module for name, module in drafter.named_modules() if hasattr(module, "bits")}
+    shapes = expected_shapes(drafter.args)
+    # The scales of mxfp4 and its like are bytes: what is not quantised tells the dtype, or else the config.
+    floats = [array.dtype for array in weights.values() if mx.issubdtype(array.dtype, mx.floating)]
+    said = source.config.get("dtype")
+    dtype = floats[0] if floats else cast(mx.Dtype, getattr(mx, said if said in DTYPES else "float32"))
 
+    def read(name: str, start: int, stop: int) -> mx.array:
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or layer not in layers:
+            return weights[name][start:stop]
+        how = layers[layer]
+        packed, scales = (weights[f"{layer}.{part}"][start:stop] for part in ("weight", "scales"))
+        biases = weights[f"{layer}.biases"][start:stop] if f"{layer}.biases" in weights else None
+        return mx.dequantize(packed, scales, biases, how.group_size, how.bits, how.mode).astype(dtype)
 
-def whole(found: Found) -> Drafter:
-    """The drafter as it is stored, in memory."""
-    drafter = Drafter(found.args)
-    drafter.load_weights([(name, found.read(name)) for name in expected_shapes(found.args)])
-    return drafter
+    size = sum(array.nbytes for array in weights.values())
+    return Found(drafter.args, dtype, size, sum(map(math.prod, shapes.values())), read, ())

@@ -1,13 +1,15 @@
-"""Dtype and quantisation of a drafter's tensors, one layer at a time, so that only one is ever held twice."""
+"""Dtype and quantisation of a drafter's tensors, a few rows at a time, so that no tensor need be in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
 from ..errors import RedrafterError
+from .tensors import chunks
 
 Part = Literal["head", "blocks", "rnn"]
 """The output matrix; the residual blocks and the input projection; the recurrent cell."""
@@ -67,55 +69,102 @@ def make_quantization(group_size: int | None, bits: int | None, mode: str, parts
     return Quantization(group_size, bits, mode, parts)
 
 
-class Packed(NamedTuple):
-    """What is written.
+def name_of(dtype: mx.Dtype) -> str:
+    """Its name, as `--dtype` and configs have it."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def advice(dtype: mx.Dtype) -> str:
+    """What to do about numbers too large for it, behind a colon; nothing where nothing helps."""
+    return ": give --dtype bfloat16" if dtype == mx.float16 else ""
+
+
+class Packing(NamedTuple):
+    """How each tensor is written.
 
     Attributes:
-        tensors: name -> array, evaluated.
+        dtype: of what is not quantised.
+        layers: quantised layer -> (group size, bits, mode).
+        kinds: name -> (dtype, shape) of every tensor that is written.
         quantization: the config's entry, in mlx-lm's form; None when nothing is quantised.
         left: layers that could not be quantised, each with the reason.
     """
 
-    tensors: dict[str, mx.array]
+    dtype: mx.Dtype
+    layers: dict[str, tuple[int, int, str]]
+    kinds: dict[str, tuple[mx.Dtype, tuple[int, ...]]]
     quantization: dict[str, Any] | None
     left: dict[str, str]
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(dtype.size * math.prod(shape) for dtype, shape in self.kinds.values())
 
-def pack(
-    names: Iterable[str], read: Callable[[str], mx.array], dtype: mx.Dtype, head: str, how: Quantization | None
-) -> Packed:
-    """Reads, casts and quantises tensor after tensor.
+
+def make_packing(shapes: dict[str, tuple[int, ...]], dtype: mx.Dtype, head: str, how: Quantization | None) -> Packing:
+    """The packing of a drafter of these shapes.
 
     Args:
-        names: of the drafter's tensors.
-        read: name -> its array.
+        shapes: of its tensors, by Apple's names.
         head: the name of the output matrix' layer, `lm_head.N`.
         how: None for no quantisation.
     """
-    tensors: dict[str, mx.array] = {}
+    layers: dict[str, tuple[int, int, str]] = {}
     entry: dict[str, Any] = {}
     left: dict[str, str] = {}
-    for name in names:
-        array = read(name).astype(dtype)
-        if dtype == mx.float16 and not mx.isfinite(array).all().item():
-            raise RedrafterError(f"{name} holds numbers too large for float16: give --dtype bfloat16")
+    for name, shape in shapes.items():
         layer, _, kind = name.rpartition(".")
-        bits = how.of(layer, head) if how and kind == "weight" else 0
-        if how and bits and array.shape[-1] % how.group_size:
-            left[layer] = f"its {array.shape[-1]} inputs are no multiple of the group size {how.group_size}"
-            bits = 0
-        if how and bits:
-            packed, scales, *biases = mx.quantize(array, how.group_size, bits, mode=how.mode)
-            parts = {name: packed, f"{layer}.scales": scales} | ({f"{layer}.biases": biases[0]} if biases else {})
-            if bits != how.bits:
-                entry[layer] = {"group_size": how.group_size, "bits": bits, "mode": how.mode}
-        else:
-            parts = {name: array}
-            if how and kind == "weight":
-                entry[layer] = False
-        mx.eval(parts)
-        tensors |= parts
-        del array, parts
-    if how is None:
-        return Packed(tensors, None, left)
-    return Packed(tensors, {"group_size": how.group_size, "bits": how.bits, "mode": how.mode, **entry}, left)
+        if how is None or kind != "weight":
+            continue
+        bits = how.of(layer, head)
+        if bits and shape[-1] % how.group_size:
+            left[layer] = f"its {shape[-1]} inputs are no multiple of the group size {how.group_size}"
+        elif bits:
+            layers[layer] = (how.group_size, bits, how.mode)
+        if layer not in layers:
+            entry[layer] = False
+        elif bits != how.bits:
+            entry[layer] = {"group_size": how.group_size, "bits": bits, "mode": how.mode}
+    kinds: dict[str, tuple[mx.Dtype, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        row = quantized(name, mx.zeros((1, *shape[1:]), dtype), layers)
+        kinds |= {part: (array.dtype, (shape[0], *array.shape[1:])) for part, array in row.items()}
+    quantization = None
+    if how and layers:
+        quantization = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode, **entry}
+    return Packing(dtype, layers, kinds, quantization, left)
+
+
+def quantized(name: str, rows: mx.array, layers: dict[str, tuple[int, int, str]]) -> dict[str, mx.array]:
+    """The parts of these rows as they are written: packed, scales and biases, or the rows themselves."""
+    layer, _, kind = name.rpartition(".")
+    if kind != "weight" or layer not in layers:
+        return {name: rows}
+    group_size, bits, mode = layers[layer]
+    parts = mx.quantize(rows, group_size, bits, mode=mode)
+    return dict(zip((name, f"{layer}.scales", f"{layer}.biases"), parts, strict=False))
+
+
+def pack(
+    shapes: dict[str, tuple[int, ...]], read: Callable[[str, int, int], mx.array], packing: Packing
+) -> Iterator[tuple[str, int, mx.array]]:
+    """Reads, casts and quantises a few rows at a time: (name, the first row's number, the rows).
+
+    Args:
+        read: (name, start, stop) -> these rows.
+
+    Raises:
+        RedrafterError: numbers too large for the dtype, or for the quantisation's scales.
+    """
+    for name, shape in shapes.items():
+        for start, stop in chunks(shape):
+            rows = read(name, start, stop).astype(packing.dtype)
+            if not mx.isfinite(rows).all().item():
+                raise RedrafterError(
+                    f"{name} holds numbers too large for {name_of(packing.dtype)}{advice(packing.dtype)}"
+                )
+            for part, array in quantized(name, rows, packing.layers).items():
+                if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
+                    raise RedrafterError(f"{name} holds numbers too large for scales in {name_of(packing.dtype)}")
+                yield part, start, array

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from ..drafter import Drafter
 from ..generation import stream_generate
@@ -46,25 +45,19 @@ def outputs(drafter: Drafter) -> mx.array:
     return logits
 
 
+def finite(logits: mx.array) -> bool:
+    """Whether they can be compared."""
+    return bool(mx.isfinite(logits).all().item())
+
+
 def difference(source: mx.array, result: mx.array) -> Difference:
     """How far `result` (ROWS, V) is from `source` (ROWS, V)."""
     same = mx.argmax(source, axis=-1) == mx.argmax(result, axis=-1)
     return Difference(mx.abs(source - result).max().item(), mx.abs(source).max().item(), same.mean().item())  # type: ignore[arg-type]
 
 
-def n_bytes(drafter: Drafter) -> int:
-    """Bytes of its tensors."""
-    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
-    return sum(array.nbytes for array in weights.values())
-
-
-def bits_per_weight(drafter: Drafter, n_weights: int) -> float:
-    """Stored bits for each of its weights, scales and biases of quantisation counted in."""
-    return 8 * n_bytes(drafter) / n_weights
-
-
 def tokens_per_round(model: nn.Module, tokenizer: Any, drafter: Drafter) -> float:
-    """Greedy, pooled over a few prompts, through the chat template where there is one."""
+    """Greedy, drafting as deep as it says, pooled over a few prompts, through the chat template where there is one."""
     rounds = accepted = 0
     for text in PROMPTS:
         prompt: str | list[int] = text

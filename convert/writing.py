@@ -1,57 +1,71 @@
-"""The result: written to a temporary directory, renamed when it is whole."""
+"""What a result consists of: a safetensors file, a config, a model card; and its upload."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
-from .pack import Packed
+from .pack import Packing, name_of
+
+NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
+"""The dtypes that are written, in safetensors' names."""
+
+Rows = Iterable[tuple[str, int, mx.array]]
+"""(name of a tensor, the number of the first row, the rows)."""
 
 
-@contextmanager
-def staged(path: Path, force: bool) -> Iterator[Path]:
-    """A directory beside `path` that takes its place when the block ends well, and goes when it does not.
-
-    Args:
-        force: whether what is at `path` may be replaced.
+def write(stage: Path, args: DrafterArgs, packing: Packing, rows: Rows, card: str) -> None:
+    """Fills an empty directory; the config comes last, and without it nothing loads.
 
     Raises:
-        RedrafterError: the place cannot be written.
+        OSError: the disk is full, or fails otherwise.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-")
-    except OSError as error:
-        raise RedrafterError(f"cannot write {path}: {one_line(error)}") from error
-    with scratch as name:
-        stage = Path(name, "new")
-        stage.mkdir()
-        yield stage
-        if path.exists() and not force:
-            raise RedrafterError(f"{path} has appeared meanwhile: give another --mlx-path, or --force to replace it")
-        if path.exists():
-            os.replace(path, Path(name, "old"))
-        os.replace(stage, path)
-
-
-def write(stage: Path, args: DrafterArgs, packed: Packed, dtype: mx.Dtype, card: str) -> None:
-    """Fills an empty directory; the config comes last, and without it nothing loads."""
-    config: dict[str, Any] = {**args.said, "dtype": str(dtype).removeprefix("mlx.core.")}
-    if packed.quantization:
-        config |= {"quantization": packed.quantization, "quantization_config": packed.quantization}
-    mx.save_safetensors(str(stage / "model.safetensors"), packed.tensors, {"format": "mlx"})
+    config: dict[str, Any] = {**args.said, "dtype": name_of(packing.dtype)}
+    if packing.quantization:
+        config |= {"quantization": packing.quantization, "quantization_config": packing.quantization}
+    write_tensors(stage / "model.safetensors", packing.kinds, rows)
     (stage / "README.md").write_text(card, encoding="utf-8")
     (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, kinds: dict[str, tuple[mx.Dtype, tuple[int, ...]]], rows: Rows) -> None:
+    """A safetensors file that is filled a few rows at a time.
+
+    Args:
+        kinds: name -> (dtype, shape) of every tensor.
+        rows: all of their rows, in any order.
+
+    Raises:
+        OSError: the disk is full, or fails otherwise.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    # The widest numbers first, so that all of them are aligned.
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].size, item[0])):
+        row = dtype.size * math.prod(shape[1:])
+        begin, end = end, end + row * shape[0]
+        places[name] = (begin, row)
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, first, array in rows:
+            begin, row = places[name]
+            file.seek(8 + len(text) + begin + first * row)
+            # Through its bytes: numpy has no bfloat16.
+            file.write(np.asarray(array.view(mx.uint8)).tobytes())
 
 
 def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, Any] | None) -> str:
@@ -63,11 +77,11 @@ def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, An
         packing = f"{quantization['bits']} bits, group size {quantization['group_size']}, mode {quantization['mode']}"
     header = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
     if base and not os.path.exists(os.path.expanduser(base)):
-        header.append(f"base_model: {one_line(base)}")
+        header.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
     body = f"""\
         # A recurrent drafter for {base or "its target"}
 
-        Converted from `{Path(name).name if Path(name).exists() else name}` by mlx_redrafter: {packing};
+        Converted from `{one_line(Path(name).name if Path(name).exists() else name)}` by mlx_redrafter: {packing};
         hidden size {args.hidden_size}, vocabulary {args.vocab_size}, exit_dim {args.exit_dim}, residual blocks
         {args.num_draft_layers}.
 

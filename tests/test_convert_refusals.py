@@ -185,3 +185,12 @@ def test_numbers_too_large_for_a_dtype_are_refused_by_name(tmp_path: Path) -> No
     pattern = "rnn_u.bias holds numbers too large for float16: give --dtype bfloat16"
     refused(source, pattern, tmp_path / "result", "--dtype", "float16")
     assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--dtype", "bfloat16")[0] == 0
+    # What fits float32 need fit neither a narrower dtype nor the scales of a quantisation.
+    widest = tensors(make(hidden=64, exit_dim=64, vocab=96))
+    widest["lm_head.1.weight"] = mx.full((96, 64), 3.4e38)
+    source = apple(tmp_path / "widest", widest)
+    for flags in (("--dtype", "bfloat16"), ("-q", "--q-bits", "8", "--dtype", "bfloat16")):
+        refused(source, "lm_head.1.weight holds numbers too large for bfloat16", tmp_path / "result", *flags)
+    widest["lm_head.1.weight"] = mx.where(mx.arange(64) % 2, 3.4e38, -3.4e38) * mx.ones((96, 1))
+    source = apple(tmp_path / "scales", widest)
+    refused(source, "lm_head.1.weight holds numbers too large for scales in float32", tmp_path / "result", "-q")

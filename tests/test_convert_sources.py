@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from checkpoints import (
     FORMS,
@@ -21,6 +22,7 @@ from checkpoints import (
     modelopt,
     prefixed,
     ranks,
+    same,
     shard,
     single,
     tensors,
@@ -147,3 +149,38 @@ def test_what_a_config_says_of_the_target_and_the_depth_is_kept(tmp_path: Path) 
     padded = ranks(tmp_path / "ranks", tensors(make(vocab=59)), 2, padding=1, **said)
     args = convert(padded, tmp_path / "out2").args
     assert (args.base_model, args.draft_depth, args.vocab_size) == ("some/base", 5, 59)
+
+
+def write_raw(path: Path, kinds: dict[str, tuple[str, np.ndarray[Any, Any]]]) -> None:
+    """A safetensors file of dtypes that MLX does not write."""
+    header, content = {}, b""
+    for name, (dtype, numbers) in kinds.items():
+        begin = len(content)
+        content += numbers.tobytes()
+        header[name] = {"dtype": dtype, "shape": numbers.shape, "data_offsets": (begin, len(content))}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+def test_doubles_are_read_and_a_base_model_may_have_dtypes_that_mlx_does_not(tmp_path: Path) -> None:
+    doubles = {name: ("F64", np.array(array).astype(np.float64)) for name, array in tensors(make()).items()}
+    write_raw(tmp_path / "doubles.safetensors", doubles)
+    assert came_through(convert(tmp_path / "doubles.safetensors", tmp_path / "out"), make())
+    kinds = {f"drafter.{name}": ("F32", np.array(array)) for name, array in tensors(make()).items()}
+    foreign = {"model.norm.weight": ("F8_E5M2", np.zeros(8, np.uint8)), "lm_head.weight": ("F64", np.zeros((2, 2)))}
+    write_raw(tmp_path / "both.safetensors", foreign | kinds)
+    assert came_through(convert(tmp_path / "both.safetensors", tmp_path / "out2"), make())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30, 59, 60])
+@pytest.mark.parametrize("form", ["Apple's directory", "TensorRT-LLM, 4 ranks"])
+def test_how_many_rows_are_read_at_a_time_changes_nothing(
+    form: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FORMS[form](tmp_path / "in", tensors(make("input projection")))
+    convert(source, tmp_path / "packed", True, 32, 4, rnn_bits=0)
+    monkeypatch.setattr("mlx_redrafter.convert.tensors.CHUNK", rows * 36)
+    assert came_through(convert(source, tmp_path / "out"), make("input projection"))
+    convert(source, tmp_path / "packed by rows", True, 32, 4, rnn_bits=0)
+    one, other = (dict(mx.load(str(tmp_path / name / WEIGHTS))) for name in ("packed", "packed by rows"))
+    assert same(one, other)
