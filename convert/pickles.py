@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,35 +35,103 @@ def read_pickle(path: Path) -> dict[str, Stored]:
         ) from None
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         raise CheckpointError(f"reading {path} safely needs torch >= 2.10, got {torch.__version__}")
+    if is_zip(path):
+        check_records(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip(path))
     except Exception as error:  # torch raises what the pickle makes of it
         reason = one_line(error).split(" WARNING: ")[-1]
+        if is_zip(path) and "Unsupported operand 149" in reason:  # FRAME, which begins a pickle of protocol 4
+            raise CheckpointError(f"{path} is refused: expected pickle protocol 2, as torch.save has it") from error
         if "weights_only" in reason or "Unsupported" in reason or "GLOBAL" in reason:
             raise CheckpointError(f"{path} is refused: {PICKLED_MODULE}") from error
         raise CheckpointError(f"cannot read {path}: {reason[:200]}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"expected a dictionary of tensors in {path}, got {type(loaded).__name__}")
+    found = {name: value for name, value in flattened(loaded, f"{path}") if isinstance(value, torch.Tensor)}
+    if not found:
+        keys = one_line([str(key) for key in loaded])[:100]
+        raise CheckpointError(f"expected tensors in {path}, or under {', '.join(NESTS)}, got the keys {keys}")
+    if is_zip(path):
+        check_storages(path, loaded)
+    return {name: described(tensor) for name, tensor in found.items()}
 
-    def stored(name: str, tensor: Any) -> Stored:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        # Of an expanded tensor only one row is stored, and it can be of any size.
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{path}: {name} is not stored whole: expected a dense tensor")
-        return Stored(
-            tuple(tensor.shape), TORCH_NAMES.get(dtype, dtype), lambda start, stop: from_torch(tensor[start:stop])
-        )
 
-    found = flattened(loaded, f"{path}")
-    return {name: stored(name, tensor) for name, tensor in found if isinstance(tensor, torch.Tensor)}
+def described(tensor: Any) -> Stored:
+    """A tensor of torch; one that is no plain array is described by its dtype, and never read."""
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # Of an expanded tensor only one row is stored, and it can be of any size.
+    dense = not tensor.is_nested and tensor.layout == torch.strided and not tensor.is_meta
+    if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
+        return Stored((1,), "a tensor that is not stored whole", lambda start, stop: mx.zeros((stop - start,)))
+    return Stored(
+        tuple(tensor.shape), TORCH_NAMES.get(dtype, dtype), lambda start, stop: from_torch(tensor[start:stop])
+    )
 
 
 def is_zip(path: Path) -> bool:
     """Whether torch saved it as a zip, which it can map into memory instead of reading it whole."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
+
+
+def records(path: Path) -> list[zipfile.ZipInfo]:
+    """The records of tensors in a zip.
+
+    Raises:
+        CheckpointError: it is no zip.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [record for record in archive.infolist() if "/data/" in record.filename]
+    except Exception as error:  # whatever a damaged directory makes zipfile say
+        raise CheckpointError(f"cannot read {path}: {one_line(error)[:200]}") from error
+
+
+def check_records(path: Path) -> None:
+    """Refuses what torch would misread: mapped into memory, a record is read as it lies in the file.
+
+    Raises:
+        CheckpointError: a record is compressed.
+    """
+    for record in records(path):
+        if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+            raise CheckpointError(f"cannot read {path}: {one_line(record.filename)} is compressed: save it with torch")
+
+
+def check_storages(path: Path, loaded: Any) -> None:
+    """Refuses records that are shorter than their tensors, which torch does not see when it maps a file.
+
+    Raises:
+        CheckpointError: a tensor has no record of its size.
+    """
+    there = Counter(record.file_size for record in records(path))
+    needed = Counter(storages(loaded).values())
+    if lacking := needed - there:
+        raise CheckpointError(f"cannot read {path}: a tensor of {max(lacking)} bytes has no record of that size")
+
+
+def storages(loaded: Any) -> dict[int, int]:
+    """address -> bytes of whatever stands behind the tensors in dictionaries and lists."""
+    import torch
+
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    left = [loaded]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            if not value.is_nested and value.layout == torch.strided and not value.is_meta:
+                storage = value.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return {address: size for address, size in found.items() if size}
 
 
 def flattened(values: dict[Any, Any], where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,6 +154,6 @@ def from_torch(tensor: Any) -> mx.array:
     """A copy of a torch tensor."""
     import torch
 
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_neg().contiguous()
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return as_array(bits.numpy(), TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")])

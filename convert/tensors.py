@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,6 +22,18 @@ ON_DISK = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.u
 
 CHUNK = 1 << 21
 """How many numbers of a tensor are in memory at a time, where it need not be whole."""
+
+
+BEGINNINGS = (
+    (rb"version https://git-lfs", "a pointer of git-lfs, not the file: run 'git lfs pull'"),
+    (
+        rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml|!--|head|body)",
+        "a web page, not a checkpoint: download the file itself",
+    ),
+    (rb'(\xef\xbb\xbf)?[{\[]\s*"[ -~]{4}', "JSON text, not a checkpoint: download the file itself"),
+    (rb"\x1f\x8b", "packed by gzip: unpack it first"),
+)
+"""(how a file begins, in lower case and without white space, and what it is then)."""
 
 
 class Stored(NamedTuple):
@@ -85,10 +98,9 @@ def check_beginning(path: Path) -> None:
         raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     if not beginning:
         raise CheckpointError(f"{path} is empty")
-    if beginning.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a pointer of git-lfs, not the file: run 'git lfs pull'")
-    if beginning.startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise CheckpointError(f"{path} is a web page, not a checkpoint: download the file itself")
+    for pattern, told in BEGINNINGS:
+        if re.match(pattern, beginning):
+            raise CheckpointError(f"{path} is {told}")
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:

@@ -115,6 +115,16 @@ CASES: dict[str, tuple[Write, str]] = {
     "LFS pointer for a pickle": (alone("drafter.bin", LFS), "IN/drafter.bin is a pointer of git-lfs, .*"),
     "web page": (raw(lambda _: PAGE), "IN/model.safetensors is a web page, .*: download the file itself"),
     "web page for a pickle": (alone("drafter.pt", PAGE), "IN/drafter.pt is a web page, .*"),
+    **{
+        f"{content[:12]!r} for a pickle": (alone("drafter.bin", content), f"IN/drafter.bin is {told}")
+        for content, told in (
+            (b"\xef\xbb\xbf" + PAGE, "a web page, .*"),
+            (b"<!-- x --><html>", "a web page, .*"),
+            (b'{"error": "Repository not found"}', "JSON text, not a checkpoint: .*"),
+            (b"\x1f\x8b\x08\x00" + bytes(64), "packed by gzip: unpack it first"),
+        )
+    },
+    "an error's text": (raw(lambda _: b'{"error":"Not found"}'), "IN/model.safetensors is JSON text, .*"),
     "empty file": (raw(lambda _: b""), "IN/model.safetensors is empty"),
     "a pickle by that name": (raw(lambda _: b"\x80\x04}."), "cannot read IN/model.safetensors: .*"),
     "an image by that name": (raw(lambda _: b"\x89PNG\r\n\x1a\n" + bytes(64)), "cannot read IN/model.safetensors: .*"),
