@@ -21,6 +21,8 @@ from .plan import DEEPEST
 from .target import sizes
 
 WEIGHTS = "model*.safetensors"
+GROUP_SIZES = (16, 32, 64, 128)
+"""How many weights may share a scale in MLX."""
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -171,7 +173,7 @@ def read_object(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"no {file.name} in {file.parent}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers beyond what Python reads
         raise CheckpointError(f"{file} is not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
@@ -218,8 +220,14 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
     def inner(name: str) -> int:
         scales = shapes.get(f"{name}.scales")
         own = quantization.get(name)
+        if scales is None:
+            return shapes[f"{name}.weight"][-1]
         group_size = (own if isinstance(own, dict) else quantization).get("group_size", 64)
-        return shapes[f"{name}.weight"][-1] if scales is None else scales[-1] * int(group_size)
+        if type(group_size) is not int or group_size not in GROUP_SIZES:
+            raise CheckpointError(
+                f"{where}/config.json: group_size must be one of {GROUP_SIZES}, got {one_line(repr(group_size))[:40]}"
+            )
+        return scales[-1] * group_size
 
     rnn = "rnn_w.weight" in shapes
     exit_dim = (
@@ -236,8 +244,8 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
         raise CheckpointError(
             f"{where}/config.json: draft_depth must be from 1 to {DEEPEST}, got {one_line(depth)[:40]}"
         )
-    if base is not None and not isinstance(base, str):
-        raise CheckpointError(f"{where}/config.json: base_model must be a name, got {one_line(base)[:40]}")
+    if base is not None and not (isinstance(base, str) and base.isprintable()):
+        raise CheckpointError(f"{where}/config.json: base_model must be a name, got {ascii(base)[:40]}")
     return DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn, draft_depth=depth, base_model=base)
 
 

@@ -172,6 +172,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         with_config(quantization=3),
         "DIR/config.json: quantization must be an object, got 3",
     ),
+    "a number of 5000 digits": (
+        with_file(CONFIG, b'{"hidden_size": ' + 5000 * b"7" + b"}"),
+        "DIR/config.json is not JSON: Exceeds the limit .*",
+    ),
+    **{
+        f"base model {said!r}": (
+            with_config(base_model=said),
+            r"DIR/config.json: base_model must be a name, got .*",
+        )
+        for said in (3, ["a"], "a\nb: c\n---\n", "\ud800", "a\x00b")
+    },
     **{
         f"config says another {key}": (
             with_config(**{key: said}),
@@ -332,3 +343,29 @@ def test_a_model_that_mlx_lm_cannot_load_is_refused_in_one_line(stored: Path) ->
     with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$") as raised:
         load(stored)
     assert "\n" not in str(raised.value)
+
+
+GROUP_SIZES: dict[str, tuple[Any, str]] = {
+    "null": (None, "None"),
+    "a list": ([1], r"\[1\]"),
+    "text": ("x", "'x'"),
+    "not a number": (float("nan"), "nan"),
+    "infinity": (float("inf"), "inf"),
+    "true": (True, "True"),
+    "another number": (7, "7"),
+    "a fraction": (64.0, "64.0"),
+}
+
+
+@pytest.mark.parametrize("of", ["all", "one layer"])
+@pytest.mark.parametrize("case", GROUP_SIZES)
+def test_a_group_size_that_mlx_does_not_have_is_refused_in_one_line(case: str, of: str, tmp_path: Path) -> None:
+    drafter = small_drafter(layers=0, rnn=False)
+    nn.quantize(drafter, 64, 4)
+    sound: dict[str, Any] = {"group_size": 64, "bits": 4}
+    save_drafter(tmp_path, drafter, extra={"quantization": sound})
+    assert same(load_drafter(tmp_path), drafter), "negative control"
+    said, shown = GROUP_SIZES[case]
+    quantization = sound | ({"group_size": said} if of == "all" else {"lm_head.0": sound | {"group_size": said}})
+    with_config(quantization=quantization)(tmp_path)
+    refused(tmp_path, rf"DIR/config.json: group_size must be one of \(16, 32, 64, 128\), got {shown}")
