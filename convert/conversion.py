@@ -91,6 +91,8 @@ def convert(
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
         raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
+    if base_model is not None and not base_model.isprintable():
+        raise RedrafterError(f"base_model must be a name, got {base_model!r}")
     place = destination(mlx_path, hf_path, force)
     source = find_source(hf_path, revision)
     recorded = draft_depth is not None or base_model is not None
@@ -164,7 +166,8 @@ def check_state(source: Source, *, quantize: bool, dequantize: bool, changed: bo
         raise CheckpointError(f"{source.path} is not quantised: leave out -d")
     if quantized and not dequantize:
         raise CheckpointError(
-            f"{source.path} is converted and quantised already: --drafter reads it, -d dequantises it"
+            f"{source.path} is converted and quantised already: --drafter reads it, -d dequantises it, "
+            "draft_depth and base_model may be written into its config.json"
         )
     if done and not (quantize or dequantize or changed):
         raise CheckpointError(f"{source.path} is converted already: --drafter reads it; -q quantises it")

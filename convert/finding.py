@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..checkpoint import derive_args, disagreements, expected_shapes, load_drafter
 from ..drafter import DrafterArgs
-from ..errors import CheckpointError
+from ..errors import CheckpointError, one_line
 from .names import map_names
 from .sources import Source
 from .tensors import FLOATS, Stored, read_file
@@ -56,8 +56,13 @@ def find(source: Source) -> Found:
     """
     where = str(source.path)
     files = [read_file(file) for file in source.files]
-    mappings = [map_names(file, where) for file in (files if source.ranks else [merged(files, source.files)])]
+    check_promises(source, files)
     slices = files if source.ranks else [merged(files, source.files)]
+    try:
+        mappings = [map_names(part, where) for part in slices]
+    except CheckpointError as error:
+        beside = f"; not looked at: {', '.join(source.others[:3])}" if source.others else ""
+        raise CheckpointError(f"{error}{beside}") from error
     for rank, mapping in enumerate(mappings):
         if mapping.names != mappings[0].names:
             odd = sorted(set(mapping.names) ^ set(mappings[0].names) or mapping.names)[0]
@@ -67,6 +72,7 @@ def find(source: Source) -> Found:
     config = {**source.config, **{ours: source.config[key] for key, ours in TENSORRT.items() if key in source.config}}
     args = derive_args({name: tensor.shape for name, tensor in stored.items()}, {**config, "quantization": None}, where)
     notes = [f"{name} is left out: {reason}" for name, reason in mappings[0].dropped.items()]
+    check_absent(args, config, stored, where)
     said = config.get("vocab_size")
     padding = args.vocab_size - said if source.ranks and type(said) is int and said > 0 else 0
     if 0 < padding < PADDING * len(files):
@@ -92,6 +98,39 @@ def find(source: Source) -> Found:
         read,
         tuple(notes),
     )
+
+
+def check_promises(source: Source, files: Sequence[dict[str, Stored]]) -> None:
+    """Holds what the index and the config say of the files against them.
+
+    Raises:
+        CheckpointError: a tensor or a rank is missing.
+    """
+    held = {path.name: file for path, file in zip(source.files, files, strict=True)}
+    for name, shard in source.promised.items():
+        if name not in held[shard]:
+            raise CheckpointError(f"half a checkpoint: the index says that {shard} holds {one_line(name)}; it does not")
+    mapping = source.config.get("mapping")
+    size = mapping.get("tp_size") if source.ranks and isinstance(mapping, dict) else None
+    if type(size) is int and size > 0 and size != len(files):
+        raise CheckpointError(f"half a checkpoint: {source.path} says tp_size {size}, and has {len(files)} ranks")
+
+
+def check_absent(args: DrafterArgs, config: dict[str, Any], stored: dict[str, Stored], where: str) -> None:
+    """Refuses a drafter whose config speaks of parts that are not there, and without which it would be another.
+
+    Raises:
+        CheckpointError: the cell is missing, or the input projection.
+    """
+    if config.get("rnn") is True and not args.rnn:
+        raise CheckpointError(f"half a drafter: {where} has no rnn_w.weight, and its config.json says rnn true")
+    said = config.get("hidden_size")
+    unseen = not args.rnn and "input_proj.weight" not in stored
+    if unseen and type(said) is int and said > 0 and said != args.hidden_size:
+        raise CheckpointError(
+            f"half a drafter: {where} has no input_proj.weight, and its config.json says hidden_size "
+            f"{one_line(said)[:40]}, where {args.hidden_size} needs none"
+        )
 
 
 def merged(files: Sequence[dict[str, Stored]], paths: Sequence[Path]) -> dict[str, Stored]:

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError
 
-WRAPPER = re.compile(r"((?:(?:module|_orig_mod|model|drafter|state_dict|model_state_dict)\.)*)(.*)")
-"""What DDP, torch.compile, trainers and dictionaries of dictionaries put in front, in any order."""
+INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
+"""What DDP and torch.compile put before the names of what they wrap, at any depth."""
+
+WRAPPER = re.compile(r"((?:(?:model|drafter|state_dict|model_state_dict)\.)*)(.*)")
+"""What trainers and dictionaries of dictionaries put in front, in any order."""
 
 LAST = "lm_head.last.weight"
 
@@ -59,7 +62,7 @@ def map_names(stored: Iterable[str], where: str) -> Mapping:
     Raises:
         CheckpointError: no drafter, two of them, another kind of head, or tensors that no drafter has.
     """
-    split = {name: WRAPPER.fullmatch(name).groups() for name in stored}  # type: ignore[union-attr]
+    split = {name: WRAPPER.fullmatch(INSERTED.sub("", name)).groups() for name in stored}  # type: ignore[union-attr]
     inside = {name: tail for name, (scope, tail) in split.items() if "drafter." in scope}
     outside = [name for name, (_, tail) in split.items() if name not in inside and renamed(tail) not in (None, LAST)]
     if inside and outside:
@@ -80,6 +83,8 @@ def map_names(stored: Iterable[str], where: str) -> Mapping:
             raise CheckpointError(f"{where} holds two drafters: {names[canonical]} and {name}")
         else:
             names[canonical] = name
+    if names.keys() == {LAST} and not inside:
+        raise CheckpointError(f"{where} is no drafter: {names[LAST]} alone is the last shard of a base model")
     if LAST in names:
         blocks = {int(name.split(".")[1]) for name in names if name.startswith("lm_head.") and ".linear." in name}
         head = f"lm_head.{len(blocks)}.weight"

@@ -16,6 +16,9 @@ from ..errors import CheckpointError, one_line
 SAFETENSORS = (".safetensors",)
 PICKLES = (".bin", ".pt", ".pth")
 
+SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
+"""One file of several: the stem, its number, how many they are, the ending."""
+
 
 class Source(NamedTuple):
     """A checkpoint's files.
@@ -25,12 +28,16 @@ class Source(NamedTuple):
         files: those with tensors, in order.
         ranks: whether each file holds one rank's slice of every tensor (TensorRT-LLM) rather than tensors of its own.
         config: of its `config.json`; empty when there is none.
+        promised: name of a tensor -> the file that the index says it is in; empty when there is no index.
+        others: names of files beside it that may hold tensors too, and are not read.
     """
 
     path: Path
     files: tuple[Path, ...]
     ranks: bool
     config: dict[str, Any]
+    promised: dict[str, str]
+    others: tuple[str, ...]
 
 
 class Layout(NamedTuple):
@@ -88,11 +95,36 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Sou
         return single(path)
     if not os.path.isdir(path):
         path = fetch(name, revision)
+    try:
+        os.listdir(path)  # what cannot be read looks empty below
+    except OSError as error:
+        raise CheckpointError(f"cannot read {name}: {one_line(error)}") from error
     present = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     layout, _ = choose(present, name)
     config = read_object(path / "config.json") if "config.json" in present else {}
-    named = from_index(path, layout) if layout.listing in present else matching(present, layout)
-    return Source(path, tuple(path / file for file in named), layout.ranks, config)
+    promised = from_index(path, layout) if layout.listing in present else {}
+    named = sorted(set(promised.values())) or matching(present, layout)
+    if not promised:
+        check_complete(named, path)
+    others = [file for file in present if "/" not in file and file.endswith(SAFETENSORS) and file not in named]
+    return Source(path, tuple(path / file for file in named), layout.ranks, config, promised, tuple(others))
+
+
+def check_complete(named: Sequence[str], path: Path) -> None:
+    """Refuses shards that say how many they are when they are fewer.
+
+    Raises:
+        CheckpointError: naming one that is not there.
+    """
+    for file in named:
+        if match := SHARD.fullmatch(file):
+            stem, number, count, suffix = match.groups()
+            if int(count) > 10**4:
+                raise CheckpointError(f"half a checkpoint: {file} is one of {count}")
+            for at in range(1, int(count) + 1):
+                other = f"{stem}-{at:0{len(number)}}-of-{count}{suffix}"
+                if other not in named:
+                    raise CheckpointError(f"half a checkpoint: {file} is there, {other} is not, in {path}")
 
 
 def single(path: Path) -> Source:
@@ -102,7 +134,11 @@ def single(path: Path) -> Source:
             raise CheckpointError(f"{path} cannot be converted. {instead}")
     if path.suffix not in SAFETENSORS + PICKLES:
         raise CheckpointError(f"expected a file ending in {', '.join(SAFETENSORS + PICKLES)}, got {path}")
-    return Source(path, (path,), False, {})
+    check_complete([path.name], path.parent)
+    # The file of a converted directory needs the config that says how it is quantised.
+    config = path.with_name("config.json")
+    ours = path.name == "model.safetensors" and config.is_file()
+    return Source(path, (path,), False, read_object(config) if ours else {}, {}, ())
 
 
 def fetch(name: str, revision: str | None) -> Path:
@@ -157,8 +193,8 @@ def matching(present: Sequence[str], layout: Layout) -> list[str]:
     return ordered
 
 
-def from_index(path: Path, layout: Layout) -> list[str]:
-    """The shards that the index names.
+def from_index(path: Path, layout: Layout) -> dict[str, str]:
+    """name of a tensor -> the shard that the index says it is in.
 
     Raises:
         CheckpointError: no map of names, a name that leaves the directory, or a shard that is not there.
@@ -168,10 +204,11 @@ def from_index(path: Path, layout: Layout) -> list[str]:
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
         raise CheckpointError(f"{index}: weight_map must give each tensor a file name, got {one_line(shards)[:60]}")
-    named = sorted(set(shards.values()))
-    for file in named:
+    for file in sorted(set(shards.values())):
         if PurePosixPath(file).name != file or "\\" in file or file in (".", ".."):
             raise CheckpointError(f"{index}: expected plain file names, got {file!r}")
+        if not re.fullmatch(layout.pattern, file):
+            raise CheckpointError(f"{index}: expected shards named {layout.pattern}, got {file!r}")
         if not os.path.isfile(path / file):
             raise CheckpointError(f"half a checkpoint: {index.name} names {file}, which is not in {path}")
-    return named
+    return shards

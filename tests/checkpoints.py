@@ -269,6 +269,12 @@ FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
     "DDP of a compiled drafter beside its model": stored(
         lambda arrays: prefixed("module.drafter._orig_mod.", arrays) | prefixed("module.llm.", base())
     ),
+    "a compiled head and a wrapped block": stored(
+        lambda arrays: {
+            name.replace(".linear.", "._orig_mod.linear.module.").replace("rnn_w.", "rnn_w._orig_mod.module."): array
+            for name, array in arrays.items()
+        }
+    ),
     **{f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays)) for prefix in PREFIXES},
     **{
         f"TensorRT-LLM, {size} ranks": lambda directory, arrays, size=size: ranks(directory, arrays, size)

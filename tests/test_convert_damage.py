@@ -20,11 +20,11 @@ Write = Callable[[Path], Any]
 """Writes a damaged checkpoint into a directory."""
 
 
-def holding(change: Callable[[Arrays], Arrays], **sizes: Any) -> Write:
-    """Apple's directory with other tensors than those of a sound drafter."""
+def holding(change: Callable[[Arrays], Arrays], said: dict[str, Any] | None = None, **sizes: Any) -> Write:
+    """Apple's directory with other tensors than those of a sound drafter, and a config that says `said`."""
 
     def write(directory: Path) -> None:
-        apple(directory, change(tensors(make(**sizes))))
+        apple(directory, change(tensors(make(**sizes))), **(said or {}))
 
     return write
 
@@ -103,6 +103,28 @@ def reranked(change: Callable[[Arrays], Arrays]) -> Write:
         save(directory / "rank1.safetensors", change(arrays))
 
     return ranked(changed)
+
+
+def lost(*prefixes: str, index: bool = False, **config: Any) -> Write:
+    """Two shards, the tensors with these prefixes in the first: which is not there, or does not hold them."""
+
+    def write(directory: Path) -> None:
+        arrays = tensors(make(**{"exit_dim": 40, "hidden": 16, "rnn": "rnn" in prefixes}))
+        kept = {name: array for name, array in arrays.items() if not name.startswith(prefixes)}
+        files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        save(directory / files[1], kept)
+        if index:
+            save(directory / files[0], {"emb_norm.weight": mx.ones((16,))})
+            placed = {name: files[name in kept] for name in arrays}
+            (directory / INDEX).write_text(json.dumps({"weight_map": placed}))
+        (directory / CONFIG).write_text(json.dumps(config))
+
+    return write
+
+
+def fewer_ranks(directory: Path) -> None:
+    ranks(directory, tensors(make("no blocks", rnn=False)), 4)
+    (directory / "rank3.safetensors").unlink()
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -210,6 +232,40 @@ CASES: dict[str, tuple[Write, str]] = {
         lambda directory: save(directory / "model-2.safetensors", tensors(make())) or apple(directory, tensors(make())),
         ".*IN/model.safetensors holds .*, which another shard has already",
     ),
+    "shard missing": (
+        lost("rnn", rnn=True),
+        "half a checkpoint: model-00002-of-00002.safetensors is there, model-00001-of-00002.safetensors is not, in IN",
+    ),
+    "pickled shard missing": (
+        alone("pytorch_model-00002-of-00002.bin", b"x"),
+        "half a checkpoint: pytorch_model-00002-of-00002.bin is there, pytorch_model-00001-of-00002.bin is not, in IN",
+    ),
+    "one shard of millions": (
+        alone("model-1-of-99999999.safetensors", b"x"),
+        "half a checkpoint: model-1-of-99999999.safetensors is one of 99999999",
+    ),
+    "an index that promises more": (
+        lost("rnn", index=True),
+        "half a checkpoint: the index says that model-00001-of-00002.safetensors holds rnn_u.weight; it does not",
+    ),
+    "an index of other files": (
+        index({"weight_map": {"rnn_w.weight": CONFIG}}),
+        f"IN/{INDEX}: expected shards named .*, got 'config.json'",
+    ),
+    "no cell": (
+        holding(lambda sound: {k: v for k, v in sound.items() if "rnn" not in k}, said={"rnn": True}),
+        "half a drafter: IN has no rnn_w.weight, and its config.json says rnn true",
+    ),
+    "no input projection": (
+        holding(
+            lambda sound: {k: v for k, v in sound.items() if "input_proj" not in k},
+            said={"hidden_size": 24},
+            exit_dim=40,
+            rnn=False,
+        ),
+        "half a drafter: IN has no input_proj.weight, and its config.json says hidden_size 24, where 20 needs none",
+    ),
+    "the last rank missing": (fewer_ranks, "half a checkpoint: IN says tp_size 4, and has 3 ranks"),
     "rank missing": (
         ranked(lambda directory: (directory / "rank0.safetensors").unlink()),
         "half a checkpoint: rank0.safetensors is not there, rank1.safetensors is",

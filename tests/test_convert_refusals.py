@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from checkpoints import CONFIG, Arrays, apple, base, command, configure, make, prefixed, refused, tensors
+from checkpoints import CONFIG, Arrays, apple, base, command, configure, make, prefixed, refused, save, tensors
 
 from mlx_redrafter.checkpoint import save_drafter
 
@@ -56,6 +57,12 @@ def at(name: str, content: bytes = b"x") -> Write:
         return directory / name
 
     return write
+
+
+def beside(directory: Path) -> None:
+    """A drafter in a file of its own, in the directory of its base model."""
+    apple(directory, base())
+    save(directory / "drafter.safetensors", tensors(make()))
 
 
 MEDUSA = {f"{head}.{name}": mx.ones((4, 4)) for head in range(3) for name in ("0.linear.weight", "1.weight")}
@@ -107,6 +114,14 @@ CASES: dict[str, tuple[Write, str]] = {
         holding(lambda _: {"encoder.weight": mx.ones((4,))}),
         r"IN is no drafter: its tensors begin \['encoder.weight'\]",
     ),
+    "the last shard of a base model": (
+        holding(lambda _: {"lm_head.weight": mx.ones((60, 48))}),
+        "IN is no drafter: lm_head.weight alone is the last shard of a base model",
+    ),
+    "a base model with a drafter beside it": (
+        beside,
+        "IN is no drafter: it is a base model without a drafter; not looked at: drafter.safetensors",
+    ),
     "no tensors": (holding(lambda _: {}), r"IN is no drafter: its tensors begin \[\]"),
     "two drafters": (
         holding(lambda sound: prefixed("drafter.", sound) | prefixed("module.drafter.", sound)),
@@ -123,7 +138,7 @@ CASES: dict[str, tuple[Write, str]] = {
     "converted": (converted(quantized=False), "IN is converted already: --drafter reads it; -q quantises it"),
     "quantised": (
         converted(quantized=True),
-        "IN is converted and quantised already: --drafter reads it, -d dequantises it",
+        "IN is converted and quantised already: --drafter reads it, -d dequantises it, draft_depth and .*",
     ),
     # Nothing there.
     "an empty directory": (Path.mkdir, "no weights in IN: expected .*, got no files"),
@@ -155,6 +170,8 @@ SETTINGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("-q", "--q-mode", "nvfp4", "--rnn-bits", "8"), r"rnn_bits must be one of \[0, 4\] in mode nvfp4, got 8"),
     (("--draft-depth", "0"), "draft_depth must be from 1 to 256, got 0"),
     (("--draft-depth", "257"), "draft_depth must be from 1 to 256, got 257"),
+    (("--base-model", "a\nb: c\n---\n"), r"base_model must be a name, got 'a\\nb: c\\n---\\n'"),
+    (("--base-model", "\ud800"), r"base_model must be a name, got '\\ud800'"),
     (("--base-model", "/no/such"), "no such directory: '/no/such'"),
 )
 
@@ -194,3 +211,16 @@ def test_numbers_too_large_for_a_dtype_are_refused_by_name(tmp_path: Path) -> No
     widest["lm_head.1.weight"] = mx.where(mx.arange(64) % 2, 3.4e38, -3.4e38) * mx.ones((96, 1))
     source = apple(tmp_path / "scales", widest)
     refused(source, "lm_head.1.weight holds numbers too large for scales in float32", tmp_path / "result", "-q")
+
+
+def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = apple(tmp_path / "in", tensors(make()))
+    real = os.listdir
+
+    def listdir(path: Path) -> list[str]:
+        if path == source:
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    refused(source, f"cannot read {source}: .*Permission denied.*", tmp_path / "result")

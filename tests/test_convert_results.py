@@ -128,6 +128,37 @@ def test_what_is_dequantised_has_the_dtype_it_had(mode: str, dtype: str, tmp_pat
         assert all(mx.allclose(back[name], array, atol=0.3) for name, array in tensors(drafter).items())
 
 
+def test_the_file_of_a_quantised_directory_is_dequantised_as_the_directory_is(tmp_path: Path) -> None:
+    convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "packed", True)
+    convert(tmp_path / "packed", tmp_path / "out", dequantize=True)
+    convert(tmp_path / "packed" / WEIGHTS, tmp_path / "out2", dequantize=True)
+    assert same(tensors(load_drafter(tmp_path / "out")), tensors(load_drafter(tmp_path / "out2")))
+    refused(tmp_path / "packed" / WEIGHTS, ".* is converted and quantised already: .*", tmp_path / "result")
+
+
+def test_what_no_bits_have_quantised_is_not_called_quantised(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)))
+    done = convert(source, tmp_path / "out", True, head_bits=0, blocks_bits=0, rnn_bits=0)
+    assert "quantization" not in json.loads((done.path / CONFIG).read_text())
+    assert came_through(done, make(**WIDE))
+    convert(done.path, tmp_path / "later", True)
+    assert quantized_layers(tmp_path / "later")
+
+
+def test_depth_and_base_model_may_be_recorded_later(tmp_path: Path) -> None:
+    convert(apple(tmp_path / "in", tensors(make())), tmp_path / "out")
+    done = convert(tmp_path / "out", tmp_path / "again", draft_depth=3)
+    assert done.args.draft_depth == 3 and same(tensors(load_drafter(done.path)), tensors(make()))
+
+
+@pytest.mark.parametrize("base_model", ["@foo: [bar", "some/base", "'", '"', "# x", "größe"])
+def test_a_model_card_names_any_base_model(base_model: str, tmp_path: Path) -> None:
+    done = convert(apple(tmp_path / "in", tensors(make()), base_model=base_model), tmp_path / "out")
+    header = (done.path / "README.md").read_text(encoding="utf-8").split("---\n")[1]
+    said = [line.removeprefix("base_model: ") for line in header.splitlines() if line.startswith("base_model: ")]
+    assert [json.loads(value) for value in said] == [base_model]  # JSON's strings are YAML's
+
+
 def test_outputs_that_are_not_finite_are_no_result(tmp_path: Path) -> None:
     arrays = {name: array.astype(mx.float16) for name, array in tensors(make(**WIDE)).items()}
     loud = apple(tmp_path / "loud", arrays | {"lm_head.1.weight": mx.full((96, 64), 60000, mx.float16)})

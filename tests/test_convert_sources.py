@@ -151,6 +151,15 @@ def test_what_a_config_says_of_the_target_and_the_depth_is_kept(tmp_path: Path) 
     assert (args.base_model, args.draft_depth, args.vocab_size) == ("some/base", 5, 59)
 
 
+def test_a_config_that_speaks_of_no_missing_part_changes_nothing(tmp_path: Path) -> None:
+    """Negative control of half drafters: a drafter without a cell or a projection is whole when none is spoken of."""
+    for at, said in enumerate(({}, {"rnn": False, "hidden_size": 24}, {"rnn": None, "hidden_size": -1}, {"rnn": 1})):
+        drafter = make("three blocks, no rnn")
+        assert came_through(
+            convert(apple(tmp_path / f"{at}", tensors(drafter), **said), tmp_path / f"out{at}"), drafter
+        )
+
+
 def write_raw(path: Path, kinds: dict[str, tuple[str, np.ndarray[Any, Any]]]) -> None:
     """A safetensors file of dtypes that MLX does not write."""
     header, content = {}, b""
