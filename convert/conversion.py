@@ -19,7 +19,7 @@ from .pack import Packing, Part, Quantization, advice, make_packing, make_quanti
 from .placing import destination, staged
 from .report import Difference, difference, finite, outputs, tokens_per_round
 from .sources import Source, find_source
-from .streaming import streamed, whole
+from .streaming import restreamed, streamed, whole
 from .tensors import metadata
 from .writing import model_card, upload, write
 
@@ -187,7 +187,8 @@ def measured_result(stage: Path, packing: Packing, models: Models | None) -> tup
     if not packing.layers:
         return measured(find(find_source(stage)), models, str(stage))
     drafter = load_drafter(stage)
-    return outputs(drafter), tokens_per_round(*models, drafter) if models else None
+    tokens = tokens_per_round(*models, drafter) if models else None
+    return outputs(restreamed(drafter, dequantized(find_source(stage), drafter))), tokens
 
 
 def gone(name: str, start: int, stop: int) -> mx.array:

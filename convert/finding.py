@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..checkpoint import derive_args, disagreements, expected_shapes, load_drafter
-from ..drafter import DrafterArgs
+from ..drafter import Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
 from .names import map_names
 from .sources import Source
@@ -193,9 +193,9 @@ def check_shapes(args: DrafterArgs, stored: dict[str, Stored], names: dict[str, 
         raise CheckpointError(f"{where}: a drafter of these sizes has no {names[extra[0]]}")
 
 
-def dequantized(source: Source) -> Found:
-    """A drafter that MLX has quantised, in floating point again."""
-    drafter = load_drafter(source.path if source.path.is_dir() else source.path.parent)
+def dequantized(source: Source, drafter: Drafter | None = None) -> Found:
+    """A drafter that MLX has quantised, in floating point again; `drafter` where it is loaded already."""
+    drafter = drafter or load_drafter(source.path if source.path.is_dir() else source.path.parent)
     weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
     layers = {name: module for name, module in drafter.named_modules() if hasattr(module, "bits")}
     shapes = expected_shapes(drafter.args)

@@ -51,7 +51,11 @@ class Streamed(nn.Module):
 
 def streamed(found: Found) -> Drafter:
     """The drafter as it is stored, without its matrices in memory: for a few outputs."""
-    drafter = Drafter(found.args)
+    return restreamed(Drafter(found.args), found)
+
+
+def restreamed(drafter: Drafter, found: Found) -> Drafter:
+    """The same drafter, whose matrices that are not quantised are read from `found` when they are used."""
     linear = [name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)]
     drafter.update_modules(tree_unflatten([(name, Streamed(found, name)) for name in linear]))
     return drafter
