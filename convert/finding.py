@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..checkpoint import derive_args, disagreements, expected_shapes, load_drafter
+from ..checkpoint import DRAFT_IDS, check_draft_ids, derive_args, disagreements, expected_shapes, load_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
 from .names import map_names
 from .sources import Source
-from .tensors import FLOATS, Stored, read_file
+from .tensors import FLOATS, INTEGERS, Stored, read_file
 
 TENSORRT = {"redrafter_exit_dim": "exit_dim", "redrafter_num_layers": "num_draft_layers", "redrafter_is_rnn": "rnn"}
 """Keys of TensorRT-LLM's config and ours."""
@@ -68,14 +68,17 @@ def find(source: Source) -> Found:
             odd = sorted(set(mapping.names) ^ set(mappings[0].names) or mapping.names)[0]
             raise CheckpointError(f"{where}: rank {rank} does not hold the same tensors as rank 0: {odd}")
     names = mappings[0].names
-    stored = {name: joined(where, original, [part[original] for part in slices]) for name, original in names.items()}
+    stored = {
+        name: joined(where, original, [part[original] for part in slices], INTEGERS if name == DRAFT_IDS else FLOATS)
+        for name, original in names.items()
+    }
     config = {**source.config, **{ours: source.config[key] for key, ours in TENSORRT.items() if key in source.config}}
     args = derive_args({name: tensor.shape for name, tensor in stored.items()}, {**config, "quantization": None}, where)
     notes = [f"{name} is left out: {reason}" for name, reason in mappings[0].dropped.items()]
     check_absent(args, config, stored, where)
     said = config.get("vocab_size")
     padding = args.vocab_size - said if source.ranks and type(said) is int and said > 0 else 0
-    if 0 < padding < PADDING * len(files):
+    if 0 < padding < PADDING * len(files) and args.draft_vocab_size is None:
         notes.append(f"the last {padding} rows of the head are left out: config.json says vocab_size {said}")
         head = f"lm_head.{args.num_draft_layers}.weight"
         args = replace(args, vocab_size=args.vocab_size - padding)
@@ -88,12 +91,14 @@ def find(source: Source) -> Found:
         array = stored[name].rows(start, stop)
         if not mx.isfinite(array).all().item():
             raise CheckpointError(f"{where}: {names[name]} holds NaN or infinity")
+        if name == DRAFT_IDS:
+            check_draft_ids(array, args.vocab_size, where)
         return array
 
     return Found(
         args,
         FLOATS[largest.dtype],
-        sum(math.prod(tensor.shape) * int(tensor.dtype.lstrip("BF")) // 8 for tensor in stored.values()),
+        sum(math.prod(tensor.shape) * int(tensor.dtype.lstrip("BFI")) // 8 for tensor in stored.values()),
         sum(math.prod(tensor.shape) for tensor in stored.values()),
         read,
         tuple(notes),
@@ -147,16 +152,16 @@ def merged(files: Sequence[dict[str, Stored]], paths: Sequence[Path]) -> dict[st
     return together
 
 
-def joined(where: str, name: str, parts: Sequence[Stored]) -> Stored:
+def joined(where: str, name: str, parts: Sequence[Stored], dtypes: Mapping[str, mx.Dtype]) -> Stored:
     """A tensor from its slices, which TensorRT-LLM cuts along the first axis.
 
     Raises:
-        CheckpointError: not in floating point, empty, or slices that do not fit together.
+        CheckpointError: not in one of `dtypes`, empty, or slices that do not fit together.
     """
     first = parts[0]
     for part in parts:
-        if part.dtype not in FLOATS:
-            raise CheckpointError(f"{where}: expected {name} in {', '.join(FLOATS)}, got {part.dtype}")
+        if part.dtype not in dtypes:
+            raise CheckpointError(f"{where}: expected {name} in {', '.join(dtypes)}, got {part.dtype}")
         if 0 in part.shape:
             raise CheckpointError(f"{where}: expected numbers in {name}, got shape {part.shape}")
         alone = len(parts) == 1

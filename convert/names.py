@@ -17,7 +17,7 @@ WRAPPER = re.compile(r"((?:(?:model|drafter|state_dict|model_state_dict)\.)*)(.*
 LAST = "lm_head.last.weight"
 
 STYLES = (
-    (r"(rnn_u\.weight|rnn_u\.bias|rnn_w\.weight)", r"\1"),
+    (r"(rnn_u\.weight|rnn_u\.bias|rnn_w\.weight|draft_ids)", r"\1"),
     (r"input_projs?\.(?:0\.)?(weight|bias)", r"input_proj.\1"),
     (r"(?:lm_heads?\.(?:0\.)?|0\.|layers\.)(\d{1,3})\.linear\.(weight|bias)", r"lm_head.\1.linear.\2"),
     (r"(?:lm_heads?\.(?:0\.)?|0\.)(\d{1,3})\.weight", r"lm_head.\1.weight"),

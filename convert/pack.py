@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
+from ..checkpoint import DRAFT_IDS
 from ..errors import RedrafterError
 from .tensors import chunks
 
@@ -128,7 +129,7 @@ def make_packing(shapes: dict[str, tuple[int, ...]], dtype: mx.Dtype, head: str,
             entry[layer] = {"group_size": how.group_size, "bits": bits, "mode": how.mode}
     kinds: dict[str, tuple[mx.Dtype, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        row = quantized(name, mx.zeros((1, *shape[1:]), dtype), layers)
+        row = quantized(name, mx.zeros((1, *shape[1:]), mx.int32 if name == DRAFT_IDS else dtype), layers)
         kinds |= {part: (array.dtype, (shape[0], *array.shape[1:])) for part, array in row.items()}
     quantization = None
     if how and layers:
@@ -159,7 +160,9 @@ def pack(
     """
     for name, shape in shapes.items():
         for start, stop in chunks(shape):
-            rows = read(name, start, stop).astype(packing.dtype)
+            rows = read(name, start, stop)
+            if name != DRAFT_IDS:
+                rows = rows.astype(packing.dtype)
             if not mx.isfinite(rows).all().item():
                 raise RedrafterError(
                     f"{name} holds numbers too large for {name_of(packing.dtype)}{advice(packing.dtype)}"

@@ -14,7 +14,14 @@ import mlx.core as mx
 from ..errors import CheckpointError, one_line
 from .tensors import Stored, as_array
 
-TORCH_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+TORCH_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+}
 """torch's names of the dtypes of `FLOATS`, and safetensors'."""
 
 NESTS = ("state_dict", "model_state_dict", "model", "drafter")

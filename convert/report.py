@@ -36,11 +36,13 @@ class Difference(NamedTuple):
 
 
 def outputs(drafter: Drafter) -> mx.array:
-    """(ROWS, V) logits after two steps from random inputs, always the same ones; evaluated."""
+    """(ROWS, V') logits of what it can guess, after two steps from random inputs, always the same ones; evaluated."""
     dims = drafter.args.hidden_size
     draws = np.random.default_rng(0).normal(size=(3, ROWS, dims)).astype(np.float32)
     hidden, first, second = (mx.array(rows).astype(drafter.dtype) for rows in draws)
     logits = drafter.logits(hidden, drafter.advance(second, drafter.advance(first, None)))
+    if "draft_ids" in drafter:
+        logits = logits[:, drafter.draft_ids]
     mx.eval(logits)
     return logits
 

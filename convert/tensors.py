@@ -17,7 +17,17 @@ from ..errors import CheckpointError, one_line
 FLOATS = {"F64": mx.float32, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Dtypes a drafter may be stored in, by the names of safetensors, and what each is read as."""
 
-ON_DISK = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+INTEGERS = {"I64": mx.int32, "I32": mx.int32}
+"""Dtypes token ids may be stored in, and what each is read as."""
+
+ON_DISK = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I64": np.int64,
+    "I32": np.int32,
+}
 """The same dtypes in numpy, which has no bfloat16: there it is the bits it is."""
 
 CHUNK = 1 << 21
@@ -42,7 +52,7 @@ class Stored(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype, in safetensors' names.
-        rows: (start, stop) -> these rows, read afresh; their dtype is that of `FLOATS`.
+        rows: (start, stop) -> these rows, read afresh; their dtype is that of `FLOATS` or `INTEGERS`.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +76,7 @@ def as_array(numbers: np.ndarray[Any, Any], dtype: str) -> mx.array:
     if dtype == "BF16":
         return mx.array(numbers).view(mx.bfloat16)
     with np.errstate(over="ignore"):  # infinity is refused by name
-        return mx.array(numbers.astype(np.float32) if dtype == "F64" else numbers)
+        return mx.array(numbers.astype({"F64": np.float32, "I64": np.int32}.get(dtype, numbers.dtype)))
 
 
 def read_file(path: Path) -> dict[str, Stored]:

@@ -17,7 +17,14 @@ from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
 from .pack import Packing, name_of
 
-NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
+NAMES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+    mx.uint8: "U8",
+    mx.int32: "I32",
+}
 """The dtypes that are written, in safetensors' names."""
 
 Rows = Iterable[tuple[str, int, mx.array]]

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model
 from mlx_lm.utils import load as load_target
@@ -23,6 +24,10 @@ from .target import sizes
 WEIGHTS = "model*.safetensors"
 GROUP_SIZES = (16, 32, 64, 128)
 """How many weights may share a scale in MLX."""
+DRAFT_IDS = "draft_ids"
+"""The tensor that names the tokens a drafter can guess."""
+MOST_TOKENS = 2**24
+"""More than any vocabulary has: what a config says beyond it is an error."""
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -230,6 +235,16 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
         return scales[-1] * group_size
 
     rnn = "rnn_w.weight" in shapes
+    guessed: int | None = None
+    vocab_size: Any = head[0]
+    if DRAFT_IDS in shapes:
+        # How many tokens the target has is then the one size that no tensor tells.
+        guessed, vocab_size = head[0], config.get("vocab_size")
+        if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or not guessed <= vocab_size <= MOST_TOKENS:
+            raise CheckpointError(
+                f"{where}: with {DRAFT_IDS}, config.json must say vocab_size, at least {guessed}, "
+                f"got {one_line(repr(vocab_size))[:40]}"
+            )
     exit_dim = (
         shapes["lm_head.0.linear.weight"][0]
         if layers and "lm_head.0.linear.weight" in shapes
@@ -246,7 +261,31 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
         )
     if base is not None and not (isinstance(base, str) and base.isprintable()):
         raise CheckpointError(f"{where}/config.json: base_model must be a name, got {ascii(base)[:40]}")
-    return DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn, draft_depth=depth, base_model=base)
+    acceptance = config.get("acceptance")
+    if acceptance is not None and not is_acceptance(acceptance):
+        raise CheckpointError(
+            f"{where}/config.json: acceptance must be a row of shares from 0 to 1 for each depth, "
+            f"got {one_line(repr(acceptance))[:40]}"
+        )
+    return DrafterArgs(
+        hidden_size,
+        vocab_size,
+        exit_dim,
+        layers,
+        rnn,
+        draft_depth=depth,
+        base_model=base,
+        draft_vocab_size=guessed,
+        acceptance=acceptance,
+    )
+
+
+def is_acceptance(value: Any) -> bool:
+    """Whether a config's `acceptance` is one: rows of shares, as many in each."""
+    rows = value if isinstance(value, list) and value and all(isinstance(row, list) for row in value) else [[]]
+    shares = [share for row in rows for share in row]
+    numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in shares)
+    return bool(shares) and numbers and len({len(row) for row in rows}) == 1 and 0 <= min(shares) <= max(shares) <= 1
 
 
 def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
@@ -257,7 +296,10 @@ def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
         shapes |= {"input_proj.weight": (exit_dim, 2 * hidden), "input_proj.bias": (exit_dim,)}
     for i in layers:
         shapes |= {f"lm_head.{i}.linear.weight": (exit_dim, exit_dim), f"lm_head.{i}.linear.bias": (exit_dim,)}
-    shapes[f"lm_head.{len(layers)}.weight"] = (args.vocab_size, exit_dim)
+    guessed = args.vocab_size if args.draft_vocab_size is None else args.draft_vocab_size
+    shapes[f"lm_head.{len(layers)}.weight"] = (guessed, exit_dim)
+    if args.draft_vocab_size is not None:
+        shapes[DRAFT_IDS] = (guessed,)
     if args.rnn:
         shapes |= {"rnn_u.weight": (hidden, hidden), "rnn_u.bias": (hidden,), "rnn_w.weight": (hidden, hidden)}
     return shapes
@@ -282,9 +324,29 @@ def check_weights(path: Path, drafter: Drafter) -> None:
         packed = array.dtype in (mx.uint32, mx.uint8) and f"{name.rpartition('.')[0]}.scales" in weights
         if packed:
             continue
+        if name == DRAFT_IDS:
+            check_draft_ids(array, drafter.args.vocab_size, f"{path}")
+            continue
         if not mx.issubdtype(array.dtype, mx.floating):
             raise CheckpointError(f"{path}: expected {name} in floating point, got {array.dtype}")
         # A few rows at a time: the answer for a whole head would need half of its memory again.
         step = max(1, 2**21 * len(array) // max(1, array.size))
         if not all(mx.isfinite(array[at : at + step]).all().item() for at in range(0, len(array), step)):
             raise CheckpointError(f"{path}: {name} holds NaN or infinity")
+
+
+def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
+    """Refuses a draft vocabulary that is none: (V',) token ids, all different.
+
+    Raises:
+        CheckpointError: saying what they are.
+    """
+    if ids.dtype != mx.int32 or ids.ndim != 1:
+        raise CheckpointError(f"{where}: expected {DRAFT_IDS} as a row of int32, got {ids.dtype} of shape {ids.shape}")
+    known = np.array(ids)
+    if known.min(initial=0) < 0 or known.max(initial=0) >= vocab_size:
+        raise CheckpointError(
+            f"{where}: expected {DRAFT_IDS} from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}"
+        )
+    if len(np.unique(known)) != len(known):
+        raise CheckpointError(f"{where}: {DRAFT_IDS} names a token twice")

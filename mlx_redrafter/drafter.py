@@ -4,7 +4,7 @@
     y   = concat[h, s_t]                            h: the target's hidden state, the same for the whole draft
     y   = input_proj(y)                             only when exit_dim != 2 * hidden_size
     y   = y + SiLU(linear(y))                       num_draft_layers times
-    logits = head(y)
+    logits = head(y)                                of every token, or of those that draft_ids names
 
 Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py::Drafter; arXiv 2403.09919, section 3.
 Parameter names are those of its checkpoints, so that its files load as they are.
@@ -33,6 +33,9 @@ class DrafterArgs:
         rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
         draft_depth: how many tokens it should draft when nothing else is asked for; None when it does not say.
         base_model: the target it was trained for, a path or hub id; None when it does not say.
+        draft_vocab_size: how many tokens it can guess, which `draft_ids` names; None for all.
+        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right when it was
+            trained; None when it does not say.
     """
 
     hidden_size: int
@@ -43,6 +46,8 @@ class DrafterArgs:
     model_type: str = MODEL_TYPE
     draft_depth: int | None = None
     base_model: str | None = None
+    draft_vocab_size: int | None = None
+    acceptance: list[list[float]] | None = None
 
     @property
     def said(self) -> dict[str, Any]:
@@ -76,10 +81,14 @@ class Drafter(nn.Module):
         if args.exit_dim != 2 * args.hidden_size:
             self.input_proj = nn.Linear(2 * args.hidden_size, args.exit_dim)
         blocks: list[nn.Module] = [ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)]
-        self.lm_head = [*blocks, nn.Linear(args.exit_dim, args.vocab_size, bias=False)]
+        guessed = args.vocab_size if args.draft_vocab_size is None else args.draft_vocab_size
+        self.lm_head = [*blocks, nn.Linear(args.exit_dim, guessed, bias=False)]
         if args.rnn:
             self.rnn_u = nn.Linear(args.hidden_size, args.hidden_size)
             self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
+        if args.draft_vocab_size is not None:
+            self.draft_ids = mx.arange(guessed, dtype=mx.int32)
+            self.freeze(recurse=False, keys=["draft_ids"])
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """The state after one more token.
@@ -93,19 +102,32 @@ class Drafter(nn.Module):
         return nn.silu(self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state)))
 
     def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(..., V) float32 logits of the token that follows `state`.
+        """(..., V) float32 logits of the token that follows `state`; minus infinity for a token it cannot guess.
 
         Args:
             hidden: (..., D) the target's hidden state; broadcast against `state`.
             state: (..., D).
         """
+        guesses = self.lm_head[-1](self.features(hidden, state)).astype(mx.float32)
+        if "draft_ids" not in self:
+            return guesses
+        everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
+        return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)
+
+    def features(self, hidden: mx.array, state: mx.array) -> mx.array:
+        """(..., X) what the head is applied to; arguments as for `logits`."""
         hidden = mx.broadcast_to(hidden.astype(state.dtype), state.shape)
         y = mx.concatenate([hidden, state], axis=-1)
         if "input_proj" in self:
             y = self.input_proj(y)
-        for layer in self.lm_head:
-            y = layer(y)
-        return y.astype(mx.float32)
+        for block in self.lm_head[:-1]:
+            y = block(y)
+        return y
+
+    def step(self, embedding: mx.array, state: mx.array | None, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """(the state after one more token, the features of what follows it)."""
+        state = self.advance(embedding, state)
+        return state, self.features(hidden, state)
 
     @property
     def dtype(self) -> mx.Dtype:
