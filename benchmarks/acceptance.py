@@ -14,9 +14,10 @@ import mlx.core as mx
 
 from mlx_redrafter.beam import keep_top
 from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import Settings, decode
+from mlx_redrafter.loop import Settings
 from mlx_redrafter.rounds import Chooser
 from mlx_redrafter.sampling import Draws, Sampler
+from mlx_redrafter.trial import try_out
 
 from .common import Bench, beam, make_parser, open_bench, show
 
@@ -69,21 +70,14 @@ def measure(
     if without_noise or count:
         sampler = Ranked(settings.chooser.sampler, count)
         settings = Settings(Chooser(sampler, ()), plan, max_tokens)
-    rounds = accepted = 0
-    reached = [0] * plan.depth
-    share = []
-    for prompt in bench.prompts:
-        steps = list(decode(prompt, bench.model, bench.drafter, settings))
-        stats = steps[-1].stats
-        rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
-        reached = [a + b for a, b in zip(reached, stats.reached, strict=True)]
-        share.append(repeated([step.token for step in steps]))
+    trial = try_out(bench.model, bench.drafter, bench.prompts, settings)
+    share = [repeated(list(text)) for text in trial.texts]
     return {
         "W": plan.width,
         "K": plan.depth,
         "N": plan.size,
-        "tokens/round": 1 + accepted / rounds,
-        "per depth": " ".join(f"{count / rounds:.2f}" for count in reached),
+        "tokens/round": trial.stats.tokens_per_round,
+        "per depth": " ".join(f"{share:.2f}" for share in trial.stats.acceptance_per_depth),
         "8-grams again": sum(share) / len(share),
     }
 

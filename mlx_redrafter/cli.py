@@ -7,7 +7,7 @@ from importlib import import_module
 
 from . import __version__
 
-COMMANDS = ("generate", "convert")
+COMMANDS = ("generate", "convert", "train")
 
 
 def main() -> None:

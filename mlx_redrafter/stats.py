@@ -26,6 +26,13 @@ class Stats(NamedTuple):
         reached = tuple(count + (d < accepted) for d, count in enumerate(reached))
         return Stats(self.rounds + 1, self.drafted + drafted, self.accepted + accepted, reached)
 
+    def plus(self, other: Stats) -> Stats:
+        """The counts of two texts together."""
+        depth = max(len(self.reached), len(other.reached))
+        both = zip(*(counts + (0,) * (depth - len(counts)) for counts in (self.reached, other.reached)), strict=True)
+        sums = (self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted)
+        return Stats(*sums, tuple(a + b for a, b in both))
+
     @property
     def tokens_per_round(self) -> float:
         """1 + accepted / rounds; 1.0 before the first round."""

@@ -19,8 +19,8 @@ ROWS: dict[str, list[set[str]]] = {
     "pure": [{"beam", "tree", "accept"}],
     "parts": [{"drafter", "kv", "seams", "sampling"}, {"loss"}],
     "adapters": [{"target"}, {"checkpoint"}, {"demo"}],
-    "processes": [{"rounds", "train"}, {"loop"}, {"generation"}],
-    "doors": [{"flags"}, {"command"}, {"doors"}, {"generate", "cli", "convert"}, {"__main__"}],
+    "processes": [{"rounds"}, {"loop"}, {"generation", "trial"}, {"training"}],
+    "doors": [{"flags"}, {"command"}, {"doors"}, {"generate", "cli", "convert", "train"}, {"__main__"}],
 }
 FLOOR = {file: at for at, step in enumerate(step for row in ROWS.values() for step in row) for file in step}
 PURE = ROWS["pure"][0]
@@ -129,7 +129,11 @@ def test_nothing_is_imported_behind_the_readers_back(file: str) -> None:
         ("types", "import mlx_redrafter.loop", ["loop"]),
         ("loop", "from mlx_redrafter.generation import generate", ["generation"]),
         ("target", "from . import kv, rounds\nfrom .checkpoint import load", ["checkpoint", "rounds"]),
-        ("demo", "from . import loop\nfrom .rounds import a\nfrom ..train import b\nfrom .. import beam", ["train"]),
+        (
+            "demo",
+            "from . import loop\nfrom .rounds import a\nfrom ..training import b\nfrom .. import beam",
+            ["training"],
+        ),
         ("generation", "from . import __version__\nfrom .loop import decode\nimport mlx_lm.generate", []),
     ],
 )

@@ -1,12 +1,7 @@
-"""The demo's text: the Python standard library's sources, split by file, and a tokenizer for them.
-
-The standard library may be redistributed (PSF licence) and is on every machine that runs the recipe.
-"""
+"""The demo's tokenizer, and its text as token ids."""
 
 from __future__ import annotations
 
-import hashlib
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -14,42 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
-SKIPPED = ("site-packages", "encodings", "pydoc_data", "lib2to3")
-HELD_OUT_PERCENT = 4
 # A newline keeps its indentation, a word its leading space; digits stay apart.
 PIECES = r"\r?\n *| ?[A-Za-z_]+| ?[0-9]| ?[^\sA-Za-z_0-9]+|\s+"
-
-
-def source_files() -> list[Path]:
-    """Every UTF-8 source of the running interpreter's standard library, sorted by path."""
-    library = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for path in sorted(library.rglob("*.py")):
-        if path.relative_to(library).parts[0] in SKIPPED:
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if len(text) >= 500 and "\x00" not in text:
-            files.append(path)
-    return files
-
-
-def library_name(path: Path) -> str:
-    """A source's path within the standard library."""
-    return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
-
-
-def is_held_out(path: Path) -> bool:
-    """Whether a file is kept out of training: a hash of its library path decides, on any machine."""
-    return int(hashlib.sha256(library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
-
-
-def split_files() -> tuple[list[Path], list[Path]]:
-    """(training files, held-out files)."""
-    files = source_files()
-    return [f for f in files if not is_held_out(f)], [f for f in files if is_held_out(f)]
 
 
 def train_tokenizer(files: list[Path], vocab_size: int, directory: Path) -> PreTrainedTokenizerFast:

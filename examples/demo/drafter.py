@@ -13,7 +13,10 @@ from tqdm import tqdm
 from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.target import sizes
-from mlx_redrafter.train import cut, shuffled, train_drafter
+from mlx_redrafter.training.data import Text, make_batches
+from mlx_redrafter.training.distill import Recipe, train_drafter
+from mlx_redrafter.training.fitting import Course
+from mlx_redrafter.training.lessons import new_drafter
 
 PROMPT, LENGTH = 64, 257
 BATCHES, ROWS = 20, 256
@@ -64,30 +67,21 @@ def train(
         tokens: the training files' stream.
         texts: (N, LENGTH) the model's own.
     """
-    rows = cut(tokens, LENGTH)
-    few = np.random.default_rng(seed).permutation(len(rows))[: len(texts) // 4]
-    lessons = np.concatenate([texts, rows[few]])
+    starts = np.arange(0, len(tokens) - LENGTH + 1, LENGTH - 1)
+    few = np.random.default_rng(seed).permutation(starts)[: len(texts) // 4]
+    rows = [*texts, *(tokens[start : start + LENGTH] for start in few)]
+    lessons = [Text(row.astype(np.int32), 0) for row in rows]
     hidden_size, vocab_size = sizes(model)
     mx.random.seed(seed)
     args = DrafterArgs(hidden_size, vocab_size, exit_dim=160, num_draft_layers=1)
-    drafter = train_drafter(
-        model,
-        args,
-        shuffled(lessons, ROWS_PER_STEP, seed),
-        steps=steps,
-        learning_rate=4e-3,
-        labels="distribution",
-        checkpoint=directory / "training.safetensors",
-    )
+    drafter = new_drafter(model, args)
     # What the target finds likely is the richer lesson; what it would choose is the question asked at the end.
-    drafter = train_drafter(
-        model,
-        drafter,
-        shuffled(lessons, ROWS_PER_STEP, seed + 1),
-        steps=steps * 3 // 8,
-        learning_rate=2e-3,
-        labels="target",
-        checkpoint=directory / "choices.safetensors",
+    phases = (
+        (steps, "training", seed, Recipe(labels="distribution", learning_rate=4e-3)),
+        (steps * 3 // 8, "choices", seed + 1, Recipe(labels="target", learning_rate=2e-3)),
     )
+    for iters, name, order, recipe in phases:
+        batches = make_batches(lessons, ROWS_PER_STEP, order)
+        train_drafter(model, drafter, batches, Course(iters, checkpoint=directory / f"{name}.safetensors"), recipe)
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter

@@ -20,6 +20,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import load, load_drafter
+from mlx_redrafter.demo.sources import split_files
 
 from . import corpus, drafter, report, target
 
@@ -32,7 +33,7 @@ def make_corpus(out: Path) -> None:
     """The tokenizer, and the two halves of the split as streams of its ids."""
     if (out / "held.npy").exists():
         return
-    training, held_out = corpus.split_files()
+    training, held_out = split_files()
     tokenizer = corpus.train_tokenizer(training, VOCAB_SIZE, out / "target")
     np.save(out / "train.npy", corpus.encode_files(training, tokenizer))
     np.save(out / "held.npy", corpus.encode_files(held_out, tokenizer))

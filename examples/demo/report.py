@@ -9,10 +9,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks.acceptance import measure
 from benchmarks.common import Bench, cell
+from mlx_redrafter.demo.sources import library_name, split_files
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode
-
-from .corpus import library_name, split_files
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)

@@ -1,0 +1,65 @@
+"""The demo's text: the Python standard library's sources, split by file.
+
+The standard library may be redistributed (PSF licence) and is on every machine that runs this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+SKIPPED = ("site-packages", "encodings", "pydoc_data", "lib2to3")
+HELD_OUT_PERCENT = 4
+PROMPT_CHARACTERS = 200
+
+
+def source_files() -> list[Path]:
+    """Every UTF-8 source of the running interpreter's standard library, sorted by path."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(library.rglob("*.py")):
+        if path.relative_to(library).parts[0] in SKIPPED:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(text) >= 500 and "\x00" not in text:
+            files.append(path)
+    return files
+
+
+def library_name(path: Path) -> str:
+    """A source's path within the standard library."""
+    return path.relative_to(sysconfig.get_path("stdlib")).as_posix()
+
+
+def is_held_out(path: Path) -> bool:
+    """Whether a file is kept out of training: a hash of its library path decides, on any machine."""
+    return int(hashlib.sha256(library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
+
+
+def split_files() -> tuple[list[Path], list[Path]]:
+    """(training files, held-out files)."""
+    files = source_files()
+    return [f for f in files if not is_held_out(f)], [f for f in files if is_held_out(f)]
+
+
+def training_prompts(count: int, seed: int = 0) -> list[str]:
+    """Beginnings for the demo's target to write on from: a few whole lines each, from anywhere in a training file."""
+    rng = np.random.default_rng(seed)
+    files = split_files()[0]
+    found: list[str] = []
+    while len(found) < count:
+        lines = files[rng.integers(len(files))].read_text(encoding="utf-8").splitlines(keepends=True)
+        start = int(rng.integers(len(lines)))
+        text = ""
+        for line in lines[start:]:
+            text += line
+            if len(text) >= PROMPT_CHARACTERS:
+                found.append(text[: 2 * PROMPT_CHARACTERS])
+                break
+    return found

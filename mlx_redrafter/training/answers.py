@@ -1,0 +1,133 @@
+"""The target's own answers to the user's prompts, kept on disk: the best text to learn from is what it will write."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+from tqdm import tqdm
+
+from ..errors import RedrafterError, one_line
+from .data import Text
+
+AT_ONCE = 32
+"""How many answers are written side by side, and then saved."""
+
+
+class Asking(NamedTuple):
+    """What answers depend on; a file of answers begins with it.
+
+    Attributes:
+        model: the target's name, its adapters included.
+        prompts: a digest of the prompts.
+        temps: temperatures; groups of prompts take turns.
+        max_tokens: of an answer.
+        seed: of `mx.random`, for each group anew.
+    """
+
+    model: str
+    prompts: str
+    temps: tuple[float, ...]
+    max_tokens: int
+    seed: int
+
+
+def digest(prompts: Sequence[Sequence[int]]) -> str:
+    """What tells lists of prompts apart."""
+    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+
+
+def answered(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], asking: Asking, path: Path
+) -> list[Text]:
+    """Prompt and answer of each, the prompt masked; those already in `path` are not written again.
+
+    Answers go to the file in groups of `AT_ONCE`, so that a run that was stopped loses one group at most. The token
+    that ends an answer is part of it.
+
+    Raises:
+        RedrafterError: the file is of other prompts, another model or other settings, or cannot be written.
+    """
+    done = read(path, asking)
+    if len(done) < len(prompts):
+        say_(model, tokenizer, prompts, asking, path, done)
+    return [
+        Text(np.array([*prompt, *answer], np.int32), len(prompt)) for prompt, answer in zip(prompts, done, strict=False)
+    ]
+
+
+def read(path: Path, asking: Asking) -> list[list[int]]:
+    """The answers in a file, whole groups of them; none when there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    header = json.loads(lines[0]) if lines[0].startswith("{") else {}
+    wanted = json.loads(json.dumps(asking._asdict()))
+    if header != wanted:
+        odd = next((key for key in wanted if header.get(key) != wanted[key]), "a header")
+        raise RedrafterError(
+            f"{path} holds answers of another run: expected {odd} {wanted.get(odd)}, got {header.get(odd)}"
+        )
+    groups: list[list[int]] = []
+    for line in lines[1:-1]:  # the last line has no end: nothing, or half a group
+        groups += json.loads(line)
+    return groups
+
+
+def say_(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    asking: Asking,
+    path: Path,
+    done: list[list[int]],
+) -> None:
+    """Writes the answers that are missing behind those that are `done`, to the list and to the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] + "\n" if done else ""
+        path.write_text(whole or json.dumps(asking._asdict()) + "\n", encoding="utf-8")
+        groups = [prompts[start : start + AT_ONCE] for start in range(0, len(prompts), AT_ONCE)]
+        with path.open("a", encoding="utf-8") as file, tqdm(total=len(prompts), desc="answers") as bar:
+            bar.update(len(done))
+            started, count = time.perf_counter(), 0
+            for number, group in list(enumerate(groups))[len(done) // AT_ONCE :]:
+                mx.random.seed(asking.seed + number)
+                temp = asking.temps[number % len(asking.temps)]
+                answers = generated(model, tokenizer, group, temp, asking.max_tokens)
+                file.write(json.dumps(answers) + "\n")
+                file.flush()
+                done += answers
+                count += sum(map(len, answers))
+                bar.update(len(group))
+                bar.set_postfix_str(f"{count / (time.perf_counter() - started):.0f} tokens/s")
+    except OSError as error:
+        raise RedrafterError(f"cannot write the answers to {path}: {one_line(error)}") from error
+
+
+def generated(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
+) -> list[list[int]]:
+    """The answers to these prompts, side by side, by mlx-lm's batch generator."""
+    generator = BatchGenerator(
+        model,
+        max_tokens=max_tokens,
+        stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+        sampler=make_sampler(temp),
+    )
+    uids = generator.insert([list(prompt) for prompt in prompts])
+    answers: dict[int, list[int]] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            answers[response.uid].append(response.token)
+    generator.close()
+    return [answers[uid] for uid in uids]

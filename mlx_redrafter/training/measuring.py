@@ -1,0 +1,128 @@
+"""Beam shapes against plain decoding, alternately in one process: what a finished drafter brings on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import mlx.nn as nn
+
+from ..checkpoint import load_drafter
+from ..demo import DIRECTORY, demo_prompts
+from ..drafter import Drafter
+from ..errors import RedrafterError
+from ..stats import Stats
+from .data import encoded
+from .evaluation import decoded, make_prompts
+from .settings import Settings
+from .sources import open_target, read_prompts, read_texts
+
+SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
+
+
+class Row(NamedTuple):
+    """A beam shape's result.
+
+    Attributes:
+        shape: (W, K, N).
+        stats: of all prompts.
+        tokens_per_second: after each prompt's first token.
+        ratio: the median over prompts of drafted against plain speed.
+        same: whether every token was the one of plain decoding.
+    """
+
+    shape: tuple[int, ...]
+    stats: Stats
+    tokens_per_second: float
+    ratio: float
+    same: bool
+
+
+def compared(
+    model: nn.Module,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temp: float,
+    seed: int,
+    ends: Collection[int],
+) -> list[Row]:
+    """A row for each shape; on each prompt plain decoding and every shape take their turn."""
+    common: dict[str, Any] = {"max_tokens": max_tokens, "temp": temp, "seed": seed, "ends": ends}
+    stats = [Stats() for _ in shapes]
+    made, seconds = [0] * len(shapes), [0.0] * len(shapes)
+    ratios: list[list[float]] = [[] for _ in shapes]
+    same = [True] * len(shapes)
+    for prompt in prompts:
+        plain = decoded(model, None, [prompt], shape=(1, 1), **common)
+        for i, shape in enumerate(shapes):
+            trial = decoded(model, drafter, [prompt], shape=shape, **common)
+            stats[i] = stats[i].plus(trial.stats)
+            made[i] += len(trial.texts[0]) - 1
+            seconds[i] += trial.seconds
+            same[i] = same[i] and trial.texts == plain.texts
+            if plain.tokens_per_second and trial.tokens_per_second:
+                ratios[i].append(trial.tokens_per_second / plain.tokens_per_second)
+    return [
+        Row(
+            (width, depth, size[0] if size else 1 + width * depth),
+            stats[i],
+            made[i] / seconds[i] if seconds[i] else 0.0,
+            median(ratios[i]) if ratios[i] else 0.0,
+            same[i],
+        )
+        for i, (width, depth, *size) in enumerate(shapes)
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text."""
+    lines = [f"{'W':>3} {'K':>3} {'N':>4}  tokens/round  tokens/s  against plain  same  accepted at depth 1, 2, ..."]
+    for row in rows:
+        width, depth, size = row.shape
+        depths = " ".join(f"{share:.2f}" for share in row.stats.acceptance_per_depth)
+        lines.append(
+            f"{width:>3} {depth:>3} {size:>4}  {row.stats.tokens_per_round:>12.2f}  {row.tokens_per_second:>8.1f}  "
+            f"{row.ratio:>13.2f}  {'yes' if row.same else 'NO':>4}  {depths}"
+        )
+    return "\n".join(lines)
+
+
+def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Sequence[int]] | None) -> int:
+    """`--eval-only`: prints a table; the exit status, 1 if a token differs from plain decoding.
+
+    Raises:
+        RedrafterError: no drafter, or nothing to decode.
+    """
+    if settings.model and not drafter_name:
+        raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
+    model, tokenizer = open_target(settings)
+    drafter = load_drafter(drafter_name or DIRECTORY / "drafter", model)
+    if settings.model is None:
+        drafter.set_dtype(model.model.embed_tokens.weight.dtype)  # the demo decodes in float32
+    if settings.prompts:
+        prompts = read_prompts(settings, tokenizer)
+    elif settings.data:
+        training, validation = read_texts(settings, tokenizer)
+        prompts = make_prompts(validation or training, settings.val_prompts)
+    else:
+        prompts = [encoded(tokenizer, text) for text in demo_prompts()]
+    ends = set(tokenizer.eos_token_ids)
+    same = True
+    for temp in settings.temp:
+        rows = compared(
+            model,
+            drafter,
+            prompts,
+            shapes or SHAPES,
+            max_tokens=settings.max_tokens,
+            temp=temp,
+            seed=settings.seed,
+            ends=ends,
+        )
+        print(f"temperature {temp}, {len(prompts)} prompts, {settings.max_tokens} tokens each at most\n{table(rows)}")
+        same = same and all(row.same for row in rows)
+    return 0 if same else 1

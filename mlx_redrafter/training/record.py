@@ -1,0 +1,80 @@
+"""What a run remembers beside its checkpoint, in one JSON file: settings, sizes, reports, validations."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import read_object
+from ..drafter import DrafterArgs
+from ..errors import RedrafterError, one_line
+from .settings import Settings, changed, plain
+
+
+@dataclass
+class Record:
+    """A run so far.
+
+    Attributes:
+        settings: as JSON has them.
+        args: the drafter's sizes; None until they are chosen.
+        reports: of the training loss, one every `steps_per_report` iterations.
+        validations: one every `steps_per_eval` iterations.
+    """
+
+    settings: dict[str, Any]
+    args: dict[str, Any] | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def drafter_args(self) -> DrafterArgs | None:
+        """The sizes that were chosen."""
+        return None if self.args is None else DrafterArgs.from_dict(self.args)
+
+    def cut_(self, iteration: int) -> None:
+        """Forgets what came after an iteration: it will come again."""
+        for entries in (self.reports, self.validations):
+            entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
+
+    def save_(self, path: Path) -> None:
+        """Writes the file, whole or not at all.
+
+        Raises:
+            RedrafterError: it cannot be written.
+        """
+        partly = path.with_suffix(".partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partly.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
+            os.replace(partly, path)
+        except OSError as error:
+            raise RedrafterError(f"cannot write {path}: {one_line(error)}") from error
+
+
+def open_record(settings: Settings, *, resume: bool) -> Record:
+    """The record of a run that begins, or of the one that goes on.
+
+    Raises:
+        RedrafterError: there is a run and it is not to go on, or it cannot with these settings.
+    """
+    path = settings.work / "run.json"
+    if not resume:
+        if settings.place.exists() and (not settings.place.is_dir() or any(settings.place.iterdir())):
+            raise RedrafterError(
+                f"{settings.place} exists already: give another --output, or --resume to go on with the run in it"
+            )
+        return Record(plain(settings))
+    if not path.exists():
+        raise RedrafterError(f"there is no run to go on with in {settings.place}: leave out --resume")
+    found = read_object(path)
+    try:
+        record = Record(**found)
+    except TypeError as error:
+        raise RedrafterError(f"{path} is no record of a run: {one_line(error)}") from error
+    if clauses := changed(settings, record.settings):
+        raise RedrafterError(f"the run in {settings.place} cannot go on with other settings: {clauses[0]}")
+    return record

@@ -1,0 +1,373 @@
+"""A whole training run: what it takes, answers, training, validation, and the finished directory."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.callbacks import get_reporting_callbacks
+
+from ..checkpoint import save_drafter
+from ..drafter import Drafter, DrafterArgs
+from ..errors import RedrafterError
+from ..target import backbone, sizes
+from . import results
+from .answers import AT_ONCE, Asking, answered, digest
+from .data import PAD_TO, Text, make_batches, most_frequent, split, usable
+from .distill import check as check_recipe
+from .distill import train_drafter
+from .estimate import Estimate, estimated
+from .evaluation import Knowledge, decoded, examined, make_prompts
+from .lessons import new_drafter
+from .measuring import compared, table
+from .record import Record, open_record
+from .settings import Settings, check, plain
+from .sizing import choose_size, n_weights
+from .sources import base_name, open_target, read_prompts, read_texts
+
+HELD_OUT, MOST_HELD_OUT = 0.05, 256
+"""The share of the texts that validation takes when there are no validation texts, and the most of them."""
+
+INTERRUPTED = 130
+
+Say = Callable[[str], None]
+
+
+class Ground(NamedTuple):
+    """What a run stands on.
+
+    Attributes:
+        model, tokenizer: the target.
+        training, validation: texts.
+        prompts: for validation by real decoding.
+        drafter: as it begins.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    training: list[Text]
+    validation: list[Text]
+    prompts: list[list[int]]
+    drafter: Drafter
+
+
+def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
+    """Trains a drafter as the settings say, into the directory `settings.output`.
+
+    Args:
+        resume: go on from the last checkpoint of the run in that directory; the result is the same to the bit.
+        dry_run: say what the run would take, and write nothing.
+        say: is told what a person should know.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C, when the run can go on.
+
+    Raises:
+        RedrafterError: with the reason; the last checkpoint is whole.
+    """
+    check(settings)
+    check_recipe(settings.recipe, settings.course)
+    record = Record({}) if dry_run else open_record(settings, resume=resume)
+    callbacks = get_callbacks(settings) if not dry_run else None
+    model, tokenizer = open_target(settings)
+    args = record.drafter_args or chosen_size(settings, model, say)
+    record.args = dict(args.said)
+    prompts = [] if settings.data else read_prompts(settings, tokenizer)
+    texts = read_texts(settings, tokenizer) if settings.data else None
+    say(told(expected(settings, model, args, prompts, texts), args))
+    if dry_run:
+        return 0
+    record.save_(settings.work / "run.json")
+    try:
+        if texts is None:
+            texts = answers_of(settings, model, tokenizer, prompts), []
+        ground = prepared(settings, model, tokenizer, args, texts)
+    except KeyboardInterrupt:
+        say("stopped before the first iteration; the same command with --resume goes on")
+        return INTERRUPTED
+    with interruptible() as interrupted:
+        done = fit(settings, ground, record, callbacks, say, interrupted)
+    if interrupted.is_set() and done < settings.iters:
+        say(f"stopped at iteration {done} of {settings.iters}; the same command with --resume goes on")
+        return INTERRUPTED
+    finish(settings, ground, record, done, say)
+    return 0
+
+
+def chosen_size(settings: Settings, model: nn.Module, say: Say) -> DrafterArgs:
+    """The sizes of the settings, or measured ones."""
+    hidden_size, vocab_size = sizes(model)
+    if settings.exit_dim is None:
+        choice = choose_size(model, dtype=final_dtype(settings, model))
+        say(f"size: {choice.reason}")
+        return choice.args
+    count = settings.draft_vocab_size
+    if count is not None and count > vocab_size:
+        raise RedrafterError(f"draft_vocab_size must be at most the target's vocabulary {vocab_size}, got {count}")
+    layers = 1 if settings.num_draft_layers is None else settings.num_draft_layers
+    guessed = None if count == vocab_size else count
+    return DrafterArgs(hidden_size, vocab_size, settings.exit_dim, layers, draft_vocab_size=guessed)
+
+
+def final_dtype(settings: Settings, model: nn.Module) -> mx.Dtype:
+    """The dtype of the finished drafter."""
+    if settings.dtype is not None:
+        return cast(mx.Dtype, getattr(mx, settings.dtype))
+    return cast(mx.Dtype, backbone(model).embed_tokens(mx.zeros((1,), mx.int32)).dtype)
+
+
+def expected(
+    settings: Settings,
+    model: nn.Module,
+    args: DrafterArgs,
+    prompts: list[list[int]],
+    texts: tuple[list[Text], list[Text]] | None,
+) -> Estimate:
+    """What the run will take."""
+    lengths = [len(prompt) + settings.max_tokens for prompt in prompts]
+    if texts is not None:
+        lengths = [len(text.ids) for text in texts[0]] or [1]
+
+    def padded(tokens: float) -> int:
+        shortest = settings.draft_depth + 2
+        tokens = max(shortest, min(round(tokens), settings.max_seq_length + 1))
+        return 1 + PAD_TO * -(-(tokens - 1) // PAD_TO)
+
+    return estimated(
+        model,
+        Drafter(args),
+        settings.recipe,
+        iters=settings.iters,
+        batch_size=settings.batch_size,
+        length=padded(sum(lengths) / len(lengths)),
+        longest=padded(max(lengths)),
+        answers=len(prompts),
+        answer_tokens=settings.max_tokens,
+        at_once=AT_ONCE,
+    )
+
+
+def told(estimate: Estimate, args: DrafterArgs) -> str:
+    """An estimate in words."""
+    guesses = "" if args.draft_vocab_size is None else f", draft vocabulary {args.draft_vocab_size}"
+    answers = f", {minutes(estimate.answer_seconds)} of them for answers at most" if estimate.answer_seconds else ""
+    return (
+        f"drafter: exit_dim {args.exit_dim}, blocks {args.num_draft_layers}{guesses}, "
+        f"{n_weights(args) / 1e6:.2f} M parameters\n"
+        f"expected: {minutes(estimate.seconds)}{answers}; {estimate.target_seconds:.3g} s for the target and "
+        f"{estimate.drafter_seconds:.3g} s for the drafter in each of {estimate.iters} iterations; "
+        f"{estimate.memory_bytes / 1e9:.2f} GB of memory, {estimate.disk_bytes / 1e6:.0f} MB of disk"
+    )
+
+
+def minutes(seconds: float) -> str:
+    """A time as people say it."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def answers_of(settings: Settings, model: nn.Module, tokenizer: Any, prompts: list[list[int]]) -> list[Text]:
+    """What the target answers to the prompts, from disk where it has answered already."""
+    asking = Asking(
+        model=f"{base_name(settings) or 'demo'} {settings.adapter_path or ''}".strip(),
+        prompts=digest(prompts),
+        temps=settings.temp,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+    )
+    return answered(model, tokenizer, prompts, asking, settings.work / "answers.jsonl")
+
+
+def prepared(
+    settings: Settings, model: nn.Module, tokenizer: Any, args: DrafterArgs, texts: tuple[list[Text], list[Text]]
+) -> Ground:
+    """Texts to train on and to hold out, and a drafter that knows nothing yet."""
+    training, validation = (usable(part, settings.max_seq_length, settings.draft_depth) for part in texts)
+    if not validation:
+        training, validation = split(training, HELD_OUT, MOST_HELD_OUT, settings.seed)
+    mx.random.seed(settings.seed)
+    ids = None
+    if args.draft_vocab_size is not None:
+        ids = most_frequent(training, args.draft_vocab_size, args.vocab_size)
+    if settings.init_head == "target":
+        drafter = new_drafter(model, args, ids)
+    else:
+        drafter = Drafter(args)
+        if ids is not None:
+            drafter.draft_ids = mx.array(ids.astype(np.int32))
+    mx.eval(drafter.parameters())
+    if settings.val_batches > 0:
+        validation = validation[: settings.val_batches * settings.batch_size]
+    return Ground(model, tokenizer, training, validation, make_prompts(validation, settings.val_prompts), drafter)
+
+
+def fit(
+    settings: Settings, ground: Ground, record: Record, callbacks: Any, say: Say, interrupted: threading.Event
+) -> int:
+    """Trains, reports, validates and stops early; the iterations done."""
+    clock = [time.perf_counter(), 0]
+
+    def after(done: int, shown: dict[str, float]) -> bool:
+        record.cut_(done - 1)  # what a run wrote down behind its last checkpoint comes again
+        clock[1] += 1
+        if done % settings.steps_per_report == 0:
+            seconds = time.perf_counter() - clock[0]
+            entry = {"iteration": done, **shown, "iterations_per_second": clock[1] / seconds}
+            clock[:] = [time.perf_counter(), 0]
+            record.reports.append(entry)
+            if callbacks is not None:
+                callbacks.on_train_loss_report({**entry, "train_loss": shown["loss"]})
+        stop, last = interrupted.is_set(), done == settings.iters
+        if due := done % settings.steps_per_eval == 0 or last:
+            entry = validated(settings, ground, done, say)
+            record.validations.append(entry)
+            keep_best(settings, ground.drafter, record)
+            if callbacks is not None:
+                callbacks.on_val_loss_report({**entry, "val_loss": entry["loss"]})
+            clock[:] = [time.perf_counter(), 0]
+            if stale(record, settings.patience):
+                say(f"stopping early: no more tokens per round for {settings.patience} validations")
+                stop = True
+        if stop or due or done % settings.save_every == 0:
+            record.save_(settings.work / "run.json")
+        return stop
+
+    batches = make_batches(ground.training, settings.batch_size, settings.seed)
+    return train_drafter(ground.model, ground.drafter, batches, settings.course, settings.recipe, after=after)
+
+
+def validated(settings: Settings, ground: Ground, done: int, say: Say) -> dict[str, Any]:
+    """One validation, told and as an entry of the record."""
+    known: Knowledge = examined(ground.model, ground.drafter, ground.validation, settings.recipe, settings.batch_size)
+    trial = decoded(
+        ground.model,
+        ground.drafter,
+        ground.prompts,
+        shape=(1, settings.draft_depth),
+        max_tokens=settings.val_tokens,
+        temp=settings.temp[-1],
+        seed=settings.seed,
+        ends=set(ground.tokenizer.eos_token_ids),
+    )
+    first = " ".join(f"{row[0]:.2f}" for row in known.acceptance)
+    say(
+        f"iteration {done}: validation loss {known.loss:.3f}, right at depth 1, 2, ...: {first}; "
+        f"{trial.stats.tokens_per_round:.2f} tokens per round at 1 x {settings.draft_depth}, "
+        f"temperature {settings.temp[-1]}"
+    )
+    if trial.stats.rounds and trial.stats.accepted == 0 and done >= settings.iters // 2:
+        say("warning: not one drafted token was accepted: too few iterations, or too low or high a learning rate")
+    return {
+        "iteration": done,
+        "loss": known.loss,
+        "acceptance": [list(row) for row in known.acceptance],
+        "tokens_per_round": trial.stats.tokens_per_round,
+    }
+
+
+def keep_best(settings: Settings, drafter: Drafter, record: Record) -> None:
+    """Saves the drafter when it has just made the most tokens per round of this run; only early stopping needs it."""
+    scores = [entry["tokens_per_round"] for entry in record.validations]
+    if settings.patience and scores[-1] == max(scores):
+        save_drafter(settings.work / "best", drafter)
+
+
+def stale(record: Record, patience: int) -> bool:
+    """Whether the last `patience` validations brought nothing."""
+    scores = [entry["tokens_per_round"] for entry in record.validations]
+    return bool(patience) and len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
+
+
+def finish(settings: Settings, ground: Ground, record: Record, done: int, say: Say) -> None:
+    """Measures the finished drafter and writes its directory, the config last."""
+    drafter = ground.drafter
+    if done < settings.iters:
+        best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
+        drafter.load_weights(str(settings.work / "best" / "model.safetensors"))
+        record.cut_(best["iteration"])
+        say(f"the drafter of iteration {best['iteration']} is the result")
+    drafter.update(cast_to(final_dtype(settings, ground.model), drafter))
+    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    if bad := [name for name, array in weights.items() if not mx.isfinite(array).all().item()]:
+        raise RedrafterError(f"{bad[0]} does not fit into {final_dtype(settings, ground.model)}: give another --dtype")
+    shapes = [(1, k) for k in range(1, settings.draft_depth + 1)] + [(4, settings.draft_depth)]
+    rows = compared(
+        ground.model,
+        drafter,
+        ground.prompts,
+        shapes,
+        max_tokens=settings.val_tokens,
+        temp=settings.temp[-1],
+        seed=settings.seed,
+        ends=set(ground.tokenizer.eos_token_ids),
+    )
+    base = base_name(settings)
+    acceptance = [[round(share, 4) for share in row] for row in record.validations[-1]["acceptance"]]
+    drafter.args = replace(drafter.args, base_model=base, draft_depth=results.fastest(rows), acceptance=acceptance)
+    command = results.use(settings, base)
+    place = settings.place
+    card = results.model_card(drafter.args, base, done, rows, command)
+    (place / "README.md").write_text(card, encoding="utf-8")
+    results.write_summary(place / "training.json", record, rows)
+    drawn = results.draw(place / "training.png", record)
+    save_drafter(place, drafter)
+    say(f"temperature {settings.temp[-1]}, {len(ground.prompts)} held-out prompts\n{table(rows)}")
+    if not drawn:
+        say("no picture of the loss was drawn: pip install matplotlib")
+    say(f"the drafter is in {place}; use it:\n{command}")
+
+
+def cast_to(dtype: mx.Dtype, drafter: Drafter) -> Any:
+    """Its weights in another dtype."""
+    return tree_map(lambda array: array.astype(dtype), drafter.trainable_parameters())
+
+
+def get_callbacks(settings: Settings) -> Any:
+    """mlx-lm's reporting callbacks, or None."""
+    if not settings.report_to:
+        return None
+    try:
+        return get_reporting_callbacks(
+            settings.report_to,
+            project_name=settings.project_name,
+            log_dir=str(settings.work),
+            config=cast(Any, plain(settings)),
+        )
+    except (ImportError, ValueError) as error:
+        raise RedrafterError(f"cannot report to {settings.report_to}: {error}") from error
+
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into an event that the run looks at; the second one interrupts."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+        print("\nstopping after this iteration; Ctrl-C again stops at once", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,129 @@
+"""How large a drafter should be: as large as one draft step stays cheap beside a plain step of its target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..checkpoint import expected_shapes
+from ..drafter import Drafter, DrafterArgs
+from ..target import backbone, sizes
+
+CHEAP = 0.05
+"""The share of a plain step that one draft step should cost at most."""
+
+VOCABULARIES = (65536, 32768, 16384, 8192)
+"""Draft vocabularies that are tried below the target's own."""
+
+CONTEXT, REPEATS = 64, 7
+
+
+class Choice(NamedTuple):
+    """A size, and why.
+
+    Attributes:
+        args: the drafter's sizes.
+        share: one draft step's time in that of a plain step, both measured here.
+        reason: a sentence.
+    """
+
+    args: DrafterArgs
+    share: float
+    reason: str
+
+
+def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
+    """Sizes worth trying, the largest first."""
+    widths = [2 * hidden_size, hidden_size, hidden_size // 2, hidden_size // 4, hidden_size // 8]
+    widths = sorted({max(64, 32 * (width // 32)) if width != 2 * hidden_size else width for width in widths})
+    vocabularies = [None, *(count for count in VOCABULARIES if count < vocab_size)]
+    if len(vocabularies) == 1 and vocab_size >= 1024:
+        vocabularies.append(vocab_size // 2)
+    found = [
+        DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
+        for width in widths
+        for layers in (1, 2)
+        for count in vocabularies
+    ]
+    return sorted(found, key=n_weights, reverse=True)
+
+
+def n_weights(args: DrafterArgs) -> int:
+    """How many numbers a drafter has."""
+    total = 0
+    for shape in expected_shapes(args).values():
+        size = 1
+        for length in shape:
+            size *= length
+        total += size
+    return total
+
+
+def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | None = None) -> Choice:
+    """The largest drafter one step of which costs less than `share` of a plain step of `model` on this machine.
+
+    Both are measured. Only sizes whose bytes are in proportion are measured at all: decoding is bound by memory.
+
+    Args:
+        dtype: the drafter's; None for that of the target's hidden states.
+    """
+    hidden_size, vocab_size = sizes(model)
+    dtype = dtype or backbone(model).embed_tokens(mx.zeros((1,), mx.int32)).dtype
+    plain = plain_milliseconds(model)
+    tried = candidates(hidden_size, vocab_size)
+    budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
+    light = [args for args in tried if n_weights(args) * dtype.size <= 1.5 * budget] or tried[-1:]
+    if len(light) > 6:  # a spread of sizes, the smallest among them
+        light = [light[round(i * (len(light) - 1) / 5)] for i in range(6)]
+    cost = 0.0
+    for args in light:
+        cost = draft_milliseconds(model, args, dtype) / plain
+        if cost < share:
+            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {share:.0%}"
+            return Choice(args, cost, reason)
+    reason = f"the smallest one: even its draft step costs {cost:.1%} of a plain step ({plain:.2f} ms)"
+    return Choice(light[-1], cost, reason)
+
+
+def plain_milliseconds(model: nn.Module) -> float:
+    """The median time of one step of plain decoding behind a short context."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, CONTEXT), mx.int32), cache=cache))
+    token = mx.zeros((1, 1), mx.int32)
+    return milliseconds(lambda: mx.argmax(model(token, cache=cache)[:, -1], axis=-1))
+
+
+def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
+    """The median time of one step of a chain, by a random drafter of these sizes and that dtype."""
+    drafter = Drafter(args)
+    drafter.update(tree_map(lambda array: array.astype(dtype), drafter.trainable_parameters()))
+    mx.eval(drafter.parameters())
+    hidden = mx.zeros((args.hidden_size,), dtype)
+    embed = backbone(model).embed_tokens
+
+    def chain() -> mx.array:
+        token, state = mx.zeros((1,), mx.int32), None
+        for _ in range(steps):
+            state = drafter.advance(embed(token).astype(dtype), state)
+            token = mx.argmax(drafter.logits(hidden, state), axis=-1)
+        return token
+
+    return milliseconds(chain) / steps
+
+
+def milliseconds(work: Callable[[], mx.array]) -> float:
+    """The median time of a piece of work, warm."""
+    times = []
+    for repeat in range(REPEATS + 2):
+        started = time.perf_counter()
+        mx.eval(work())
+        if repeat > 1:
+            times.append((time.perf_counter() - started) * 1e3)
+    return median(times)

@@ -1,0 +1,54 @@
+"""What a run starts from: the target, and the texts or prompts of its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..checkpoint import load
+from ..demo import DIRECTORY
+from ..demo.sources import training_prompts
+from .data import Text, encoded, load_prompts, load_texts
+from .settings import Settings
+
+DEMO_PROMPTS = 2048
+"""How many pieces of the standard library the demo's target writes on from."""
+
+
+def open_target(settings: Settings) -> tuple[nn.Module, Any]:
+    """(model, tokenizer) of the settings; the demo's, in float32, when they name none."""
+    if settings.model is None:
+        model, tokenizer = load(DIRECTORY / "target")
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+        return model, tokenizer
+    return load(
+        settings.model,
+        adapter_path=settings.adapter_path,
+        tokenizer_config={"trust_remote_code": settings.trust_remote_code},
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def read_prompts(settings: Settings, tokenizer: Any) -> list[list[int]]:
+    """The prompts that the target answers, as token ids; the demo's when the settings name none."""
+    if settings.prompts:
+        return load_prompts(Path(settings.prompts), tokenizer)
+    return [encoded(tokenizer, text) for text in training_prompts(DEMO_PROMPTS, settings.seed)]
+
+
+def read_texts(settings: Settings, tokenizer: Any) -> tuple[list[Text], list[Text]]:
+    """(training, validation) texts of `--data`."""
+    assert settings.data is not None
+    return load_texts(settings.data, tokenizer, mask_prompt=settings.mask_prompt)
+
+
+def base_name(settings: Settings) -> str | None:
+    """The target's name as a drafter's config records it; None for the demo."""
+    if settings.model is None:
+        return None
+    path = Path(settings.model).expanduser()
+    return str(path.resolve()) if path.exists() else settings.model

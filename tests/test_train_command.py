@@ -1,0 +1,298 @@
+"""`python -m mlx_redrafter.train`: a whole run as a user sees it, stopped, killed, resumed, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from checkpoints import tensors
+
+from mlx_redrafter import generate_step, load_demo, load_drafter
+from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generation import encode
+from mlx_redrafter.training import run
+from mlx_redrafter.training.command import make_parser, make_settings
+from mlx_redrafter.training.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+QUICK = (
+    *("--exit-dim", "64", "--iters", "12", "--batch-size", "2", "--max-tokens", "12", "--draft-depth", "3"),
+    *(
+        "--steps-per-eval",
+        "6",
+        "--val-prompts",
+        "2",
+        "--val-tokens",
+        "8",
+        "--save-every",
+        "2",
+        "--steps-per-report",
+        "2",
+    ),
+)
+
+
+def prompts(directory: Path) -> Path:
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text[:120]}) + "\n" for text in demo_prompts() * 2))
+    return path
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlx_redrafter.train", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(*arguments: str | Path) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr)."""
+    with start(*arguments) as process:
+        out, said = process.communicate(timeout=600)
+    return process.returncode, out, said
+
+
+def settings(tmp_path: Path, output: str, **changes: Any) -> Settings:
+    args = make_parser().parse_args([*QUICK, "--prompts", str(prompts(tmp_path)), "--output", str(tmp_path / output)])
+    return make_settings(args).__class__(**{**vars(make_settings(args)), **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(the directory of a run that was never stopped, what it said)."""
+    place = tmp_path_factory.mktemp("whole")
+    status, out, said = ended("--prompts", prompts(place), "--output", place / "drafter", *QUICK)
+    assert (status, out) == (0, ""), said
+    return place / "drafter", said
+
+
+def test_a_run_says_what_it_takes_what_it_did_and_how_to_use_it(whole: tuple[Path, str]) -> None:
+    place, said = whole
+    assert re.search(r"drafter: exit_dim 64, blocks 1, 0\.\d\d M parameters\nexpected: \d+ s, \d+ s of them for", said)
+    assert re.search(
+        r"iteration 6: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok", said
+    )
+    assert re.search(r"\n  W   K    N  tokens/round .*\n  1   1    2 ", said)
+    command = said.splitlines()[-1].split()
+    assert command[:3] == ["python", "-m", "mlx_redrafter.generate"] and str(place) in command
+    done = subprocess.run(
+        [sys.executable, *command[1:], "--max-tokens", "8", "--json"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_finished_directory(whole: tuple[Path, str]) -> None:
+    place, _ = whole
+    assert {path.name for path in place.iterdir()} == {
+        *("config.json", "model.safetensors", "README.md", "training.json", "training.png", "training"),
+    }
+    config = json.loads((place / "config.json").read_text())
+    assert 1 <= config["draft_depth"] <= 3 and "base_model" not in config
+    shares = np.array(config["acceptance"])
+    assert shares.shape == (3, 8) and (shares >= 0).all() and (shares.sum(axis=1) <= 1).all() and shares.max() > 0
+    summary = json.loads((place / "training.json").read_text())
+    assert [entry["iteration"] for entry in summary["reports"]] == [2, 4, 6, 8, 10, 12]
+    assert [entry["iteration"] for entry in summary["validations"]] == [6, 12]
+    assert all(row["same_tokens"] for row in summary["measured"])
+    assert summary["settings"]["iters"] == 12
+    assert (place / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert (place / "README.md").read_text().startswith("---\nlibrary_name: mlx\n")
+    model, tokenizer, _ = load_demo()
+    drafter = load_drafter(place, model)
+    ids = encode(tokenizer, demo_prompts()[1])
+    plain = [token for token, _, _ in generate_step(ids, model, max_tokens=12)]
+    assert [token for token, _, _ in generate_step(ids, model, drafter, max_tokens=12, beam_width=2)] == plain
+
+
+def test_a_killed_run_goes_on_to_the_same_drafter(whole: tuple[Path, str], tmp_path: Path) -> None:
+    arguments = ("--prompts", prompts(tmp_path), "--output", tmp_path / "drafter", *QUICK)
+    checkpoint = tmp_path / "drafter" / "training" / "checkpoint.safetensors"
+    with start(*arguments) as process:
+        deadline = time.monotonic() + 300
+        while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+    assert checkpoint.exists() and not (tmp_path / "drafter" / "config.json").exists()
+    status, _, said = ended(*arguments)
+    refusal = "exists already: give another --output, or --resume to go on with the run in it"
+    assert status == 1 and said == f"error: {tmp_path / 'drafter'} {refusal}\n"
+    status, _, said = ended(*arguments, "--resume")
+    assert status == 0, said
+    one, other = tensors(load_drafter(whole[0])), tensors(load_drafter(tmp_path / "drafter"))
+    assert one.keys() == other.keys() and all(mx.array_equal(one[name], other[name]) for name in one)
+    entries = [json.loads((place / "training.json").read_text()) for place in (whole[0], tmp_path / "drafter")]
+    assert entries[0]["validations"] == entries[1]["validations"]
+    assert [e["loss"] for e in entries[0]["reports"]] == [e["loss"] for e in entries[1]["reports"]]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(whole: tuple[Path, str], tmp_path: Path) -> None:
+    arguments = ("--prompts", prompts(tmp_path), "--output", tmp_path / "drafter", *QUICK, "--save-every", "1000")
+    work = tmp_path / "drafter" / "training"
+    with start(*arguments) as process:
+        deadline = time.monotonic() + 300
+        # A first validation has been written down: iterations have begun, and there are more to come.
+        while process.poll() is None and time.monotonic() < deadline:
+            record = work / "run.json"
+            if record.exists() and json.loads(record.read_text())["validations"]:
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 130, said
+    assert re.search(r"stopped at iteration (\d+) of 12; the same command with --resume goes on\n", said)
+    assert (work / "checkpoint.safetensors").exists() and not (tmp_path / "drafter" / "config.json").exists()
+    status, _, said = ended(*arguments, "--resume")
+    assert status == 0, said
+    one, other = tensors(load_drafter(whole[0])), tensors(load_drafter(tmp_path / "drafter"))
+    assert all(mx.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert run.train(settings(tmp_path, "drafter"), dry_run=True, say=said.append) == 0
+    assert re.search(r"expected: .* GB of memory, \d+ MB of disk", "\n".join(said))
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
+
+
+def test_a_draft_vocabulary_and_texts_instead_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"text": text * 2}) + "\n" for text in demo_prompts()]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(rows[4:]))
+    (tmp_path / "data" / "valid.jsonl").write_text("".join(rows[:4]))
+    said: list[str] = []
+    chosen = settings(
+        tmp_path, "drafter", prompts=None, data=str(tmp_path / "data"), draft_vocab_size=300, dtype="float16"
+    )
+    assert run.train(chosen, say=said.append) == 0
+    assert "draft vocabulary 300" in said[0]
+    model, tokenizer, _ = load_demo()
+    drafter = load_drafter(tmp_path / "drafter", model)
+    assert drafter.args.draft_vocab_size == 300 and drafter.draft_ids.dtype == mx.int32
+    assert drafter.lm_head[-1].weight.dtype == mx.float16
+    frequent = encode(tokenizer, "".join(text * 2 for text in demo_prompts()[4:]))
+    common = max(set(frequent), key=frequent.count)
+    assert common in np.array(drafter.draft_ids)
+    ids = encode(tokenizer, demo_prompts()[1])
+    plain = [token for token, _, _ in generate_step(ids, model, max_tokens=12, temp=0.8, seed=1)]
+    drafted = generate_step(ids, model, drafter, max_tokens=12, temp=0.8, seed=1, beam_width=2)
+    assert [token for token, _, _ in drafted] == plain
+
+
+def test_a_run_that_gets_no_better_stops_early_with_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([1.5, 1.7, 1.6, 1.6, 1.6])
+    real = run.validated
+
+    def scored(*args: Any) -> dict[str, Any]:
+        return {**real(*args), "tokens_per_round": next(scores)}
+
+    monkeypatch.setattr(run, "validated", scored)
+    said: list[str] = []
+    assert run.train(settings(tmp_path, "drafter", steps_per_eval=2, patience=2), say=said.append) == 0
+    assert "stopping early: no more tokens per round for 2 validations" in said
+    assert "the drafter of iteration 4 is the result" in said
+    best = tensors(load_drafter(tmp_path / "drafter" / "training" / "best"))
+    result = tensors(load_drafter(tmp_path / "drafter"))
+    assert all(mx.array_equal(best[name], result[name]) for name in best)
+
+
+def test_eval_only_measures_a_drafter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_redrafter.training import command
+
+    monkeypatch.setattr(
+        sys, "argv", ["train", "--eval-only", "--shapes", "1,3", "2,3,5", "--max-tokens", "10", "--temp", "0.8"]
+    )
+    assert command.run() == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "temperature 0.8, 16 prompts, 10 tokens each at most"
+    assert [line.split()[:3] for line in out[2:]] == [["1", "3", "4"], ["2", "3", "5"]]
+    assert all(line.split()[6] == "yes" and float(line.split()[3]) > 1.2 for line in out[2:])
+
+
+def test_the_file_and_the_flags_say_the_same_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("iters: 7\nlearning_rate: 1e-3\ntemp: [0.0, 0.5]\nmask_prompt: true\nmodel: some/model\ndata: x\n")
+    made = make_settings(make_parser().parse_args(["-c", str(path), "--iters", "9"]))
+    assert (made.iters, made.learning_rate, made.temp, made.mask_prompt) == (9, 1e-3, (0.0, 0.5), True)
+    assert made.batch_size == Settings().batch_size
+    flags = {action.dest for action in make_parser()._actions}
+    assert {each.name for each in fields(Settings)} <= flags
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("iterations: 3\n", "there is no setting 'iterations'; there are adapter_path, batch_size"),
+        ("iters: many\n", "iters must be int, got 'many'"),
+        ("iters: true\n", "iters must be int, got True"),
+        ("labels: truth\n", "labels must be one of data, target, sampled, distribution, got 'truth'"),
+        ("- 3\n", "expected settings in .*, a name and a value a line, got list"),
+        ("a: [\n", "cannot read the settings in"),
+        ("", "expected settings in .*, got NoneType"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(text)
+    with pytest.raises(RedrafterError, match=reason):
+        make_settings(make_parser().parse_args(["-c", str(tmp_path / "train.yaml")]))
+    with pytest.raises(RedrafterError, match="cannot read the settings in"):
+        make_settings(make_parser().parse_args(["-c", str(tmp_path / "none.yaml")]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--model", "x"), "expected --data or --prompts"),
+        (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
+        (("--adapter-path", "x"), "--adapter-path needs --model"),
+        (("--size", "auto", "--exit-dim", "64"), "--size auto chooses"),
+        (("--draft-vocab-size", "64"), "give --exit-dim with"),
+        (
+            ("--exit-dim", "64", "--draft-vocab-size", "4096"),
+            "draft_vocab_size must be at most the target's vocabulary",
+        ),
+        (("--exit-dim", "0"), "exit_dim must be at least 1, got 0"),
+        (("--iters", "0"), "iters must be at least 1, got 0"),
+        (("--temp", "-1"), "temp must be numbers of at least 0"),
+        (("--depth-weights", "1"), "depth_weights must be 5 numbers"),
+        (("--seed", "-1"), "seed must be from 0"),
+        (("--prompts", "/no/such"), "cannot read the prompts in /no/such"),
+        (("--resume",), "there is no run to go on with in"),
+        (("--report-to", "nothing"), "cannot report to nothing"),
+        (("--drafter", "x"), "--drafter goes with --eval-only"),
+        (("--model", "/no/such", "--data", "x"), "no such directory: '/no/such'"),
+        (("--model", "x", "--eval-only"), "--eval-only needs the --drafter"),
+    ],
+)
+def test_what_means_nothing_is_refused_before_anything_is_written(
+    flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_redrafter.training import command
+
+    monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
+    with pytest.raises(RedrafterError, match=reason):
+        command.run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_goes_on_with_its_own_settings_only(whole: tuple[Path, str], tmp_path: Path) -> None:
+    arguments = ("--prompts", whole[0].parent / "prompts.jsonl", "--output", whole[0], *QUICK, "--resume")
+    status, _, said = ended(*arguments, "--learning-rate", "0.5")
+    assert status == 1 and "cannot go on with other settings: learning_rate was 0.004, got 0.5" in said
