@@ -9,19 +9,20 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.utils import load_model
 
-from ..checkpoint import check_fit, expected_shapes, load, load_drafter
-from ..drafter import DrafterArgs
+from ..checkpoint import check_fit, check_weights, derive_args, expected_shapes, load, stored_shapes
+from ..drafter import Drafter, DrafterArgs
 from ..errors import CheckpointError, RedrafterError
 from ..plan import DEEPEST
 from .finding import DTYPES, Found, dequantized, find
 from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, name_of, pack
-from .placing import destination, staged
+from .placing import around, check_replaceable, destination, staged
 from .report import Difference, difference, finite, outputs, tokens_per_round
 from .sources import Source, find_source
 from .streaming import restreamed, streamed, whole
 from .tensors import metadata
-from .writing import model_card, upload, write
+from .writing import make_config, model_card, upload, write, write_config
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -95,6 +96,9 @@ def convert(
         raise RedrafterError(f"base_model must be a name, got {base_model!r}")
     place = destination(mlx_path, hf_path, force)
     source = find_source(hf_path, revision)
+    used = around([source.path, *source.files])
+    if force:
+        check_replaceable(place, mlx_path, used)
     recorded = draft_depth is not None or base_model is not None
     check_state(source, quantize=quantize, dequantize=dequantize, changed=recorded or dtype is not None)
     found = dequantized(source) if dequantize else find(source)
@@ -110,12 +114,14 @@ def convert(
     card = model_card(hf_path, args, packing.quantization)
     models = load(base_model) if base_model else None
     reference, before = measured(found, models, str(source.path))
-    with staged(place, force) as stage:
-        write(stage, args, packing, pack(shapes, found.read, packing), card)
+    config = make_config(args, packing)
+    with staged(place, force, used) as stage:
+        write(stage, packing, pack(shapes, found.read, packing), card)
         found = found._replace(read=gone)  # a pickle stays in memory as long as it can be read
-        result, after = measured_result(stage, packing, models)
+        result, after = measured_result(stage, config, packing, models)
         if not finite(result):
             raise RedrafterError(f"in {name_of(kind)} its outputs on random inputs are not finite{advice(kind)}")
+        write_config(stage, config)
     if upload_repo is not None:
         upload(place, upload_repo)
     compared = difference(reference, result) if finite(reference) else None
@@ -182,13 +188,33 @@ def measured(found: Found, models: Models | None, name: str) -> tuple[mx.array, 
     return outputs(drafter), tokens_per_round(*models, whole(found))
 
 
-def measured_result(stage: Path, packing: Packing, models: Models | None) -> tuple[mx.array, float | None]:
-    """The same of what has been written; quantised it is small, and loaded whole."""
+def measured_result(
+    stage: Path, config: dict[str, Any], packing: Packing, models: Models | None
+) -> tuple[mx.array, float | None]:
+    """The same of what has been written and will have that config; quantised it is small, and loaded whole."""
+    source = find_source(stage)._replace(config=config)
     if not packing.layers:
-        return measured(find(find_source(stage)), models, str(stage))
-    drafter = load_drafter(stage)
+        return measured(find(source), models, str(stage))
+    drafter = reloaded(stage, config)
     tokens = tokens_per_round(*models, drafter) if models else None
-    return outputs(restreamed(drafter, dequantized(find_source(stage), drafter))), tokens
+    return outputs(restreamed(drafter, dequantized(source, drafter))), tokens
+
+
+def reloaded(stage: Path, config: dict[str, Any]) -> Drafter:
+    """What `load_drafter` will load of a directory as soon as that config is in it.
+
+    Raises:
+        CheckpointError: not finite.
+    """
+    args = derive_args(stored_shapes(stage), config, f"{stage}")
+    loaded, _ = load_model(
+        stage,
+        model_config={**config, **vars(args)},
+        get_model_classes=lambda config: (Drafter, DrafterArgs),
+    )
+    drafter = cast(Drafter, loaded)
+    check_weights(stage, drafter)
+    return drafter
 
 
 def gone(name: str, start: int, stop: int) -> mx.array:

@@ -27,21 +27,38 @@ NAMES = {
 }
 """The dtypes that are written, in safetensors' names."""
 
+UNFINISHED = {"model_type": "unfinished"}
+"""The config of a directory that is not to be loaded yet, as that of a killed run is not."""
+
 Rows = Iterable[tuple[str, int, mx.array]]
 """(name of a tensor, the number of the first row, the rows)."""
 
 
-def write(stage: Path, args: DrafterArgs, packing: Packing, rows: Rows, card: str) -> None:
-    """Fills an empty directory; the config comes last, and without it nothing loads.
+def make_config(args: DrafterArgs, packing: Packing) -> dict[str, Any]:
+    """The config of the result."""
+    config: dict[str, Any] = {**args.said, "dtype": name_of(packing.dtype)}
+    if packing.quantization:
+        config |= {"quantization": packing.quantization, "quantization_config": packing.quantization}
+    return config
+
+
+def write(stage: Path, packing: Packing, rows: Rows, card: str) -> None:
+    """Fills an empty directory with all but the config: one stands in for it with which nothing loads.
 
     Raises:
         OSError: the disk is full, or fails otherwise.
     """
-    config: dict[str, Any] = {**args.said, "dtype": name_of(packing.dtype)}
-    if packing.quantization:
-        config |= {"quantization": packing.quantization, "quantization_config": packing.quantization}
+    write_config(stage, UNFINISHED)
     write_tensors(stage / "model.safetensors", packing.kinds, rows)
     (stage / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_config(stage: Path, config: dict[str, Any]) -> None:
+    """The config of a directory.
+
+    Raises:
+        OSError: the disk is full, or fails otherwise.
+    """
     (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

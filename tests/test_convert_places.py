@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, WEIGHTS, apple, came_through, command, make, same, tensors, trainer
+from checkpoints import CONFIG, INDEX, WEIGHTS, apple, came_through, command, make, same, tensors, trainer
 
 from mlx_redrafter.checkpoint import load_drafter, save_drafter
-from mlx_redrafter.convert import writing
+from mlx_redrafter.convert import conversion, writing
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import RedrafterError
+
+SHARD = "model-00001-of-00002.safetensors"
 
 
 def contents(directory: Path) -> dict[str, bytes | str]:
@@ -69,10 +71,35 @@ def llama(directory: Path) -> Path:
     return apple(directory, tensors(make()), model_type="llama")
 
 
+def damaged(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / CONFIG).write_text("{")
+    return directory
+
+
+def training(directory: Path) -> Path:
+    (directory / "training").mkdir(parents=True)
+    (directory / "training" / "checkpoint.safetensors").write_text("mine")
+    return directory
+
+
 KEPT: dict[str, tuple[Callable[[Path], Path], str]] = {
     "other files": (foreign, "it holds no drafter, but thesis.tex"),
     "a drafter and another file": (lambda place: filled(place, "optimizer.pt"), "it holds more .*: optimizer.pt"),
     "a drafter and a folder": (lambda place: filled(place, "notes/a.txt"), "it holds more than a drafter: notes"),
+    "a drafter and other weights": (
+        lambda place: filled(place, "lora.safetensors"),
+        "it holds more than a drafter: lora.safetensors",
+    ),
+    "a drafter and weights like its own": (
+        lambda place: filled(place, "model-old.safetensors"),
+        "it holds more than a drafter: model-old.safetensors",
+    ),
+    "a drafter and its training": (
+        lambda place: filled(place, "training/checkpoint.safetensors"),
+        "it holds a training run, finished or not: training",
+    ),
+    "a training run without a drafter": (training, "it holds a training run, finished or not: training"),
     "a base model": (llama, "it holds no drafter, but config.json"),
     "a trainer's checkpoint": (lambda place: trainer(place, tensors(make())), "it holds no drafter, but .*"),
     "a file": (file, "it is no directory"),
@@ -103,7 +130,7 @@ def test_no_directory_that_is_in_use_is_replaced(place: str, tmp_path: Path, mon
     )
 
 
-@pytest.mark.parametrize("name", ["README.md", "training.json", "model.safetensors.index.json", None])
+@pytest.mark.parametrize("name", ["README.md", "training.json", INDEX, SHARD, None])
 def test_a_drafter_and_an_empty_directory_are_replaced_by_force(name: str | None, tmp_path: Path) -> None:
     """Negative control."""
     place = tmp_path / "out"
@@ -141,6 +168,118 @@ def test_a_rename_that_fails_leaves_what_was_there(
     assert same(tensors(load_drafter(place)), tensors(make(seed=1)))
     assert command(*arguments)[0] == 0, "negative control: nothing else stood in the way"
     assert same(tensors(load_drafter(place)), tensors(make()))
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_what_cannot_be_put_back_is_named(failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    save_drafter(place, make(seed=1))
+    real, calls = os.replace, 0
+
+    def replace(one: Any, other: Any) -> None:
+        nonlocal calls
+        calls += tmp_path in Path(other).parents
+        if failing <= calls <= 3:
+            raise OSError(errno.EIO, "Input/output error")
+        real(one, other)
+        if calls == 1 and failing == 3:
+            foreign(place)  # what stands in the way of the result, and of what was there
+
+    monkeypatch.setattr(os, "replace", replace)
+    status, out, said = command("--hf-path", source, "--mlx-path", place, "--force")
+    assert (status, out) == (1, "")
+    match = re.fullmatch(rf"error: cannot write {place}: .*; what was there lies in (\S+)\n", said)
+    assert match, said
+    assert same(tensors(load_drafter(match[1])), tensors(make(seed=1)))
+    assert Path(match[1]).parent.name.startswith(".convert-replaced-")
+
+
+APPEARING: dict[str, tuple[Callable[[Path], Path], str]] = {
+    **{case: KEPT[case] for case in ("other files", "a file", "a link", "a drafter and its training")},
+    "a damaged config": (damaged, "OUT/config.json is not JSON: .*"),
+    "the source": (lambda place: place.with_name("in").rename(place), "what is converted is in it"),
+}
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("case", APPEARING)
+def test_what_appears_meanwhile_is_not_replaced(
+    case: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, reason = APPEARING[case]
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    if there:
+        save_drafter(place, make(seed=1))
+    real = conversion.measured_result
+    was: dict[str, bytes | str] = {}
+
+    def appearing(stage: Path, *rest: Any) -> Any:
+        measured = real(stage, *rest)
+        if there:
+            place.rename(tmp_path / "was")
+        write(place)
+        was.update({name: held for name, held in contents(tmp_path).items() if not name.startswith(".convert-")})
+        return measured
+
+    monkeypatch.setattr(conversion, "measured_result", appearing)
+    status, out, said = command("--hf-path", source, "--mlx-path", place, "--force")
+    pattern = f"error: {place} has appeared meanwhile, and is not replaced: {reason.replace('OUT', str(place))}\n"
+    assert (status, out) == (1, "") and re.fullmatch(pattern, said), said
+    assert contents(tmp_path) == was
+
+
+def test_a_drafter_that_appears_meanwhile_is_replaced_by_force_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    real = conversion.measured_result
+
+    def appearing(stage: Path, *rest: Any) -> Any:
+        save_drafter(place, make(seed=1))
+        return real(stage, *rest)
+
+    monkeypatch.setattr(conversion, "measured_result", appearing)
+    with pytest.raises(RedrafterError, match=f"^{place} has appeared meanwhile: give another"):
+        convert(source, place)
+    assert same(tensors(load_drafter(place)), tensors(make(seed=1)))
+    assert came_through(convert(source, place, force=True), make())
+
+
+def in_place(place: Path) -> Path:
+    return place
+
+
+def by_file(place: Path) -> Path:
+    return place / WEIGHTS
+
+
+def by_link(place: Path) -> Path:
+    place.with_name("link").symlink_to(place)
+    return place.with_name("link")
+
+
+def linked_weights(place: Path) -> Path:
+    source = apple(place.with_name("in"), {})
+    (source / WEIGHTS).unlink()
+    (source / WEIGHTS).symlink_to(place / WEIGHTS)
+    return source
+
+
+def link_in_place(place: Path) -> Path:
+    (place / WEIGHTS).rename(place.with_name("weights"))
+    (place / WEIGHTS).symlink_to("../weights")
+    return place / WEIGHTS
+
+
+@pytest.mark.parametrize("given", [in_place, by_file, by_link, linked_weights, link_in_place])
+def test_what_is_converted_is_not_replaced_by_its_result(given: Callable[[Path], Path], tmp_path: Path) -> None:
+    place = apple(tmp_path / "out", tensors(make()))
+    refused(
+        f"{place} is not replaced, even with --force: what is converted is in it; .*",
+        tmp_path,
+        *("--hf-path", given(place), "--mlx-path", place, "--force"),
+    )
 
 
 @pytest.mark.parametrize("at", [0, 3])

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.convert.pack import MODES
 from mlx_redrafter.convert.report import difference, outputs
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation import encode
 
 ROOT = Path(__file__).parent.parent
@@ -288,40 +288,48 @@ def test_an_existing_result_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in", "other", "out"}
 
 
-def test_a_result_may_take_the_place_of_its_own_source(tmp_path: Path) -> None:
-    source = apple(tmp_path / "in", tensors(make(**WIDE)))
-    assert command("--hf-path", source, "--mlx-path", source, "--force", "-q")[0] == 0
-    assert quantized_layers(source)
-
-
 SLOW = """import sys, time
-from mlx_redrafter.convert import conversion, writing
+from mlx_redrafter.convert import conversion
+name = sys.argv[3]
+real = getattr(conversion, name)
 def slow(*args):
-    print("writing", flush=True)
-    writing.write(*args)
+    made = real(*args)
+    print("slow", flush=True)
     time.sleep(60)
-conversion.write = slow
+    return made
+setattr(conversion, name, slow)
 conversion.convert(sys.argv[1], sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_run_leaves_nothing_that_loads(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "during"),
+    [
+        (signal.SIGKILL, "write"),
+        (signal.SIGTERM, "write"),
+        (signal.SIGINT, "write"),
+        (signal.SIGKILL, "measured_result"),
+    ],
+)
+def test_a_killed_run_leaves_nothing_that_loads(how: signal.Signals, during: str, tmp_path: Path) -> None:
     source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
     into.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source), str(into / "out")],
+        [sys.executable, "-c", SLOW, str(source), str(into / "out"), during],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"writing\n"
-        time.sleep(0.2)
+        assert process.stdout is not None and process.stdout.readline() == b"slow\n"
         process.send_signal(how)
     assert process.returncode != 0
     assert not (into / "out").exists() and not [
-        path for path in into.iterdir() if not path.name.startswith(".convert-")
+        path for path in into.iterdir() if not path.name.startswith(".convert-unfinished-")
     ]
+    for left in into.glob("*/new"):
+        assert (left / WEIGHTS).exists() and how != signal.SIGINT
+        with pytest.raises(CheckpointError, match="got model_type 'unfinished'"):
+            load_drafter(left)
     # What it was writing does not stand in the way of the next run.
     assert came_through(convert(source, into / "out"), make())
 
