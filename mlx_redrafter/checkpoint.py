@@ -106,19 +106,25 @@ def save_drafter(
     Args:
         dtype: of the floating-point weights as stored; None keeps theirs.
         extra: more keys for the config.
+
+    Raises:
+        CheckpointError: the directory cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(str(w.dtype) for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
     config = {**drafter.args.said, "dtype": stored.removeprefix("mlx.core."), **(extra or {})}
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
-        written = Path(scratch)
-        (written / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        mx.save_safetensors(str(written / "model.safetensors"), weights, {"format": "mlx"})
-        for name in ("config.json", "model.safetensors"):
-            os.replace(written / name, directory / name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
+            written = Path(scratch)
+            (written / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            mx.save_safetensors(str(written / "model.safetensors"), weights, {"format": "mlx"})
+            for name in ("config.json", "model.safetensors"):
+                os.replace(written / name, directory / name)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
 
 
 def find(path_or_hf_repo: str | Path) -> Path:

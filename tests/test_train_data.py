@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "a file": (lambda path: str(path / "other" / "text.txt"), "expected a directory of train.jsonl"),
     "an empty directory": (lambda path: str(path / "empty"), "expected texts in .*train.jsonl, .* got an empty file"),
     "no texts": (lambda path: str(path), "expected texts in .*train.jsonl, .* got no file"),
-    "no JSON": (lambda path: str(path / "broken"), "cannot read the data .*"),
+    "no JSON": (lambda path: str(path / "broken"), "train.jsonl, line 1: expected a JSON object, got '{'"),
     "another form": (lambda path: str(path / "other"), "cannot read the data .*Unsupported data format"),
 }
 
@@ -134,6 +134,46 @@ def asking(prompts: list[list[int]], **changes: Any) -> Asking:
     return Asking(
         **{"model": "demo", "prompts": digest(prompts), "temps": (0.0, 0.8), "max_tokens": 6, "seed": 3} | changes
     )
+
+
+def test_lines_end_where_json_says_and_a_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "one\u2028two"}\r\n{"prompt": "three"}\n', encoding="utf-8")
+    said = [chatty.decode(ids) for ids in load_prompts(path, chatty)]
+    assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
+    chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RedrafterError, match=r"prompts.jsonl, line 1: the tokenizer refuses it: roles must alternate"):
+        load_prompts(path, chatty)
+
+
+@pytest.mark.parametrize("damage", ['{"model": "de', "[]\n", '{"model": 3}\nx\n', b"\xff\xfe\n"], ids=repr)
+def test_a_damaged_file_of_answers_is_begun_anew_or_refused_by_name(
+    damage: str | bytes, demo: Any, tmp_path: Path
+) -> None:
+    model, tokenizer = demo
+    prompts = [encoded(tokenizer, "import")]
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    if damage == '{"model": "de':
+        assert len(answered(model, tokenizer, prompts, asking(prompts), path)) == 1
+        return
+    with pytest.raises(RedrafterError, match=r"answers.jsonl holds (no answers|answers of another run)"):
+        answered(model, tokenizer, prompts, asking(prompts), path)
+
+
+def test_every_temperature_has_its_turn_however_few_prompts(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temps = []
+
+    def noted(model: Any, tokenizer: Any, group: Any, temp: float, max_tokens: int) -> list[list[int]]:
+        temps.append((temp, len(group)))
+        return [[1] for _ in group]
+
+    monkeypatch.setattr(answers, "generated", noted)
+    prompts = [[n] for n in range(5)]
+    answered(*demo, prompts, asking(prompts), tmp_path / "answers.jsonl")
+    assert temps == [(0.0, 3), (0.8, 2)]
 
 
 def test_answers_are_the_targets_own_and_end_as_it_ends_them(demo: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ..errors import RedrafterError, one_line
 from .data import Text
 
 AT_ONCE = 32
-"""How many answers are written side by side, and then saved."""
+"""How many answers are written side by side at most, and then saved."""
 
 
 class Asking(NamedTuple):
@@ -66,21 +66,28 @@ def answered(
 
 
 def read(path: Path, asking: Asking) -> list[list[int]]:
-    """The answers in a file, whole groups of them; none when there is no file."""
-    if not path.exists():
+    """The answers in a file, whole groups of them; none when there is no file, or none that was begun.
+
+    Raises:
+        RedrafterError: it is no file of answers, or of other ones.
+    """
+    try:
+        header, *groups = path.read_text(encoding="utf-8").split("\n")[:-1]  # what has no end is half a line
+    except (FileNotFoundError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise RedrafterError(f"{path} holds no answers: {one_line(error)}; delete it to begin anew") from error
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    header = json.loads(lines[0]) if lines[0].startswith("{") else {}
+    try:
+        said = dict(json.loads(header))
+        done = [list(map(int, answer)) for group in groups for answer in json.loads(group)]
+    except (ValueError, TypeError) as error:
+        raise RedrafterError(f"{path} holds no answers: {one_line(error)}; delete it to begin anew") from error
     wanted = json.loads(json.dumps(asking._asdict()))
-    if header != wanted:
-        odd = next((key for key in wanted if header.get(key) != wanted[key]), "a header")
+    if odd := [key for key in wanted if said.get(key) != wanted[key]]:
         raise RedrafterError(
-            f"{path} holds answers of another run: expected {odd} {wanted.get(odd)}, got {header.get(odd)}"
+            f"{path} holds answers of another run: expected {odd[0]} {wanted[odd[0]]}, got {said.get(odd[0])}"
         )
-    groups: list[list[int]] = []
-    for line in lines[1:-1]:  # the last line has no end: nothing, or half a group
-        groups += json.loads(line)
-    return groups
+    return done
 
 
 def say_(
@@ -92,15 +99,15 @@ def say_(
     done: list[list[int]],
 ) -> None:
     """Writes the answers that are missing behind those that are `done`, to the list and to the file."""
+    # So few that every temperature has its turn.
+    size = max(1, min(AT_ONCE, -(-len(prompts) // len(asking.temps))))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] + "\n" if done else ""
-        path.write_text(whole or json.dumps(asking._asdict()) + "\n", encoding="utf-8")
-        groups = [prompts[start : start + AT_ONCE] for start in range(0, len(prompts), AT_ONCE)]
+        mend_(path, asking)
+        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         with path.open("a", encoding="utf-8") as file, tqdm(total=len(prompts), desc="answers") as bar:
             bar.update(len(done))
             started, count = time.perf_counter(), 0
-            for number, group in list(enumerate(groups))[len(done) // AT_ONCE :]:
+            for number, group in list(enumerate(groups))[len(done) // size :]:
                 mx.random.seed(asking.seed + number)
                 temp = asking.temps[number % len(asking.temps)]
                 answers = generated(model, tokenizer, group, temp, asking.max_tokens)
@@ -112,6 +119,17 @@ def say_(
                 bar.set_postfix_str(f"{count / (time.perf_counter() - started):.0f} tokens/s")
     except OSError as error:
         raise RedrafterError(f"cannot write the answers to {path}: {one_line(error)}") from error
+
+
+def mend_(path: Path, asking: Asking) -> None:
+    """Begins the file, or cuts off half a line at its end; at no moment is a whole line lost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1] or json.dumps(asking._asdict()) + "\n"
+    if whole != text:
+        partly = path.with_suffix(".partial")
+        partly.write_text(whole, encoding="utf-8")
+        partly.replace(path)
 
 
 def generated(

@@ -98,7 +98,10 @@ def converted(name: str, key: str, value: Any, each: Any) -> Any:
         if not fits or (kind is int and isinstance(one, bool)) or (choices and one not in choices):
             expected = f"one of {', '.join(choices)}" if choices else kind.__name__
             raise RedrafterError(f"{name}: {key} must be {expected}, got {one!r}")
-        made.append(kind(one))
+        try:
+            made.append(kind(one))
+        except OverflowError:
+            raise RedrafterError(f"{name}: {key} is too large a number") from None
     return tuple(made) if many else made[0]
 
 
@@ -111,6 +114,9 @@ def run() -> int:
     args = parser.parse_args()
     settings = make_settings(args)
     if args.eval_only:
+        for flag in ("resume", "dry_run"):
+            if getattr(args, flag):
+                raise RedrafterError(f"--{flag.replace('_', '-')} does not go with --eval-only")
         return measure(settings, args.drafter, args.shapes)
     for flag in ("drafter", "shapes"):
         if getattr(args, flag) is not None:

@@ -46,11 +46,10 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
         raise RedrafterError(
             f"expected a directory of train.jsonl and valid.jsonl, or a dataset's hub id, got {data!r}"
         )
-    train = path / "train.jsonl"
-    if path.is_dir() and not (train.is_file() and train.stat().st_size):
-        raise RedrafterError(
-            f"expected texts in {train}, one JSON object a line, got {'an empty' if train.is_file() else 'no'} file"
-        )
+    for name in ("train.jsonl", "valid.jsonl"):
+        file = path / name
+        if path.is_dir() and (file.is_file() or name == "train.jsonl"):
+            check_lines(file)
     try:
         training, validation, _ = load_dataset(settings, tokenizer)
         return tuple(  # type: ignore[return-value]
@@ -58,7 +57,35 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
             for part in (training, validation)
         )
     except Exception as error:  # whatever the data makes mlx-lm, the hub and the tokenizer say
-        raise RedrafterError(f"cannot read the data {data}: {one_line(error)[:300]}") from error
+        reason = f"{type(error).__name__}: {one_line(error)[:300]}"
+        raise RedrafterError(f"cannot read the data {data}: {reason}") from error
+
+
+def check_lines(file: Path) -> None:
+    """Refuses a file of texts that mlx-lm could not read, by its line.
+
+    Raises:
+        RedrafterError: no file, an empty one, or a line that is no JSON object.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise RedrafterError(f"expected texts in {file}, one JSON object a line, got no file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read {file}: {one_line(error)}") from error
+    if not any(lines):
+        raise RedrafterError(f"expected texts in {file}, one JSON object a line, got an empty file")
+    keys: set[str] = set()
+    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise RedrafterError(f"{file}, line {number}: expected a JSON object, got {line[:40]!r}")
+        keys = keys or set(value)
+        if not keys & set(value):
+            raise RedrafterError(f"{file}, line {number}: expected the keys {sorted(keys)}, got {sorted(value)}")
 
 
 def load_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
@@ -68,15 +95,26 @@ def load_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
         RedrafterError: no such file, an empty one, or a line that is no prompt.
     """
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+        lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise RedrafterError(f"cannot read the prompts in {path}: {one_line(error)}") from error
     found = [
-        encoded(tokenizer, parsed(line, path, number)) for number, line in enumerate(lines, start=1) if line.strip()
+        encoded_line(tokenizer, line.rstrip("\r"), path, number)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
     ]
     if not found:
         raise RedrafterError(f"expected prompts in {path}, one a line, got an empty file")
     return found
+
+
+def encoded_line(tokenizer: Any, line: str, path: Path, number: int) -> list[int]:
+    """The token ids of a line."""
+    prompt = parsed(line, path, number)
+    try:
+        return encoded(tokenizer, prompt)
+    except Exception as error:  # whatever a chat template says of messages that it does not take
+        raise RedrafterError(f"{path}, line {number}: the tokenizer refuses it: {one_line(error)[:200]}") from error
 
 
 def parsed(line: str, path: Path, number: int) -> str | list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def train_drafter(
     check(recipe, course)
     mx.eval(model.parameters(), drafter.parameters())  # read by another thread, which could not evaluate them
     vocabulary = vocabulary_of(drafter)
-    updates = max(1, course.iters // course.accumulate)
+    updates = -(-course.iters // course.accumulate)
     rate = make_schedule(recipe.learning_rate, updates, recipe.warmup)
     optimizer = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=recipe.weight_decay)
 
@@ -91,6 +91,9 @@ def train_drafter(
 
     def lesson(iteration: int) -> Sequence[mx.array]:
         taught = make_lesson(model, batches(iteration), recipe, vocabulary, iteration)
+        if course.dtype is not None:
+            states = taught.hidden.astype(course.dtype), taught.embeddings.astype(course.dtype)
+            taught = taught._replace(hidden=states[0], embeddings=states[1])
         return [array for array in taught if array is not None]
 
     return fit_(drafter, optimizer, loss, lesson, course, name="drafter", after=after)

@@ -88,7 +88,7 @@ def fit_(
         mx.eval(arrays)
         return arrays
 
-    saved, done = first, first
+    saved, done, stop = first, first, False
     bar = tqdm(range(first, course.iters), initial=first, total=course.iters, desc=name, mininterval=10)
     smooth: dict[str, float] = {}
     with ThreadPoolExecutor(max_workers=1) as beside:
@@ -104,7 +104,7 @@ def fit_(
             smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
             bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
             done = step + 1
-            stop = after is not None and after(done, shown)
+            stop = (after is not None and after(done, shown)) or stop  # kept until the next whole update
             whole = done % course.accumulate == 0 or done == course.iters
             if course.checkpoint and whole and (done % save_every == 0 or done == course.iters or stop):
                 save_(course.checkpoint, model, optimizer, done)

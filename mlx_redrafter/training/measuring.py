@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from ..errors import RedrafterError
 from ..stats import Stats
 from .data import encoded
 from .evaluation import decoded, make_prompts
-from .settings import Settings
+from .settings import Settings, check_numbers
 from .sources import open_target, read_prompts, read_texts
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
@@ -97,6 +99,9 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
     Raises:
         RedrafterError: no drafter, or nothing to decode.
     """
+    if settings.data and settings.prompts:
+        raise RedrafterError("give either --data or --prompts, got both")
+    check_numbers(replace(settings, draft_depth=1))
     if settings.model and not drafter_name:
         raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
     model, tokenizer = open_target(settings)
@@ -125,4 +130,6 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
         )
         print(f"temperature {temp}, {len(prompts)} prompts, {settings.max_tokens} tokens each at most\n{table(rows)}")
         same = same and all(row.same for row in rows)
+    if not same:
+        print("error: a token differs from plain decoding", file=sys.stderr)
     return 0 if same else 1

@@ -23,12 +23,16 @@ class Record:
         args: the drafter's sizes; None until they are chosen.
         reports: of the training loss, one every `steps_per_report` iterations.
         validations: one every `steps_per_eval` iterations.
+        ended: the iteration at which it stopped early, for good.
+        texts: a digest of the texts of `--data`.
     """
 
     settings: dict[str, Any]
     args: dict[str, Any] | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    ended: int | None = None
+    texts: str | None = None
 
     @property
     def drafter_args(self) -> DrafterArgs | None:
@@ -55,6 +59,16 @@ class Record:
             raise RedrafterError(f"cannot write {path}: {one_line(error)}") from error
 
 
+def is_free(settings: Settings) -> bool:
+    """Whether a run may begin there: nothing is there, or answers and no iteration yet."""
+    place, work = settings.place, settings.work
+    if not place.exists() or not place.is_dir():
+        return not place.exists()
+    left = {path.name for path in place.iterdir()}
+    begun = {path.name for path in work.iterdir()} if work.is_dir() else set()
+    return left <= {"training"} and begun <= {"run.json", "answers.jsonl", "answers.partial", "run.partial"}
+
+
 def open_record(settings: Settings, *, resume: bool) -> Record:
     """The record of a run that begins, or of the one that goes on.
 
@@ -63,7 +77,7 @@ def open_record(settings: Settings, *, resume: bool) -> Record:
     """
     path = settings.work / "run.json"
     if not resume:
-        if settings.place.exists() and (not settings.place.is_dir() or any(settings.place.iterdir())):
+        if not is_free(settings):
             raise RedrafterError(
                 f"{settings.place} exists already: give another --output, or --resume to go on with the run in it"
             )

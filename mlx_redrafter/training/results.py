@@ -24,6 +24,7 @@ def use(settings: Settings, base: str | None) -> str:
     """The command that decodes with the drafter."""
     model = [] if base is None else ["--model", base]
     adapters = ["--adapter-path", settings.adapter_path] if settings.adapter_path else []
+    adapters += ["--trust-remote-code"] if settings.trust_remote_code else []
     return shlex.join(
         [
             *("python", "-m", "mlx_redrafter.generate", *model, *adapters),

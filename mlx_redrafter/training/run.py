@@ -19,7 +19,7 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from ..checkpoint import save_drafter
 from ..drafter import Drafter, DrafterArgs
-from ..errors import RedrafterError
+from ..errors import RedrafterError, one_line
 from ..target import backbone, sizes
 from . import results
 from .answers import AT_ONCE, Asking, answered, digest
@@ -82,8 +82,10 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     model, tokenizer = open_target(settings)
     args = record.drafter_args or chosen_size(settings, model, say)
     record.args = dict(args.said)
-    prompts = [] if settings.data else read_prompts(settings, tokenizer)
+    prompts = [] if settings.data else askable(settings, read_prompts(settings, tokenizer), say)
     texts = read_texts(settings, tokenizer) if settings.data else None
+    if texts is not None:
+        check_texts(settings, record, texts)
     say(told(expected(settings, model, args, prompts, texts), args))
     if dry_run:
         return 0
@@ -91,17 +93,50 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     try:
         if texts is None:
             texts = answers_of(settings, model, tokenizer, prompts), []
-        ground = prepared(settings, model, tokenizer, args, texts)
+        ground = prepared(settings, model, tokenizer, args, texts, say)
+        done = record.ended
+        if done is None:
+            with interruptible() as interrupted:
+                done = fit(settings, ground, record, callbacks, say, interrupted)
+            if interrupted.is_set() and record.ended is None and done < settings.iters:
+                say(f"stopped at iteration {done} of {settings.iters}; the same command with --resume goes on")
+                return INTERRUPTED
+        finish(settings, ground, record, done, say)
     except KeyboardInterrupt:
-        say("stopped before the first iteration; the same command with --resume goes on")
+        say("stopped; the same command with --resume goes on")
         return INTERRUPTED
-    with interruptible() as interrupted:
-        done = fit(settings, ground, record, callbacks, say, interrupted)
-    if interrupted.is_set() and done < settings.iters:
-        say(f"stopped at iteration {done} of {settings.iters}; the same command with --resume goes on")
-        return INTERRUPTED
-    finish(settings, ground, record, done, say)
     return 0
+
+
+def askable(settings: Settings, prompts: list[list[int]], say: Say) -> list[list[int]]:
+    """The prompts that leave room for an answer.
+
+    Raises:
+        RedrafterError: too few for a batch and one to hold out.
+    """
+    longest = settings.max_seq_length - settings.draft_depth
+    short = [prompt for prompt in prompts if len(prompt) < longest]
+    if len(short) < len(prompts):
+        say(f"{len(prompts) - len(short)} of {len(prompts)} prompts are left out: longer than --max-seq-length allows")
+    held_out = max(1, round(HELD_OUT * len(short)))
+    if len(short) < settings.batch_size + held_out:
+        raise RedrafterError(
+            f"expected at least {settings.batch_size + held_out} prompts, {held_out} of them to hold out, for a batch "
+            f"size of {settings.batch_size}, got {len(short)}"
+        )
+    return short
+
+
+def check_texts(settings: Settings, record: Record, texts: tuple[list[Text], list[Text]]) -> None:
+    """Refuses to go on with other texts.
+
+    Raises:
+        RedrafterError: the texts have changed.
+    """
+    told = digest([text.ids.tolist() for part in texts for text in part])
+    if record.texts not in (None, told):
+        raise RedrafterError(f"the run in {settings.place} cannot go on: the texts of {settings.data} have changed")
+    record.texts = told
 
 
 def chosen_size(settings: Settings, model: nn.Module, say: Say) -> DrafterArgs:
@@ -194,10 +229,20 @@ def answers_of(settings: Settings, model: nn.Module, tokenizer: Any, prompts: li
 
 
 def prepared(
-    settings: Settings, model: nn.Module, tokenizer: Any, args: DrafterArgs, texts: tuple[list[Text], list[Text]]
+    settings: Settings,
+    model: nn.Module,
+    tokenizer: Any,
+    args: DrafterArgs,
+    texts: tuple[list[Text], list[Text]],
+    say: Say,
 ) -> Ground:
     """Texts to train on and to hold out, and a drafter that knows nothing yet."""
     training, validation = (usable(part, settings.max_seq_length, settings.draft_depth) for part in texts)
+    if (left := len(training)) < len(texts[0]):
+        say(
+            f"{len(texts[0]) - left} of {len(texts[0])} texts are left out: too short for drafts of "
+            f"{settings.draft_depth} tokens"
+        )
     if not validation:
         training, validation = split(training, HELD_OUT, MOST_HELD_OUT, settings.seed)
     mx.random.seed(settings.seed)
@@ -223,6 +268,8 @@ def fit(
     clock = [time.perf_counter(), 0]
 
     def after(done: int, shown: dict[str, float]) -> bool:
+        if record.ended is not None:
+            return True  # only the end of an update is waited for
         record.cut_(done - 1)  # what a run wrote down behind its last checkpoint comes again
         clock[1] += 1
         if done % settings.steps_per_report == 0:
@@ -242,7 +289,7 @@ def fit(
             clock[:] = [time.perf_counter(), 0]
             if stale(record, settings.patience):
                 say(f"stopping early: no more tokens per round for {settings.patience} validations")
-                stop = True
+                record.ended, stop = done, True
         if stop or due or done % settings.save_every == 0:
             record.save_(settings.work / "run.json")
         return stop
@@ -283,7 +330,7 @@ def validated(settings: Settings, ground: Ground, done: int, say: Say) -> dict[s
 def keep_best(settings: Settings, drafter: Drafter, record: Record) -> None:
     """Saves the drafter when it has just made the most tokens per round of this run; only early stopping needs it."""
     scores = [entry["tokens_per_round"] for entry in record.validations]
-    if settings.patience and scores[-1] == max(scores):
+    if settings.patience and scores[-1] > max(scores[:-1], default=0):
         save_drafter(settings.work / "best", drafter)
 
 
@@ -294,9 +341,9 @@ def stale(record: Record, patience: int) -> bool:
 
 
 def finish(settings: Settings, ground: Ground, record: Record, done: int, say: Say) -> None:
-    """Measures the finished drafter and writes its directory, the config last."""
+    """Measures the finished drafter, with `patience` the best one that was validated, and writes its directory."""
     drafter = ground.drafter
-    if done < settings.iters:
+    if settings.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
         drafter.load_weights(str(settings.work / "best" / "model.safetensors"))
         record.cut_(best["iteration"])
@@ -321,11 +368,14 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     drafter.args = replace(drafter.args, base_model=base, draft_depth=results.fastest(rows), acceptance=acceptance)
     command = results.use(settings, base)
     place = settings.place
-    card = results.model_card(drafter.args, base, done, rows, command)
-    (place / "README.md").write_text(card, encoding="utf-8")
-    results.write_summary(place / "training.json", record, rows)
-    drawn = results.draw(place / "training.png", record)
     save_drafter(place, drafter)
+    try:
+        results.write_summary(place / "training.json", record, rows)
+        card = results.model_card(drafter.args, base, done, rows, command)
+        (place / "README.md").write_text(card, encoding="utf-8")
+        drawn = results.draw(place / "training.png", record)
+    except OSError as error:
+        raise RedrafterError(f"the drafter is in {place}, but not all of its report: {one_line(error)}") from error
     say(f"temperature {settings.temp[-1]}, {len(ground.prompts)} held-out prompts\n{table(rows)}")
     if not drawn:
         say("no picture of the loss was drawn: pip install matplotlib")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import RedrafterError
+from ..plan import DEEPEST
+from ..sampling import make_sampler
 from .distill import Recipe
 from .fitting import Course
 from .lessons import LABELS
@@ -117,7 +120,10 @@ class Settings:
         return self.work / "checkpoint.safetensors"
 
 
-MAY_CHANGE = {"steps_per_report", "report_to", "project_name", "save_every", "output", "trust_remote_code"}
+MOST = {"exit_dim": 2**16, "num_draft_layers": 64, "draft_depth": DEEPEST}
+MOST_OF_ANYTHING = 2**31 - 1
+
+MAY_CHANGE = {"dtype", "steps_per_report", "report_to", "project_name", "save_every", "output", "trust_remote_code"}
 """Settings that may be others when a run goes on: none of them changes what is learned."""
 
 
@@ -138,6 +144,15 @@ def check(settings: Settings) -> None:
         raise RedrafterError("--size auto chooses --exit-dim, --num-draft-layers and --draft-vocab-size itself")
     if settings.exit_dim is None and any(value is not None for value in sized):
         raise RedrafterError("give --exit-dim with --num-draft-layers and --draft-vocab-size, or none of them")
+    check_numbers(settings)
+
+
+def check_numbers(settings: Settings) -> None:
+    """Refuses numbers out of their range.
+
+    Raises:
+        RedrafterError: naming the setting.
+    """
     least = {
         "exit_dim": 1,
         "num_draft_layers": 0,
@@ -159,10 +174,24 @@ def check(settings: Settings) -> None:
     }
     for name, low in least.items():
         value = getattr(settings, name)
-        if value is not None and value < low:
-            raise RedrafterError(f"{name} must be at least {low}, got {value}")
-    if not settings.temp or min(settings.temp) < 0:
-        raise RedrafterError(f"temp must be numbers of at least 0, got {list(settings.temp)}")
+        high = MOST.get(name, MOST_OF_ANYTHING)
+        if value is not None and not low <= value <= high:
+            bound = f"from {low} to {high}" if value > high else f"at least {low}"
+            raise RedrafterError(f"{name} must be {bound}, got {value}")
+    if settings.max_tokens <= settings.draft_depth and not settings.data:
+        raise RedrafterError(
+            f"max_tokens must be above draft_depth {settings.draft_depth}: answers must be longer than a draft, "
+            f"got {settings.max_tokens}"
+        )
+    if not settings.temp:
+        raise RedrafterError("temp must be at least one number")
+    for temp in settings.temp:
+        make_sampler(seed=0, temp=temp)
+    numbers = ("learning_rate", "warmup", "weight_decay", "label_temp", "depth_weights")
+    for name in numbers:
+        value = getattr(settings, name)
+        if not all(map(math.isfinite, value if isinstance(value, tuple) else (value,))):
+            raise RedrafterError(f"{name} must be finite, got {value}")
     if not 0 <= settings.seed < 2**31:
         raise RedrafterError(f"seed must be from 0 to 2147483647, got {settings.seed}")
 
