@@ -214,9 +214,12 @@ def dequantized(source: Source, drafter: Drafter | None = None) -> Found:
         if kind != "weight" or layer not in layers:
             return weights[name][start:stop]
         how = layers[layer]
-        packed, scales = (weights[f"{layer}.{part}"][start:stop] for part in ("weight", "scales"))
-        biases = weights[f"{layer}.biases"][start:stop] if f"{layer}.biases" in weights else None
-        return mx.dequantize(packed, scales, biases, how.group_size, how.bits, how.mode).astype(dtype)
+        # An even number, where there are as many: some quantisations pack two rows together.
+        even = slice(start, stop + (stop - start) % 2)
+        packed, scales = (weights[f"{layer}.{part}"][even] for part in ("weight", "scales"))
+        biases = weights[f"{layer}.biases"][even] if f"{layer}.biases" in weights else None
+        rows = mx.dequantize(packed, scales, biases, how.group_size, how.bits, how.mode)
+        return rows[: stop - start].astype(dtype)
 
     size = sum(array.nbytes for array in weights.values())
     return Found(drafter.args, dtype, size, sum(map(math.prod, shapes.values())), read, ())

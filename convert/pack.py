@@ -23,6 +23,13 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 """mode -> (group sizes, bits) that MLX has; the first of each is mlx-lm's default."""
 
+RANGES = {"nvfp4": (0.0, 448 * 6.0), "mxfp4": (6 * 2.0**-127, math.inf), "mxfp8": (448 * 2.0**-127, math.inf)}
+"""mode -> what the largest weight of a group may be, if it is not 0: MLX clips what is larger, and wraps the scale of
+what is smaller."""
+
+PACKED_TOGETHER = 32
+"""MLX packs so many weights of `nvfp4` at a time, whose groups are only half as large."""
+
 
 class Quantization(NamedTuple):
     """How to quantise.
@@ -121,6 +128,8 @@ def make_packing(shapes: dict[str, tuple[int, ...]], dtype: mx.Dtype, head: str,
         bits = how.of(layer, head)
         if bits and shape[-1] % how.group_size:
             left[layer] = f"its {shape[-1]} inputs are no multiple of the group size {how.group_size}"
+        elif bits and math.prod(shape) % PACKED_TOGETHER:
+            left[layer] = f"its {shape[0]} x {shape[-1]} weights are no multiple of {PACKED_TOGETHER}"
         elif bits:
             layers[layer] = (how.group_size, bits, how.mode)
         if layer not in layers:
@@ -129,8 +138,9 @@ def make_packing(shapes: dict[str, tuple[int, ...]], dtype: mx.Dtype, head: str,
             entry[layer] = {"group_size": how.group_size, "bits": bits, "mode": how.mode}
     kinds: dict[str, tuple[mx.Dtype, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        row = quantized(name, mx.zeros((1, *shape[1:]), mx.int32 if name == DRAFT_IDS else dtype), layers)
-        kinds |= {part: (array.dtype, (shape[0], *array.shape[1:])) for part, array in row.items()}
+        # Two rows, for one may be half of what is packed together.
+        rows = quantized(name, mx.zeros((2, *shape[1:]), mx.int32 if name == DRAFT_IDS else dtype), layers)
+        kinds |= {part: (array.dtype, (shape[0], *array.shape[1:])) for part, array in rows.items()}
     quantization = None
     if how and layers:
         quantization = {"group_size": how.group_size, "bits": how.bits, "mode": how.mode, **entry}
@@ -167,7 +177,26 @@ def pack(
                 raise RedrafterError(
                     f"{name} holds numbers too large for {name_of(packing.dtype)}{advice(packing.dtype)}"
                 )
+            check_range(name, rows, packing.layers)
             for part, array in quantized(name, rows, packing.layers).items():
                 if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
                     raise RedrafterError(f"{name} holds numbers too large for scales in {name_of(packing.dtype)}")
                 yield part, start, array
+
+
+def check_range(name: str, rows: mx.array, layers: dict[str, tuple[int, int, str]]) -> None:
+    """Refuses weights that the quantisation would make others of.
+
+    Raises:
+        RedrafterError: a group's largest weight is out of the mode's range.
+    """
+    layer, _, kind = name.rpartition(".")
+    group_size, _, mode = layers.get(layer, (0, 0, ""))
+    if kind != "weight" or mode not in RANGES:
+        return
+    least, most = RANGES[mode]
+    largest = mx.abs(rows.astype(mx.float32)).reshape(-1, group_size).max(axis=-1)
+    if (top := float(largest.max())) > most:
+        raise RedrafterError(f"{name} holds numbers too large for {mode}: expected at most {most:g}, got {top:g}")
+    if ((largest > 0) & (largest < least)).any().item():
+        raise RedrafterError(f"{name} holds numbers too small for {mode}: expected groups from {least:.2g} on, or of 0")

@@ -24,7 +24,7 @@ TORCH_NAMES = {
 }
 """torch's names of the dtypes of `FLOATS`, and safetensors'."""
 
-NESTS = ("state_dict", "model_state_dict", "model", "drafter")
+NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 """Keys under which a pickled checkpoint keeps its tensors."""
 
 PICKLED_MODULE = (
@@ -57,16 +57,17 @@ def read_pickle(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"cannot read {path}: {reason[:200]}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"expected a dictionary of tensors in {path}, got {type(loaded).__name__}")
-    found = {name: value for name, value in flattened(loaded, f"{path}") if isinstance(value, torch.Tensor)}
+    values = dict(flattened(loaded, f"{path}"))
+    found = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if not found:
-        keys = one_line([str(key) for key in loaded])[:100]
+        keys = one_line(list(values))[:100]
         raise CheckpointError(f"expected tensors in {path}, or under {', '.join(NESTS)}, got the keys {keys}")
     if is_zip(path):
         check_storages(path, loaded)
-    return {name: described(tensor) for name, tensor in found.items()}
+    return {name: described(tensor, path) for name, tensor in found.items()}
 
 
-def described(tensor: Any) -> Stored:
+def described(tensor: Any, path: Path) -> Stored:
     """A tensor of torch; one that is no plain array is described by its dtype, and never read."""
     import torch
 
@@ -76,7 +77,7 @@ def described(tensor: Any) -> Stored:
     if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
         return Stored((1,), "a tensor that is not stored whole", lambda start, stop: mx.zeros((stop - start,)))
     return Stored(
-        tuple(tensor.shape), TORCH_NAMES.get(dtype, dtype), lambda start, stop: from_torch(tensor[start:stop])
+        tuple(tensor.shape), TORCH_NAMES.get(dtype, dtype), lambda start, stop: from_torch(tensor[start:stop], path)
     )
 
 
@@ -157,10 +158,10 @@ def flattened(values: dict[Any, Any], where: str, prefix: str = "") -> Iterator[
             yield f"{prefix}{key}", value
 
 
-def from_torch(tensor: Any) -> mx.array:
-    """A copy of a torch tensor."""
+def from_torch(tensor: Any, path: Path) -> mx.array:
+    """A copy of a torch tensor; `path` is that of its file, for errors."""
     import torch
 
     tensor = tensor.detach().resolve_neg().contiguous()
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    return as_array(bits.numpy(), TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")])
+    return as_array(bits.numpy(), TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")], path)

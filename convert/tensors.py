@@ -62,17 +62,24 @@ class Stored(NamedTuple):
 
 def chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(start, stop) of the rows that are read at a time."""
-    step = max(1, CHUNK // max(1, math.prod(shape[1:])))
+    # An even number: some quantisations pack two rows together.
+    step = 2 * max(1, CHUNK // max(1, 2 * math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
 
 
-def as_array(numbers: np.ndarray[Any, Any], dtype: str) -> mx.array:
+def as_array(numbers: np.ndarray[Any, Any], dtype: str, path: Path) -> mx.array:
     """A copy in MLX of what numpy holds of a tensor.
 
     Args:
         numbers: (...) in the dtype that `ON_DISK` has for `dtype`.
+        path: of the file, for the error.
+
+    Raises:
+        CheckpointError: integers of more bits than are read.
     """
+    if dtype == "I64" and not np.array_equal(numbers, numbers.astype(np.int32)):
+        raise CheckpointError(f"{path}: expected integers of 32 bits, got {numbers.min()} to {numbers.max()}")
     if dtype == "BF16":
         return mx.array(numbers).view(mx.bfloat16)
     with np.errstate(over="ignore"):  # infinity is refused by name
@@ -138,7 +145,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
                 raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
             if numbers.size != count:
                 raise CheckpointError(f"cannot read {path}: it has changed meanwhile")
-            return as_array(numbers.reshape(stop - start, *shape[1:]), dtype)
+            return as_array(numbers.reshape(stop - start, *shape[1:]), dtype, path)
 
         return Stored(shape, dtype, rows)
 

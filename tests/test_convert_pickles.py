@@ -23,7 +23,7 @@ from checkpoints import WEIGHTS, Arrays, Trap, base, came_through, make, prefixe
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError
 
-NESTS = ("state_dict", "model_state_dict", "model", "drafter")
+NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 
 
 def pickled(torch: Any, path: Path, value: Any, **options: Any) -> Path:
@@ -62,7 +62,10 @@ def test_a_pickled_state_dict_comes_through_to_the_bit(
 
 @pytest.mark.torch
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "drafter."])
-@pytest.mark.parametrize("nest", [(nest,) for nest in NESTS] + [("model", "state_dict"), ("state_dict", "drafter")])
+@pytest.mark.parametrize(
+    "nest",
+    [*((nest,) for nest in NESTS), ("model", "state_dict"), ("state_dict", "drafter"), ("drafter", "module")],
+)
 def test_a_nested_state_dict_is_found(nest: tuple[str, ...], prefix: str, torch: Any, tmp_path: Path) -> None:
     value: Any = prefixed(prefix, to_torch(torch, tensors(make())))
     for key in nest:
@@ -179,8 +182,12 @@ PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"expected tensors in IN, or under state_dict, .*, got the keys \['epoch'\]",
     ),
     "tensors under another key": (
-        lambda torch: {"module": {"rnn_w.weight": torch.ones(2, 2)}},
-        r"expected tensors in IN, or under state_dict, .*, got the keys \['module'\]",
+        lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
+        r"expected tensors in IN, or under state_dict, .*, got the keys \['net'\]",
+    ),
+    "tensors under another key of a known one": (
+        lambda torch: {"drafter": {"net": {"rnn_w.weight": torch.ones(2, 2)}}},
+        r"expected tensors in IN, or under state_dict, .*, got the keys \['drafter.net'\]",
     ),
     "a nested tensor": (
         lambda torch: {"rnn_w.weight": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},

@@ -188,6 +188,38 @@ def test_convert_reads_it_from_ranks_and_from_long_integers(tmp_path: Path) -> N
     assert same(tensors(load_drafter(convert(tmp_path / "long", tmp_path / "out2").path)), tensors(drafter))
 
 
+def test_long_integers_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+    """32 bits would make those of a sound drafter of the first two."""
+    arrays = tensors(partial(small_drafter()))
+    for at, (token, pattern) in enumerate(
+        (
+            (2**32 + 8, "{0}: expected integers of 32 bits, got 0 to 4294967304"),
+            (-(2**32) + 8, "{0}: expected integers of 32 bits, got -4294967288 to 61"),
+            (64, "{1}: expected draft_ids from 0 to 63, got 0 to 64"),
+        )
+    ):
+        source = tmp_path / f"in{at}"
+        wrong = np.where(np.arange(12) == 3, token, GUESSED)
+        apple(source, arrays | {"draft_ids": mx.array(wrong)}, vocab_size=VOCAB)
+        assert mx.load(str(source / WEIGHTS))["draft_ids"].dtype == mx.int64
+        refused(source, pattern.format(source / WEIGHTS, source), tmp_path / "result")
+
+
+@pytest.mark.torch
+def test_pickled_integers_that_are_no_tokens_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    arrays = tensors(partial(small_drafter()))
+    values = {name: torch.tensor(np.array(array)) for name, array in arrays.items()}
+    source = tmp_path / "in" / "pytorch_model.bin"
+    apple(source.parent, {}, vocab_size=VOCAB)
+    (source.parent / WEIGHTS).unlink()
+    torch.save(values | {"draft_ids": torch.tensor(GUESSED + 2**32)}, source)
+    refused(source.parent, f"{source}: expected integers of 32 bits, got 4294967296 to 4294967357", tmp_path / "result")
+    torch.save(values | {"draft_ids": values["draft_ids"].long()}, source)
+    done = convert(source.parent, tmp_path / "out")
+    assert same(tensors(load_drafter(done.path)), arrays), "negative control"
+
+
 @pytest.mark.parametrize(
     "shares", [[], [[]], [[0.5], [0.5, 0.1]], [[1.5]], [["x"]], [[True]], 3, [[-0.1]], "0.5"], ids=repr
 )
