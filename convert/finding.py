@@ -78,6 +78,11 @@ def find(source: Source) -> Found:
     check_absent(args, config, stored, where)
     said = config.get("vocab_size")
     padding = args.vocab_size - said if source.ranks and type(said) is int and said > 0 else 0
+    if padding < 0:
+        raise CheckpointError(
+            f"half a checkpoint: {where} says vocab_size {one_line(said)[:40]}, and its {len(files)} ranks hold "
+            f"{args.vocab_size} rows of the head"
+        )
     if 0 < padding < PADDING * len(files) and args.draft_vocab_size is None:
         notes.append(f"the last {padding} rows of the head are left out: config.json says vocab_size {said}")
         head = f"lm_head.{args.num_draft_layers}.weight"

@@ -11,7 +11,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import CONFIG, INDEX, WEIGHTS, Arrays, apple, command, make, ranks, refused, save, shard, tensors
+from checkpoints import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Arrays,
+    apple,
+    command,
+    configure,
+    make,
+    ranks,
+    refused,
+    save,
+    shard,
+    tensors,
+)
 from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint import load_drafter
@@ -122,9 +136,12 @@ def lost(*prefixes: str, index: bool = False, **config: Any) -> Write:
     return write
 
 
-def fewer_ranks(directory: Path) -> None:
+def fewer_ranks(directory: Path, mapping: dict[str, Any] | None = None) -> None:
+    """Three of four ranks, of a drafter whose tensors fit each other all the same."""
     ranks(directory, tensors(make("no blocks", rnn=False)), 4)
     (directory / "rank3.safetensors").unlink()
+    if mapping is not None:
+        configure(directory, **json.loads((directory / CONFIG).read_text()) | {"mapping": mapping})
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -266,6 +283,14 @@ CASES: dict[str, tuple[Write, str]] = {
         "half a drafter: IN has no input_proj.weight, and its config.json says hidden_size 24, where 20 needs none",
     ),
     "the last rank missing": (fewer_ranks, "half a checkpoint: IN says tp_size 4, and has 3 ranks"),
+    "the last rank missing, and not counted": (
+        lambda directory: fewer_ranks(directory, {}),
+        "half a checkpoint: IN says vocab_size 60, and its 3 ranks hold 45 rows of the head",
+    ),
+    "a vocabulary beyond its ranks": (
+        ranked(lambda directory: configure(directory, vocab_size=10**30)),
+        "half a checkpoint: IN says vocab_size 10+, and its 2 ranks hold 60 rows of the head",
+    ),
     "rank missing": (
         ranked(lambda directory: (directory / "rank0.safetensors").unlink()),
         "half a checkpoint: rank0.safetensors is not there, rank1.safetensors is",
