@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 
 from .conversion import Conversion, convert
@@ -41,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 def run() -> int:
     """Converts as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each try to reach the hub
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -92,7 +92,7 @@ def convert(
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
         raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
-    if base_model is not None and not base_model.isprintable():
+    if base_model is not None and not (base_model and base_model.isprintable()):
         raise RedrafterError(f"base_model must be a name, got {base_model!r}")
     place = destination(mlx_path, hf_path, force)
     source = find_source(hf_path, revision)

@@ -64,7 +64,10 @@ def map_names(stored: Iterable[str], where: str) -> Mapping:
     """
     split = {name: WRAPPER.fullmatch(INSERTED.sub("", name)).groups() for name in stored}  # type: ignore[union-attr]
     inside = {name: tail for name, (scope, tail) in split.items() if "drafter." in scope}
-    outside = [name for name, (_, tail) in split.items() if name not in inside and renamed(tail) not in (None, LAST)]
+    others = {name: tail for name, (_, tail) in split.items() if name not in inside}
+    outside = [name for name, tail in others.items() if renamed(tail) not in (None, LAST)]
+    # One under a wrapper that is not known is another one too.
+    outside += [name for name in others if "drafter." in name and renamed(name.rpartition("drafter.")[2])]
     if inside and outside:
         raise CheckpointError(f"{where} holds two drafters: {min(inside)} and {min(outside)}")
     tails = inside or {name: tail for name, (_, tail) in split.items()}

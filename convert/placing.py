@@ -119,7 +119,11 @@ def kept(place: Path, used: Ids) -> str | None:
             return None
         if "training" in present:
             return "it holds a training run, finished or not: training"
-        if "config.json" not in present or read_object(place / "config.json").get("model_type") != MODEL_TYPE:
+        if (
+            "config.json" not in present
+            or not (place / "config.json").is_file()
+            or read_object(place / "config.json").get("model_type") != MODEL_TYPE
+        ):
             return f"it holds no drafter, but {one_line(present[0])}"
     except (OSError, CheckpointError) as error:
         return one_line(error)

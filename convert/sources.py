@@ -134,10 +134,13 @@ def single(path: Path) -> Source:
             raise CheckpointError(f"{path} cannot be converted. {instead}")
     if path.suffix not in SAFETENSORS + PICKLES:
         raise CheckpointError(f"expected a file ending in {', '.join(SAFETENSORS + PICKLES)}, got {path}")
+    if re.fullmatch(r"rank\d+\.safetensors", path.name):
+        raise CheckpointError(f"{path} is one of TensorRT-LLM's ranks: give its directory, {path.parent}")
     check_complete([path.name], path.parent)
-    # The file of a converted directory needs the config that says how it is quantised.
+    # The file of a directory has the config beside it, where no other file can be meant.
     config = path.with_name("config.json")
-    ours = path.name == "model.safetensors" and config.is_file()
+    others = [other for other in path.parent.iterdir() if other.suffix in SAFETENSORS + PICKLES and other != path]
+    ours = config.is_file() and (path.name == "model.safetensors" or not others)
     return Source(path, (path,), False, read_object(config) if ours else {}, {}, ())
 
 
@@ -204,6 +207,8 @@ def from_index(path: Path, layout: Layout) -> dict[str, str]:
     shards = read_object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
         raise CheckpointError(f"{index}: weight_map must give each tensor a file name, got {one_line(shards)[:60]}")
+    if odd := [name for name in shards if not name.isprintable()]:
+        raise CheckpointError(f"{index}: expected printable names of tensors, got {odd[0]!r}")
     for file in sorted(set(shards.values())):
         if PurePosixPath(file).name != file or "\\" in file or file in (".", ".."):
             raise CheckpointError(f"{index}: expected plain file names, got {file!r}")

@@ -291,7 +291,7 @@ def is_acceptance(value: Any) -> bool:
     rows = value if isinstance(value, list) and value and all(isinstance(row, list) for row in value) else [[]]
     shares = [share for row in rows for share in row]
     numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in shares)
-    return bool(shares) and numbers and len({len(row) for row in rows}) == 1 and 0 <= min(shares) <= max(shares) <= 1
+    return bool(shares) and numbers and len({len(row) for row in rows}) == 1 and all(0 <= x <= 1 for x in shares)
 
 
 def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:

@@ -315,6 +315,10 @@ CASES: dict[str, tuple[Write, str]] = {
         f"an index entry {str(name)[:20]!r}": (index({"weight_map": {"rnn_w.weight": name}}), f".*{INDEX}.*")
         for name in ("../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "no", 400 * "x", 3, ["a"])
     },
+    "an index that speaks in colours": (
+        index({"weight_map": {"rnn_w\x1b[31m": "model-00001-of-00002.safetensors"}}),
+        r"IN/\S+: expected printable names of tensors, got 'rnn_w\\x1b\[31m'",
+    ),
     **{
         f"index {value!r}": (index(value), f"IN/{INDEX}.*")
         for value in ("{", "[]", "null", "", {}, {"weight_map": {}}, {"weight_map": 3})

@@ -131,6 +131,14 @@ CASES: dict[str, tuple[Write, str]] = {
         holding(lambda sound: prefixed("drafter.", sound) | sound),
         r"IN holds two drafters: drafter\.\S+ and \S+",
     ),
+    **{
+        f"two drafters, one under {prefix}": (
+            holding(lambda sound, prefix=prefix: prefixed("drafter.", sound) | prefixed(prefix, sound)),
+            r"IN holds two drafters: drafter\.\S+ and \S+\.drafter\.\S+",
+        )
+        for prefix in ("old.drafter.", "llm.drafter.", "ema.model.drafter.")
+    },
+    "one of several ranks": (at("rank0.safetensors"), "IN is one of TensorRT-LLM's ranks: give its directory, .*"),
     "two heads": (
         holding(lambda sound: sound | {"lm_head.weight": mx.ones((60, 48))}),
         "IN holds two drafters: lm_head.1.weight and lm_head.weight",
@@ -173,6 +181,7 @@ SETTINGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--base-model", "a\nb: c\n---\n"), r"base_model must be a name, got 'a\\nb: c\\n---\\n'"),
     (("--base-model", "\ud800"), r"base_model must be a name, got '\\ud800'"),
     (("--base-model", "/no/such"), "no such directory: '/no/such'"),
+    (("--base-model", ""), "base_model must be a name, got ''"),
 )
 
 

@@ -175,6 +175,16 @@ def test_convert_keeps_it_and_quantises_around_it(flags: tuple[str, ...], tmp_pa
         assert same(tensors(found), tensors(partial(small_drafter())))
 
 
+def test_the_config_beside_a_single_file_is_read(tmp_path: Path) -> None:
+    arrays = tensors(partial(small_drafter()))
+    save(tmp_path / "in" / "drafter.safetensors", arrays)
+    (tmp_path / "in" / CONFIG).write_text(json.dumps({"vocab_size": VOCAB}))
+    done = convert(tmp_path / "in" / "drafter.safetensors", tmp_path / "out")
+    assert same(tensors(load_drafter(done.path)), arrays)
+    save(tmp_path / "in" / "other.safetensors", arrays)
+    refused(tmp_path / "in" / "drafter.safetensors", ".*config.json must say vocab_size.*", tmp_path / "result")
+
+
 def test_convert_reads_it_from_ranks_and_from_long_integers(tmp_path: Path) -> None:
     drafter = partial(small_drafter())
     directory = ranks(tmp_path / "ranks", tensors(drafter), 2)
@@ -221,7 +231,9 @@ def test_pickled_integers_that_are_no_tokens_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "shares", [[], [[]], [[0.5], [0.5, 0.1]], [[1.5]], [["x"]], [[True]], 3, [[-0.1]], "0.5"], ids=repr
+    "shares",
+    [[], [[]], [[0.5], [0.5, 0.1]], [[1.5]], [["x"]], [[True]], [[0.5, float("nan")]], 3, [[-0.1]], "0.5"],
+    ids=repr,
 )
 def test_an_acceptance_that_is_none_is_refused(shares: Any, tmp_path: Path) -> None:
     apple(tmp_path / "in", tensors(small_drafter()), acceptance=shares)
