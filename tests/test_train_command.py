@@ -313,7 +313,7 @@ def test_a_file_that_is_wrong_is_refused(text: str, reason: str, tmp_path: Path)
         (("--depth-weights", "nan", "1", "1", "1", "1"), "depth_weights must be"),
         (("--temp", "nan"), "temp must be"),
         (("--temp", "inf"), "temp must be"),
-        (("--batch-size", "2048"), "expected at least 2150 prompts, 102 of them to hold out, for a batch size of 2048"),
+        (("--batch-size", "2048"), "expected at least 2099 prompts, 51 of them to hold out, for a batch size of 2048"),
         (("--eval-only", "--max-tokens", "0"), "max_tokens must be at least 1"),
         (("--eval-only", "--dry-run"), "--dry-run does not go with --eval-only"),
         (("--eval-only", "--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),

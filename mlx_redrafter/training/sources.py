@@ -14,7 +14,7 @@ from ..demo.sources import training_prompts
 from .data import Text, encoded, load_prompts, load_texts
 from .settings import Settings
 
-DEMO_PROMPTS = 2048
+DEMO_PROMPTS = 1024
 """How many pieces of the standard library the demo's target writes on from."""
 
 
