@@ -22,7 +22,7 @@ from .report import Difference, difference, finite, outputs, tokens_per_round
 from .sources import Source, find_source
 from .streaming import restreamed, streamed, whole
 from .tensors import metadata
-from .writing import make_config, model_card, upload, write, write_config
+from .writing import check_repo, make_config, model_card, upload, write, write_config
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -94,6 +94,8 @@ def convert(
         raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
     if base_model is not None and not (base_model and base_model.isprintable()):
         raise RedrafterError(f"base_model must be a name, got {base_model!r}")
+    if upload_repo is not None:
+        check_repo(upload_repo)
     place = destination(mlx_path, hf_path, force)
     source = find_source(hf_path, revision)
     used = around([source.path, *source.files])

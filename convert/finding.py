@@ -55,6 +55,8 @@ def find(source: Source) -> Found:
         CheckpointError: damaged, not one drafter, of shapes that do not fit each other, or not in floating point.
     """
     where = str(source.path)
+    if "medusa_num_heads" in source.config:
+        raise CheckpointError(f"{where} is no drafter: its config.json speaks of Medusa heads, no recurrent drafter")
     files = [read_file(file) for file in source.files]
     check_promises(source, files)
     slices = files if source.ranks else [merged(files, source.files)]

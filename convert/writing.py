@@ -117,6 +117,22 @@ def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, An
     return "\n".join(["---", *header, "---", "", dedent(body)])
 
 
+def check_repo(repo: str) -> None:
+    """Refuses a name that no repository of the hub can have, before any work is done.
+
+    Raises:
+        RedrafterError: with the hub's reason.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RedrafterError(
+            f"--upload-repo must be a repository of the hub, got {repo!r}: {one_line(error)}"
+        ) from error
+
+
 def upload(path: Path, repo: str) -> None:
     """Puts a directory on the Hugging Face hub.
 

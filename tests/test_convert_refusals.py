@@ -89,6 +89,10 @@ CASES: dict[str, tuple[Write, str]] = {
     ),
     "an adapter": (named({"adapter_model.safetensors": b"x"}), "IN cannot be converted. LoRA adapters: merge .*"),
     "Medusa": (holding(lambda _: MEDUSA), "IN is no drafter: it holds Medusa heads, which are no recurrent drafter"),
+    "Medusa by its config": (
+        lambda directory: apple(directory, tensors(make()), medusa_num_heads=1) and None,
+        "IN is no drafter: its config.json speaks of Medusa heads, no recurrent drafter",
+    ),
     "Medusa by name": (
         holding(lambda _: prefixed("medusa_head.", MEDUSA) | base()),
         "IN is no drafter: it holds Medusa heads, .*",
@@ -181,6 +185,8 @@ SETTINGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--base-model", "a\nb: c\n---\n"), r"base_model must be a name, got 'a\\nb: c\\n---\\n'"),
     (("--base-model", "\ud800"), r"base_model must be a name, got '\\ud800'"),
     (("--base-model", "/no/such"), "no such directory: '/no/such'"),
+    (("--upload-repo", "bad name!!/x"), "--upload-repo must be a repository of the hub, got 'bad name!!/x': .*"),
+    (("--upload-repo", ""), "--upload-repo must be a repository of the hub, got '': .*"),
     (("--base-model", ""), "base_model must be a name, got ''"),
 )
 
