@@ -6,8 +6,8 @@ import argparse
 import logging
 import sys
 
+from ..shapes import DTYPES
 from .conversion import Conversion, convert
-from .finding import DTYPES
 from .pack import MODES
 
 

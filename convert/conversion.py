@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import load_model
 
-from ..checkpoint import check_fit, check_weights, derive_args, expected_shapes, load, stored_shapes
-from ..drafter import Drafter, DrafterArgs
+from ..checkpoint import check_fit, load, read_drafter
+from ..drafter import DrafterArgs
 from ..errors import CheckpointError, RedrafterError
 from ..plan import DEEPEST
-from .finding import DTYPES, Found, dequantized, find
-from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, name_of, pack
+from ..shapes import DTYPES, expected_shapes, name_of
+from .finding import Found, dequantized, find
+from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, pack
 from .placing import around, check_replaceable, destination, staged
 from .report import Difference, difference, finite, outputs, tokens_per_round
 from .sources import Source, find_source
@@ -197,26 +197,9 @@ def measured_result(
     source = find_source(stage)._replace(config=config)
     if not packing.layers:
         return measured(find(source), models, str(stage))
-    drafter = reloaded(stage, config)
+    drafter = read_drafter(stage, config)
     tokens = tokens_per_round(*models, drafter) if models else None
     return outputs(restreamed(drafter, dequantized(source, drafter))), tokens
-
-
-def reloaded(stage: Path, config: dict[str, Any]) -> Drafter:
-    """What `load_drafter` will load of a directory as soon as that config is in it.
-
-    Raises:
-        CheckpointError: not finite.
-    """
-    args = derive_args(stored_shapes(stage), config, f"{stage}")
-    loaded, _ = load_model(
-        stage,
-        model_config={**config, **vars(args)},
-        get_model_classes=lambda config: (Drafter, DrafterArgs),
-    )
-    drafter = cast(Drafter, loaded)
-    check_weights(stage, drafter)
-    return drafter
 
 
 def gone(name: str, start: int, stop: int) -> mx.array:

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..checkpoint import DRAFT_IDS, check_draft_ids, derive_args, disagreements, expected_shapes, load_drafter
+from ..checkpoint import load_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
+from ..shapes import DRAFT_IDS, DTYPES, check_draft_ids, derive_args, disagreements, expected_shapes
 from .names import map_names
 from .sources import Source
 from .tensors import FLOATS, INTEGERS, Stored, read_file
 
 TENSORRT = {"redrafter_exit_dim": "exit_dim", "redrafter_num_layers": "num_draft_layers", "redrafter_is_rnn": "rnn"}
 """Keys of TensorRT-LLM's config and ours."""
-
-DTYPES = ("float16", "bfloat16", "float32")
-"""What a result may be written in."""
 
 PADDING = 64
 """TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error of the config."""

@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
-from ..checkpoint import DRAFT_IDS
 from ..errors import RedrafterError
-from .tensors import chunks
+from ..shapes import DRAFT_IDS, chunks, name_of
 
 Part = Literal["head", "blocks", "rnn"]
 """The output matrix; the residual blocks and the input projection; the recurrent cell."""
@@ -75,11 +74,6 @@ def make_quantization(group_size: int | None, bits: int | None, mode: str, parts
         if got not in allowed:
             raise RedrafterError(f"{name} must be one of {sorted(allowed)} in mode {mode}, got {got}")
     return Quantization(group_size, bits, mode, parts)
-
-
-def name_of(dtype: mx.Dtype) -> str:
-    """Its name, as `--dtype` and configs have it."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def advice(dtype: mx.Dtype) -> str:

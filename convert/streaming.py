@@ -6,10 +6,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..checkpoint import expected_shapes
 from ..drafter import Drafter
+from ..shapes import chunks, expected_shapes
 from .finding import Found
-from .tensors import chunks
 
 
 def whole(found: Found) -> Drafter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -29,10 +29,6 @@ ON_DISK = {
     "I32": np.int32,
 }
 """The same dtypes in numpy, which has no bfloat16: there it is the bits it is."""
-
-CHUNK = 1 << 21
-"""How many numbers of a tensor are in memory at a time, where it need not be whole."""
-
 
 BEGINNINGS = (
     (rb"version https://git-lfs", "a pointer of git-lfs, not the file: run 'git lfs pull'"),
@@ -58,14 +54,6 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     rows: Callable[[int, int], mx.array]
-
-
-def chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows that are read at a time."""
-    # An even number: some quantisations pack two rows together.
-    step = 2 * max(1, CHUNK // max(1, 2 * math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
 
 
 def as_array(numbers: np.ndarray[Any, Any], dtype: str, path: Path) -> mx.array:

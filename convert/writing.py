@@ -15,7 +15,8 @@ import numpy as np
 
 from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
-from .pack import Packing, name_of
+from ..shapes import name_of
+from .pack import Packing
 
 NAMES = {
     mx.float32: "F32",

@@ -50,6 +50,11 @@ class DrafterArgs:
     acceptance: list[list[float]] | None = None
 
     @property
+    def n_guesses(self) -> int:
+        """V', how many tokens it can guess: the rows of its head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
     def said(self) -> dict[str, Any]:
         """The keys that have a value."""
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -81,13 +86,12 @@ class Drafter(nn.Module):
         if args.exit_dim != 2 * args.hidden_size:
             self.input_proj = nn.Linear(2 * args.hidden_size, args.exit_dim)
         blocks: list[nn.Module] = [ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)]
-        guessed = args.vocab_size if args.draft_vocab_size is None else args.draft_vocab_size
-        self.lm_head = [*blocks, nn.Linear(args.exit_dim, guessed, bias=False)]
+        self.lm_head = [*blocks, nn.Linear(args.exit_dim, args.n_guesses, bias=False)]
         if args.rnn:
             self.rnn_u = nn.Linear(args.hidden_size, args.hidden_size)
             self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
         if args.draft_vocab_size is not None:
-            self.draft_ids = mx.arange(guessed, dtype=mx.int32)
+            self.draft_ids = mx.arange(args.n_guesses, dtype=mx.int32)
             self.freeze(recurse=False, keys=["draft_ids"])
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:

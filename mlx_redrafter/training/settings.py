@@ -12,11 +12,10 @@ import mlx.core as mx
 from ..errors import RedrafterError
 from ..plan import DEEPEST
 from ..sampling import make_sampler
+from ..shapes import DTYPES
 from .distill import Recipe
 from .fitting import Course
 from .lessons import LABELS
-
-DTYPES = ("float16", "bfloat16", "float32")
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:
@@ -24,7 +23,7 @@ def setting(default: Any, text: str, **more: Any) -> Any:
 
     Args:
         text: the help.
-        more: `type`, `choices`, `nargs` of argparse; `like` names mlx-lm's flag of the same meaning.
+        more: `type`, `choices`, `nargs` of argparse.
     """
     return field(default=default, metadata={"help": text, **more})
 

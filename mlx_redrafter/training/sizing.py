@@ -12,8 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..checkpoint import expected_shapes
 from ..drafter import Drafter, DrafterArgs
+from ..shapes import expected_shapes
 from ..target import backbone, sizes
 
 CHEAP = 0.05
