@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.files import replacing
 from mlx_redrafter.target import sizes
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.distill import Recipe, train_drafter
@@ -41,7 +42,6 @@ def continuations(model: nn.Module, prompts: mx.array, length: int, temps: mx.ar
 
 def write_texts(model: nn.Module, tokens: np.ndarray, directory: Path, seed: int = 0) -> np.ndarray:
     """(N, LENGTH) uint16 texts by the model, one file a batch; batches that are there are not written again."""
-    directory.mkdir(parents=True, exist_ok=True)
     starts = np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: BATCHES * ROWS] * PROMPT
     temps = mx.array(TEMPERATURES)[mx.arange(ROWS) % len(TEMPERATURES)][:, None]
     files = [directory / f"{i:03}.npy" for i in range(BATCHES)]
@@ -51,9 +51,8 @@ def write_texts(model: nn.Module, tokens: np.ndarray, directory: Path, seed: int
         mx.random.seed(seed + i)
         at = starts[i * ROWS : (i + 1) * ROWS]
         prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
-        partly = file.with_suffix(".partial.npy")
-        np.save(partly, np.array(continuations(model, prompts, LENGTH, temps)).astype(np.uint16))
-        partly.replace(file)
+        with replacing(file) as partly:
+            np.save(partly, np.array(continuations(model, prompts, LENGTH, temps)).astype(np.uint16))
     return np.concatenate([np.load(file) for file in files])
 
 

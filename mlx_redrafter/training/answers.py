@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 from ..errors import RedrafterError, one_line
+from ..files import write_text
 from .data import Text
 
 AT_ONCE = 32
@@ -123,13 +124,10 @@ def say_(
 
 def mend_(path: Path, asking: Asking) -> None:
     """Begins the file, or cuts off half a line at its end; at no moment is a whole line lost."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     whole = text[: text.rfind("\n") + 1] or json.dumps(asking._asdict()) + "\n"
     if whole != text:
-        partly = path.with_suffix(".partial")
-        partly.write_text(whole, encoding="utf-8")
-        partly.replace(path)
+        write_text(path, whole)
 
 
 def generated(

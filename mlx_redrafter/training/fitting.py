@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 from ..errors import CheckpointError, RedrafterError, one_line
+from ..files import replacing
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 """arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
@@ -165,17 +166,29 @@ def save_(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -
         RedrafterError: it cannot be written; what was there is still there.
     """
     state = {"model": model.parameters(), "optimizer": optimizer.state}
-    partly = path.with_suffix(".partial.safetensors")
     arrays = dict(tree_flatten(state))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mx.save_safetensors(str(partly), arrays, {"step": str(step)})
-        if partly.stat().st_size < sum(array.nbytes for array in arrays.values()):
-            raise OSError("no space left on the device")
-        partly.replace(path)
+        with replacing(path) as partly:
+            mx.save_safetensors(str(partly), arrays, {"step": str(step)})
+            if partly.stat().st_size < sum(array.nbytes for array in arrays.values()):
+                raise OSError("no space left on the device")
     except (OSError, RuntimeError) as error:
-        partly.unlink(missing_ok=True)
         raise RedrafterError(f"cannot save {path}: {one_line(error)}; the checkpoint before it is kept") from error
+
+
+def iterations_in(path: Path) -> int:
+    """How many iterations a checkpoint has behind it; 0 when there is none.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    if not path.exists():
+        return 0
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        return int(loaded[1]["step"])
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"cannot go on from {path}: {one_line(error)}") from error
 
 
 def resume_(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
@@ -184,18 +197,17 @@ def resume_(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
     Raises:
         CheckpointError: damaged, or of another model.
     """
-    if not path.exists():
+    if not (done := iterations_in(path)):
         return 0
     try:
-        loaded: Any = mx.load(str(path), return_metadata=True)
-        arrays, metadata = loaded
+        arrays: Any = mx.load(str(path))
         state: Any = tree_unflatten(list(arrays.items()))
         ours, theirs = (cast(Any, dict(tree_flatten(tree))) for tree in (model.parameters(), state["model"]))
         if {name: ours[name].shape for name in ours} != {name: theirs[name].shape for name in theirs}:
             raise CheckpointError(f"{path} is the checkpoint of another drafter: its sizes differ")
         model.update(state["model"])
         optimizer.state = state["optimizer"]
-        return int(metadata["step"])
+        return done
     except (RuntimeError, KeyError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise

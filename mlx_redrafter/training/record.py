@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ..checkpoint import read_object
 from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
+from ..files import PARTLY, write_text
 from .settings import Settings, changed, plain
 
 
@@ -50,11 +50,8 @@ class Record:
         Raises:
             RedrafterError: it cannot be written.
         """
-        partly = path.with_suffix(".partial")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partly.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
-            os.replace(partly, path)
+            write_text(path, json.dumps(vars(self), indent=1) + "\n")
         except OSError as error:
             raise RedrafterError(f"cannot write {path}: {one_line(error)}") from error
 
@@ -66,7 +63,8 @@ def is_free(settings: Settings) -> bool:
         return not place.exists()
     left = {path.name for path in place.iterdir()}
     begun = {path.name for path in work.iterdir()} if work.is_dir() else set()
-    return left <= {"training"} and begun <= {"run.json", "answers.jsonl", "answers.partial", "run.partial"}
+    begun = {name.replace(PARTLY, "") for name in begun}
+    return left <= {"training"} and begun <= {"run.json", "answers.jsonl"}
 
 
 def open_record(settings: Settings, *, resume: bool) -> Record:

@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 from ..drafter import DrafterArgs
+from ..files import replacing, write_text
 from .measuring import Row
 from .record import Record
 from .settings import Settings
@@ -48,7 +49,7 @@ def write_summary(path: Path, record: Record, rows: list[Row]) -> None:
         }
         for row in rows
     ]
-    path.write_text(json.dumps({**vars(record), "measured": measured}, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({**vars(record), "measured": measured}, indent=1) + "\n")
 
 
 def draw(path: Path, record: Record) -> bool:
@@ -76,7 +77,8 @@ def draw(path: Path, record: Record) -> bool:
     rounds.set(ylabel="tokens per round, decoded")
     if depths:
         acceptance.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    with replacing(path) as partly:
+        figure.savefig(partly, dpi=120)
     return True
 
 

@@ -1,0 +1,30 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_redrafter.files import replacing, write_text
+
+
+def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "notes.json"
+    with replacing(path) as partly:
+        assert (partly.parent, partly.suffix) == (path.parent, ".json")
+        partly.write_text("new")
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_was_there_survives_a_writing_that_fails(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "notes.json"
+    write_text(path, "old")
+    with pytest.raises(error), replacing(path) as partly:
+        partly.write_text("half")
+        raise error
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
