@@ -63,14 +63,15 @@ def beam(numbers: Sequence[int]) -> dict[str, Any]:
 
 def open_bench(args: argparse.Namespace) -> Bench:
     """The models and prompts of the flags; the demo's where there is none."""
-    model, tokenizer, drafter = load_demo()
     if args.model:
         if not args.drafter:
             raise SystemExit("error: --model needs the --drafter that was trained for it")
         model, tokenizer = load(args.model)
-    if args.drafter:
         drafter = load_drafter(args.drafter, model)
-        if not args.model:
+    else:
+        model, tokenizer, drafter = load_demo()
+        if args.drafter:
+            drafter = load_drafter(args.drafter, model)
             drafter.set_dtype(mx.float32)  # as the demo decodes
     texts = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else demo_prompts()
     return Bench(model, drafter, [encode(tokenizer, text) for text in texts])

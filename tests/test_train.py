@@ -24,7 +24,7 @@ from mlx_redrafter.loss import draft_loss
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.distill import Batches, Recipe, train_drafter
 from mlx_redrafter.training.fitting import Course, fit_, save_
-from mlx_redrafter.training.lessons import LABELS, Batch, Labels, make_vocabulary, new_drafter, teach
+from mlx_redrafter.training.lessons import LABELS, Batch, Labels, hear, make_vocabulary, new_drafter, teach
 
 HIDDEN, VOCAB = 16, 23
 ARGS = DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1)
@@ -114,7 +114,7 @@ def recipe(**changes: Any) -> Recipe:
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_it_learns(model: nn.Module, batches: Batches, labels: Labels, top_k: int) -> None:
     drafter = untrained()
-    lesson = teach(model, batches(0), labels, key=mx.random.key(0))
+    lesson = teach(hear(model, batches(0)), labels, key=mx.random.key(0))
     before = draft_loss(drafter, lesson, 3)
     assert train_drafter(model, drafter, batches, Course(60), recipe(labels=labels, top_k=top_k)) == 60
     after = draft_loss(drafter, lesson, 3)
@@ -130,7 +130,7 @@ def test_every_kind_of_target_teaches_and_stays_as_it_was(target: str) -> None:
     drafter = new_drafter(model, DrafterArgs(hidden, VOCAB, 12, 1))
     batches = make_batches(texts(), 2, seed=1)
     before, modules = weights(model), [type(module) for module in model.modules()]
-    lesson = teach(model, batches(0), "distribution")
+    lesson = teach(hear(model, batches(0)), "distribution")
     first = draft_loss(drafter, lesson, 3).loss.item()
     train_drafter(model, drafter, batches, Course(30), recipe())
     assert draft_loss(drafter, lesson, 3).loss.item() < first
@@ -142,7 +142,7 @@ def test_a_target_with_adapters_teaches_what_it_says_with_them(batches: Batches)
     mx.random.seed(3)
     model = with_adapters()
     mx.eval(model.parameters())
-    lesson = teach(model, batches(0), "distribution")
+    lesson = teach(hear(model, batches(0)), "distribution")
     assert mx.allclose(lesson.probs, mx.softmax(model(batches(0).ids[:, :-1]), axis=-1), atol=1e-6)
     for name, module in model.named_modules():
         if hasattr(module, "lora_b"):
@@ -238,7 +238,7 @@ def test_half_precision_learns_as_much_and_keeps_its_weights_in_single(model: nn
     half, single = untrained(), untrained()
     train_drafter(model, half, batches, Course(60, dtype=mx.bfloat16), recipe())
     train_drafter(model, single, batches, Course(60), recipe())
-    lesson = teach(model, batches(0), "distribution")
+    lesson = teach(hear(model, batches(0)), "distribution")
     assert {array.dtype for array in weights(half).values()} == {mx.float32}
     assert not same(weights(half), weights(single)), "negative control: it was computed otherwise"
     losses = [draft_loss(drafter, lesson, 3).loss.item() for drafter in (half, single, untrained())]
@@ -301,20 +301,20 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_the_checkpoint(tmp_path: Path
 def test_lessons(model: nn.Module, batches: Batches) -> None:
     batch = batches(0)
     logits = model(batch.ids[:, :-1])
-    lesson = teach(model, batch, "data")
+    lesson = teach(hear(model, batch), "data")
     assert lesson.ids is not None and mx.array_equal(lesson.ids[..., 0], batch.ids[:, 1:])
     assert mx.array_equal(model.model.embed_tokens.as_linear(lesson.hidden), logits)
     assert mx.array_equal(lesson.embeddings, model.model.embed_tokens.weight[batch.ids[:, :-1]])
     assert mx.array_equal(lesson.counts, batch.counts)
-    target = teach(model, batch, "target")
+    target = teach(hear(model, batch), "target")
     assert mx.array_equal(target.likeliest, mx.argmax(logits, axis=-1))
     law = mx.softmax(logits, axis=-1)
-    assert mx.allclose(teach(model, batch, "distribution").probs, law)
-    few = teach(model, batch, "distribution", top_k=4)
+    assert mx.allclose(teach(hear(model, batch), "distribution").probs, law)
+    few = teach(hear(model, batch), "distribution", top_k=4)
     assert few.ids is not None and mx.allclose(mx.take_along_axis(law, few.ids, axis=-1), few.probs)
     assert mx.allclose(mx.sort(few.probs, axis=-1), mx.sort(law, axis=-1)[..., -4:])
     with pytest.raises(RedrafterError, match="labels must be one of"):
-        teach(model, batch, "truth")  # type: ignore[arg-type]
+        teach(hear(model, batch), "truth")  # type: ignore[arg-type]
 
 
 def test_drawn_labels_follow_the_targets_law_at_a_temperature(model: nn.Module, batches: Batches) -> None:
@@ -322,7 +322,7 @@ def test_drawn_labels_follow_the_targets_law_at_a_temperature(model: nn.Module, 
     law = mx.softmax(model(batch.ids[:, :-1]) / 0.5, axis=-1)
     drawn = mx.zeros_like(law)
     for seed in range(400):
-        lesson = teach(model, batch, "sampled", temp=0.5, key=mx.random.key(seed))
+        lesson = teach(hear(model, batch), "sampled", temp=0.5, key=mx.random.key(seed))
         assert lesson.ids is not None
         drawn += mx.eye(VOCAB)[lesson.ids[..., 0]] / 400
     assert mx.abs(drawn - law).max() < 0.12
@@ -334,16 +334,16 @@ def test_a_draft_vocabulary_is_taught_only_what_it_can_guess(model: nn.Module, b
     vocabulary = make_vocabulary(ids, VOCAB)
     batch = batches(0)
     law = mx.softmax(model(batch.ids[:, :-1]), axis=-1)
-    assert mx.allclose(teach(model, batch, "distribution", vocabulary=vocabulary).probs, law[..., mx.array(ids)])
-    few = teach(model, batch, "distribution", vocabulary=vocabulary, top_k=2)
+    assert mx.allclose(teach(hear(model, batch), "distribution", vocabulary=vocabulary).probs, law[..., mx.array(ids)])
+    few = teach(hear(model, batch), "distribution", vocabulary=vocabulary, top_k=2)
     assert few.ids is not None
     assert mx.allclose(mx.take_along_axis(law, mx.array(ids)[few.ids], axis=-1), few.probs)
-    text = np.array(teach(model, batch, "data", vocabulary=vocabulary).likeliest)
+    text = np.array(teach(hear(model, batch), "data", vocabulary=vocabulary).likeliest)
     following = np.array(batch.ids[:, 1:])
     assert (np.where(text < 0, -1, ids[text]) == np.where(np.isin(following, ids), following, -1)).all()
     assert (text < 0).any() and (text >= 0).any(), "negative control: both kinds occur"
     drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=6), ids)
-    lesson = teach(model, batch, "distribution", vocabulary=vocabulary)
+    lesson = teach(hear(model, batch), "distribution", vocabulary=vocabulary)
     first = draft_loss(drafter, lesson, 3).loss.item()
     train_drafter(model, drafter, batches, Course(30), recipe())
     assert draft_loss(drafter, lesson, 3).loss.item() < first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,8 +159,18 @@ def test_ctrl_c_saves_and_says_how_to_go_on(whole: tuple[Path, str], tmp_path: P
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     assert run.train(settings(tmp_path, "drafter"), dry_run=True, say=said.append) == 0
-    assert re.search(r"expected: .* GB of memory, \d+ MB of disk", "\n".join(said))
+    assert re.search(r"of them for answers.*of 8 iterations; .* GB of memory, \d+ MB of disk", "\n".join(said))
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
+
+
+def test_what_is_done_already_is_not_expected_again(whole: tuple[Path, str], tmp_path: Path) -> None:
+    said: list[str] = []
+    place = shutil.copytree(whole[0], tmp_path / "drafter")
+    chosen = settings(tmp_path, "drafter", prompts=str(whole[0].parent / "prompts.jsonl"))
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    assert run.train(chosen, resume=True, dry_run=True, say=said.append) == 0
+    assert "of 0 iterations" in said[-1] and "for answers" not in said[-1]
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
 def test_a_draft_vocabulary_and_texts_instead_of_prompts(tmp_path: Path) -> None:

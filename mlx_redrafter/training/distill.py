@@ -14,7 +14,7 @@ from ..drafter import Drafter
 from ..errors import RedrafterError
 from ..loss import Lesson, draft_loss
 from .fitting import After, Course, fit_, make_schedule
-from .lessons import LABELS, Batch, Labels, Vocabulary, teach, vocabulary_of
+from .lessons import LABELS, Batch, Heard, Labels, Vocabulary, hear, teach, vocabulary_of
 
 Batches = Callable[[int], Batch]
 """iteration -> texts."""
@@ -90,7 +90,7 @@ def train_drafter(
         return result.loss, {"loss": result.loss, "first": result.accuracy[0], "last": result.accuracy[-1]}
 
     def lesson(iteration: int) -> Sequence[mx.array]:
-        taught = make_lesson(model, batches(iteration), recipe, vocabulary, iteration)
+        taught = make_lesson(hear(model, batches(iteration)), recipe, vocabulary, iteration)
         if course.dtype is not None:
             states = taught.hidden.astype(course.dtype), taught.embeddings.astype(course.dtype)
             taught = taught._replace(hidden=states[0], embeddings=states[1])
@@ -99,20 +99,10 @@ def train_drafter(
     return fit_(drafter, optimizer, loss, lesson, course, name="drafter", after=after)
 
 
-def make_lesson(
-    model: nn.Module, batch: Batch, recipe: Recipe, vocabulary: Vocabulary | None, iteration: int
-) -> Lesson:
+def make_lesson(heard: Heard, recipe: Recipe, vocabulary: Vocabulary | None, iteration: int) -> Lesson:
     """The lesson of one iteration: a function of it, whatever came before."""
     key = mx.random.key((recipe.seed << 32) + iteration)
-    return teach(
-        model,
-        batch,
-        recipe.labels,
-        vocabulary=vocabulary,
-        top_k=recipe.top_k,
-        temp=recipe.temp,
-        key=key,
-    )
+    return teach(heard, recipe.labels, vocabulary=vocabulary, top_k=recipe.top_k, temp=recipe.temp, key=key)
 
 
 def check(recipe: Recipe, course: Course) -> None:

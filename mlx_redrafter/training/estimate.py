@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafter import Drafter, DrafterArgs
 from ..loss import Lesson, draft_loss
 from .distill import Recipe, make_lesson
-from .lessons import Batch, vocabulary_of
+from .lessons import Batch, hear, vocabulary_of
 from .sizing import n_weights
 
 
@@ -64,7 +65,8 @@ def estimated(
         answer_tokens: the most tokens of one.
         at_once: how many are written side by side.
     """
-    mx.reset_peak_memory()
+    mx.eval(model.parameters(), drafter.parameters())
+    models = mx.get_active_memory()
     vocabulary = vocabulary_of(drafter)
     grads_of = nn.value_and_grad(
         drafter,
@@ -77,24 +79,28 @@ def estimated(
 
     def taught(tokens: int) -> list[mx.array]:
         batch = Batch(mx.zeros((batch_size, tokens), mx.int32), mx.ones((batch_size, tokens - 1), mx.bool_))
-        return [array for array in make_lesson(model, batch, recipe, vocabulary, 0) if array is not None]
+        return [array for array in make_lesson(hear(model, batch), recipe, vocabulary, 0) if array is not None]
 
-    target_seconds, arrays = timed(lambda: taught(length))
-    drafter_seconds, _ = timed(lambda: grads_of(Lesson(*arrays)))
+    heard = measured(lambda: taught(length))
+    learned = measured(lambda: grads_of(Lesson(*heard.made)))
+    target_seconds, drafter_seconds = heard.seconds, learned.seconds
     if longest > length:
-        mx.eval([array for _, array in cast(Any, tree_flatten(grads_of(Lesson(*taught(longest)))))])
+        heard = measured(lambda: taught(longest))
+        learned = measured(lambda: grads_of(Lesson(*heard.made)))
+    lesson = sum(array.nbytes for array in heard.made)
     answer_seconds = 0.0
     if answers:
         rows = min(answers, at_once)
         cache = make_prompt_cache(model)
-        step, _ = timed(lambda: model(mx.zeros((rows, 1), mx.int32), cache=cache))
-        answer_seconds = step * answer_tokens * -(-answers // rows)
+        step = measured(lambda: model(mx.zeros((rows, 1), mx.int32), cache=cache))
+        answer_seconds = step.seconds * answer_tokens * -(-answers // rows)
     return Estimate(
         target_seconds,
         drafter_seconds,
         answer_seconds,
         iters,
-        mx.get_peak_memory() + 8 * n_weights(drafter.args),  # two moments for each weight
+        # The next lesson is made beside the update of this one; two moments for each weight.
+        models + heard.memory + lesson + learned.memory + 8 * n_weights(drafter.args),
         disk_bytes(drafter.args) + 8 * answers * answer_tokens,
     )
 
@@ -104,12 +110,55 @@ def disk_bytes(args: DrafterArgs) -> int:
     return n_weights(args) * (2 * 3 * 4 + 2)
 
 
-def timed(work: Any) -> tuple[float, Any]:
-    """(seconds of the second run, what it gave)."""
-    seconds = 0.0
-    for _ in range(2):
-        started = time.perf_counter()
-        made = work()
-        mx.eval([array for _, array in cast(Any, tree_flatten(made))])
-        seconds = time.perf_counter() - started
-    return seconds, made
+class Measured(NamedTuple):
+    """A piece of work, done once more after it was warm.
+
+    Attributes:
+        seconds: it took.
+        memory: bytes that it needed at most, beyond what was there; what it made included.
+        made: what it made.
+    """
+
+    seconds: float
+    memory: int
+    made: Any
+
+
+def measured(work: Callable[[], Any]) -> Measured:
+    """Does it twice; the second time counts."""
+    mx.eval(arrays_of(work()))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    started = time.perf_counter()
+    made = work()
+    mx.eval(arrays_of(made))
+    return Measured(time.perf_counter() - started, mx.get_peak_memory() - before, made)
+
+
+def arrays_of(tree: Any) -> list[mx.array]:
+    """Every array in it."""
+    return [array for _, array in cast(Any, tree_flatten(tree))]
+
+
+def told(estimate: Estimate, args: DrafterArgs) -> str:
+    """An estimate in words."""
+    guesses = "" if args.draft_vocab_size is None else f", draft vocabulary {args.draft_vocab_size}"
+    answers = f", {minutes(estimate.answer_seconds)} of them for answers at most" if estimate.answer_seconds else ""
+    return (
+        f"drafter: exit_dim {args.exit_dim}, blocks {args.num_draft_layers}{guesses}, "
+        f"{n_weights(args) / 1e6:.2f} M parameters\n"
+        f"expected: {minutes(estimate.seconds)}{answers}; {estimate.target_seconds:.3g} s for the target and "
+        f"{estimate.drafter_seconds:.3g} s for the drafter in each of {estimate.iters} iterations; "
+        f"{estimate.memory_bytes / 1e9:.2f} GB of memory, {estimate.disk_bytes / 1e6:.0f} MB of disk"
+    )
+
+
+def minutes(seconds: float) -> str:
+    """A time as people say it."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -15,7 +15,7 @@ from ..loss import Lesson, draft_loss
 from ..trial import Trial, try_out
 from .data import Text, collated
 from .distill import Recipe, make_lesson
-from .lessons import vocabulary_of
+from .lessons import hear, vocabulary_of
 
 RANKS = 8
 """Ranks of guesses that acceptance is told of: beams wider than this gain little."""
@@ -45,8 +45,10 @@ def examined(model: nn.Module, drafter: Drafter, texts: Sequence[Text], recipe: 
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), batch_size):
         batch = collated(by_length[start : start + batch_size])
-        lesson = make_lesson(model, batch, recipe, vocabulary, 0)
-        choices = make_lesson(model, batch, recipe._replace(labels="target"), vocabulary, 0)
+        heard = hear(model, batch)
+        mx.eval(heard)
+        lesson = make_lesson(heard, recipe, vocabulary, 0)
+        choices = make_lesson(heard, recipe._replace(labels="target"), vocabulary, 0)
         loss = draft_loss(drafter, lesson, recipe.depth, recipe.depth_weights or None).loss
         counts, found = ranks(drafter, choices, recipe.depth)
         size = float(np.array(batch.counts).sum())
@@ -90,25 +92,36 @@ def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:
     return [list(prompt) for prompt in found]
 
 
+class Manner(NamedTuple):
+    """How prompts are really decoded.
+
+    Attributes:
+        max_tokens: of a text.
+        temp: temperature.
+        seed: see `make_settings`.
+        ends: ids that end a text.
+    """
+
+    max_tokens: int
+    temp: float
+    seed: int
+    ends: Collection[int]
+
+
 def decoded(
     model: nn.Module,
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
-    *,
     shape: Sequence[int],
-    max_tokens: int,
-    temp: float,
-    seed: int,
-    ends: Collection[int],
+    manner: Manner,
 ) -> Trial:
     """Real decoding of these prompts.
 
     Args:
         shape: (W, K) or (W, K, N); of no meaning without a drafter.
-        ends: ids that end a text.
     """
     beam: dict[str, Any] = {"beam_width": shape[0], "draft_depth": shape[1]}
     if len(shape) > 2:
         beam["tree_size"] = shape[2]
-    settings = make_settings(drafter, max_tokens=max_tokens, temp=temp, seed=seed, **beam)
-    return try_out(model, drafter, prompts, settings, ends)
+    settings = make_settings(drafter, max_tokens=manner.max_tokens, temp=manner.temp, seed=manner.seed, **beam)
+    return try_out(model, drafter, prompts, settings, manner.ends)

@@ -63,9 +63,37 @@ def vocabulary_of(drafter: Drafter) -> Vocabulary | None:
     return make_vocabulary(np.array(drafter.draft_ids), drafter.args.vocab_size)
 
 
+class Heard(NamedTuple):
+    """What the target makes of a batch of B texts, in one forward.
+
+    Attributes:
+        batch: the texts.
+        hidden: (B, T, D) its hidden states behind the first T tokens, after the final norm.
+        embeddings: (B, T, D) its raw embedding of each of them.
+        logits: (B, T, V).
+    """
+
+    batch: Batch
+    hidden: mx.array
+    embeddings: mx.array
+    logits: mx.array
+
+
+def hear(model: nn.Module, batch: Batch) -> Heard:
+    """One forward of `model` over the first T tokens of a batch.
+
+    Raises:
+        UnsupportedModelError: see `backbone`.
+    """
+    tokens = batch.ids[:, :-1]
+    inner = backbone(model)
+    with building(), wrapped([(inner, "norm")], Tap) as (tap,):
+        logits = model(tokens)
+    return Heard(batch, tap.kept[-1], inner.embed_tokens(tokens), logits)
+
+
 def teach(
-    model: nn.Module,
-    batch: Batch,
+    heard: Heard,
     labels: Labels,
     *,
     vocabulary: Vocabulary | None = None,
@@ -73,7 +101,7 @@ def teach(
     temp: float = 1.0,
     key: mx.array | None = None,
 ) -> Lesson:
-    """What `model` says about the first T tokens of a batch; one forward of it.
+    """What should follow each token of a batch.
 
     Args:
         vocabulary: what the drafter can guess; None for everything.
@@ -82,22 +110,18 @@ def teach(
         key: of `mx.random`, for labels that are drawn.
 
     Raises:
-        UnsupportedModelError: see `backbone`.
         RedrafterError: labels that there are not.
     """
     if labels not in LABELS:
         raise RedrafterError(f"labels must be one of {', '.join(LABELS)}, got {labels!r}")
-    tokens = batch.ids[:, :-1]
-    inner = backbone(model)
-    with building(), wrapped([(inner, "norm")], Tap) as (tap,):
-        logits = model(tokens)
-    states = tap.kept[-1], inner.embed_tokens(tokens), batch.counts
+    logits = heard.logits
+    states = heard.hidden, heard.embeddings, heard.batch.counts
     if labels == "distribution":
         if top_k and top_k < (logits.shape[-1] if vocabulary is None else vocabulary.ids.size):
             return Lesson(*states, *likeliest(logits, top_k, vocabulary))
         return Lesson(*states, law(logits, vocabulary))
     if labels == "data":
-        following = batch.ids[:, 1:]
+        following = heard.batch.ids[:, 1:]
     elif labels == "target":
         following = mx.argmax(logits, axis=-1)
     else:
@@ -146,6 +170,14 @@ def in_turn(logits: mx.array, before: list[mx.array]) -> mx.array:
     return mx.softmax(rows.astype(mx.float32), axis=-1)
 
 
+def untrained(args: DrafterArgs, ids: np.ndarray | None = None) -> Drafter:
+    """A random drafter, which guesses the tokens `ids` (V',) when `args` says that it cannot guess all."""
+    drafter = Drafter(args)
+    if ids is not None:
+        drafter.draft_ids = mx.array(ids.astype(np.int32))
+    return drafter
+
+
 def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> Drafter:
     """An untrained drafter whose head knows which tokens are alike.
 
@@ -154,11 +186,9 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
     target's rows only a few are in float32 at a time.
 
     Args:
-        ids: (V',) the tokens it can guess, when `args` says that it cannot guess all.
+        ids: see `untrained`.
     """
-    drafter = Drafter(args)
-    if ids is not None:
-        drafter.draft_ids = mx.array(ids.astype(np.int32))
+    drafter = untrained(args, ids)
     embed = backbone(model).embed_tokens
     guessed = mx.arange(args.vocab_size) if ids is None else drafter.draft_ids
     parts = [guessed[start : start + 4096] for start in range(0, guessed.size, 4096)]

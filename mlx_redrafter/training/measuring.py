@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.nn as nn
 
@@ -16,7 +16,7 @@ from ..drafter import Drafter
 from ..errors import RedrafterError
 from ..stats import Stats
 from .data import encoded
-from .evaluation import decoded, make_prompts
+from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers
 from .sources import open_target, read_prompts, read_texts
 
@@ -46,22 +46,17 @@ def compared(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     shapes: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    temp: float,
-    seed: int,
-    ends: Collection[int],
+    manner: Manner,
 ) -> list[Row]:
     """A row for each shape; on each prompt plain decoding and every shape take their turn."""
-    common: dict[str, Any] = {"max_tokens": max_tokens, "temp": temp, "seed": seed, "ends": ends}
     stats = [Stats() for _ in shapes]
     made, seconds = [0] * len(shapes), [0.0] * len(shapes)
     ratios: list[list[float]] = [[] for _ in shapes]
     same = [True] * len(shapes)
     for prompt in prompts:
-        plain = decoded(model, None, [prompt], shape=(1, 1), **common)
+        plain = decoded(model, None, [prompt], (1, 1), manner)
         for i, shape in enumerate(shapes):
-            trial = decoded(model, drafter, [prompt], shape=shape, **common)
+            trial = decoded(model, drafter, [prompt], shape, manner)
             stats[i] = stats[i].plus(trial.stats)
             made[i] += len(trial.texts[0]) - 1
             seconds[i] += trial.seconds
@@ -118,16 +113,8 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
     ends = set(tokenizer.eos_token_ids)
     same = True
     for temp in settings.temp:
-        rows = compared(
-            model,
-            drafter,
-            prompts,
-            shapes or SHAPES,
-            max_tokens=settings.max_tokens,
-            temp=temp,
-            seed=settings.seed,
-            ends=ends,
-        )
+        manner = Manner(settings.max_tokens, temp, settings.seed, ends)
+        rows = compared(model, drafter, prompts, shapes or SHAPES, manner)
         print(f"temperature {temp}, {len(prompts)} prompts, {settings.max_tokens} tokens each at most\n{table(rows)}")
         same = same and all(row.same for row in rows)
     if not same:

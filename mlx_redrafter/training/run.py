@@ -6,59 +6,40 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from ..checkpoint import save_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
+from ..files import write_text
 from ..target import backbone, sizes
 from . import results
-from .answers import AT_ONCE, Asking, answered, digest
+from .answers import AT_ONCE, Asking, answered, digest, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable
 from .distill import check as check_recipe
 from .distill import train_drafter
-from .estimate import Estimate, estimated
-from .evaluation import Knowledge, decoded, examined, make_prompts
-from .lessons import new_drafter
+from .estimate import Estimate, estimated, told
+from .evaluation import make_prompts
+from .fitting import iterations_in
+from .lessons import new_drafter, untrained
 from .measuring import compared, table
 from .record import Record, open_record
-from .settings import Settings, check, plain
-from .sizing import choose_size, n_weights
+from .settings import Settings, check
+from .sizing import choose_size
 from .sources import base_name, open_target, read_prompts, read_texts
+from .validation import Ground, Say, get_callbacks, keep_best, manner_of, stale, validated
 
 HELD_OUT, MOST_HELD_OUT = 0.05, 256
 """The share of the texts that validation takes when there are no validation texts, and the most of them."""
 
 INTERRUPTED = 130
-
-Say = Callable[[str], None]
-
-
-class Ground(NamedTuple):
-    """What a run stands on.
-
-    Attributes:
-        model, tokenizer: the target.
-        training, validation: texts.
-        prompts: for validation by real decoding.
-        drafter: as it begins.
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    training: list[Text]
-    validation: list[Text]
-    prompts: list[list[int]]
-    drafter: Drafter
 
 
 def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
@@ -77,7 +58,7 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     """
     check(settings)
     check_recipe(settings.recipe, settings.course)
-    record = Record({}) if dry_run else open_record(settings, resume=resume)
+    record = Record({}) if dry_run and not resume else open_record(settings, resume=resume)
     callbacks = get_callbacks(settings) if not dry_run else None
     model, tokenizer = open_target(settings)
     args = record.drafter_args or chosen_size(settings, model, say)
@@ -86,13 +67,14 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     texts = read_texts(settings, tokenizer) if settings.data else None
     if texts is not None:
         check_texts(settings, record, texts)
-    say(told(expected(settings, model, args, prompts, texts), args))
+    left = 0 if record.ended else settings.iters - iterations_in(settings.checkpoint)
+    say(told(expected(settings, model, args, prompts, texts, left), args))
     if dry_run:
         return 0
     record.save_(settings.work / "run.json")
     try:
         if texts is None:
-            texts = answers_of(settings, model, tokenizer, prompts), []
+            texts = answered(model, tokenizer, prompts, asking_of(settings, prompts), settings.answers), []
         ground = prepared(settings, model, tokenizer, args, texts, say)
         done = record.ended
         if done is None:
@@ -167,8 +149,9 @@ def expected(
     args: DrafterArgs,
     prompts: list[list[int]],
     texts: tuple[list[Text], list[Text]] | None,
+    left: int,
 ) -> Estimate:
-    """What the run will take."""
+    """What the `left` iterations will take, and the answers that are not written yet."""
     lengths = [len(prompt) + settings.max_tokens for prompt in prompts]
     if texts is not None:
         lengths = [len(text.ids) for text in texts[0]] or [1]
@@ -178,54 +161,30 @@ def expected(
         tokens = max(shortest, min(round(tokens), settings.max_seq_length + 1))
         return 1 + PAD_TO * -(-(tokens - 1) // PAD_TO)
 
+    written = len(read(settings.answers, asking_of(settings, prompts))) if prompts else 0
     return estimated(
         model,
         Drafter(args),
         settings.recipe,
-        iters=settings.iters,
+        iters=left,
         batch_size=settings.batch_size,
         length=padded(sum(lengths) / len(lengths)),
         longest=padded(max(lengths)),
-        answers=len(prompts),
+        answers=len(prompts) - written,
         answer_tokens=settings.max_tokens,
         at_once=AT_ONCE,
     )
 
 
-def told(estimate: Estimate, args: DrafterArgs) -> str:
-    """An estimate in words."""
-    guesses = "" if args.draft_vocab_size is None else f", draft vocabulary {args.draft_vocab_size}"
-    answers = f", {minutes(estimate.answer_seconds)} of them for answers at most" if estimate.answer_seconds else ""
-    return (
-        f"drafter: exit_dim {args.exit_dim}, blocks {args.num_draft_layers}{guesses}, "
-        f"{n_weights(args) / 1e6:.2f} M parameters\n"
-        f"expected: {minutes(estimate.seconds)}{answers}; {estimate.target_seconds:.3g} s for the target and "
-        f"{estimate.drafter_seconds:.3g} s for the drafter in each of {estimate.iters} iterations; "
-        f"{estimate.memory_bytes / 1e9:.2f} GB of memory, {estimate.disk_bytes / 1e6:.0f} MB of disk"
-    )
-
-
-def minutes(seconds: float) -> str:
-    """A time as people say it."""
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )
-
-
-def answers_of(settings: Settings, model: nn.Module, tokenizer: Any, prompts: list[list[int]]) -> list[Text]:
-    """What the target answers to the prompts, from disk where it has answered already."""
-    asking = Asking(
+def asking_of(settings: Settings, prompts: list[list[int]]) -> Asking:
+    """What the answers to these prompts depend on."""
+    return Asking(
         model=f"{base_name(settings) or 'demo'} {settings.adapter_path or ''}".strip(),
         prompts=digest(prompts),
         temps=settings.temp,
         max_tokens=settings.max_tokens,
         seed=settings.seed,
     )
-    return answered(model, tokenizer, prompts, asking, settings.work / "answers.jsonl")
 
 
 def prepared(
@@ -249,12 +208,7 @@ def prepared(
     ids = None
     if args.draft_vocab_size is not None:
         ids = most_frequent(training, args.draft_vocab_size, args.vocab_size)
-    if settings.init_head == "target":
-        drafter = new_drafter(model, args, ids)
-    else:
-        drafter = Drafter(args)
-        if ids is not None:
-            drafter.draft_ids = mx.array(ids.astype(np.int32))
+    drafter = new_drafter(model, args, ids) if settings.init_head == "target" else untrained(args, ids)
     mx.eval(drafter.parameters())
     if settings.val_batches > 0:
         validation = validation[: settings.val_batches * settings.batch_size]
@@ -298,48 +252,6 @@ def fit(
     return train_drafter(ground.model, ground.drafter, batches, settings.course, settings.recipe, after=after)
 
 
-def validated(settings: Settings, ground: Ground, done: int, say: Say) -> dict[str, Any]:
-    """One validation, told and as an entry of the record."""
-    known: Knowledge = examined(ground.model, ground.drafter, ground.validation, settings.recipe, settings.batch_size)
-    trial = decoded(
-        ground.model,
-        ground.drafter,
-        ground.prompts,
-        shape=(1, settings.draft_depth),
-        max_tokens=settings.val_tokens,
-        temp=settings.temp[-1],
-        seed=settings.seed,
-        ends=set(ground.tokenizer.eos_token_ids),
-    )
-    first = " ".join(f"{row[0]:.2f}" for row in known.acceptance)
-    say(
-        f"iteration {done}: validation loss {known.loss:.3f}, right at depth 1, 2, ...: {first}; "
-        f"{trial.stats.tokens_per_round:.2f} tokens per round at 1 x {settings.draft_depth}, "
-        f"temperature {settings.temp[-1]}"
-    )
-    if trial.stats.rounds and trial.stats.accepted == 0 and done >= settings.iters // 2:
-        say("warning: not one drafted token was accepted: too few iterations, or too low or high a learning rate")
-    return {
-        "iteration": done,
-        "loss": known.loss,
-        "acceptance": [list(row) for row in known.acceptance],
-        "tokens_per_round": trial.stats.tokens_per_round,
-    }
-
-
-def keep_best(settings: Settings, drafter: Drafter, record: Record) -> None:
-    """Saves the drafter when it has just made the most tokens per round of this run; only early stopping needs it."""
-    scores = [entry["tokens_per_round"] for entry in record.validations]
-    if settings.patience and scores[-1] > max(scores[:-1], default=0):
-        save_drafter(settings.work / "best", drafter)
-
-
-def stale(record: Record, patience: int) -> bool:
-    """Whether the last `patience` validations brought nothing."""
-    scores = [entry["tokens_per_round"] for entry in record.validations]
-    return bool(patience) and len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
-
-
 def finish(settings: Settings, ground: Ground, record: Record, done: int, say: Say) -> None:
     """Measures the finished drafter, with `patience` the best one that was validated, and writes its directory."""
     drafter = ground.drafter
@@ -353,16 +265,7 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     if bad := [name for name, array in weights.items() if not mx.isfinite(array).all().item()]:
         raise RedrafterError(f"{bad[0]} does not fit into {final_dtype(settings, ground.model)}: give another --dtype")
     shapes = [(1, k) for k in range(1, settings.draft_depth + 1)] + [(4, settings.draft_depth)]
-    rows = compared(
-        ground.model,
-        drafter,
-        ground.prompts,
-        shapes,
-        max_tokens=settings.val_tokens,
-        temp=settings.temp[-1],
-        seed=settings.seed,
-        ends=set(ground.tokenizer.eos_token_ids),
-    )
+    rows = compared(ground.model, drafter, ground.prompts, shapes, manner_of(settings, ground))
     base = base_name(settings)
     acceptance = [[round(share, 4) for share in row] for row in record.validations[-1]["acceptance"]]
     drafter.args = replace(drafter.args, base_model=base, draft_depth=results.fastest(rows), acceptance=acceptance)
@@ -372,7 +275,7 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     try:
         results.write_summary(place / "training.json", record, rows)
         card = results.model_card(drafter.args, base, done, rows, command)
-        (place / "README.md").write_text(card, encoding="utf-8")
+        write_text(place / "README.md", card)
         drawn = results.draw(place / "training.png", record)
     except OSError as error:
         raise RedrafterError(f"the drafter is in {place}, but not all of its report: {one_line(error)}") from error
@@ -385,21 +288,6 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
 def cast_to(dtype: mx.Dtype, drafter: Drafter) -> Any:
     """Its weights in another dtype."""
     return tree_map(lambda array: array.astype(dtype), drafter.trainable_parameters())
-
-
-def get_callbacks(settings: Settings) -> Any:
-    """mlx-lm's reporting callbacks, or None."""
-    if not settings.report_to:
-        return None
-    try:
-        return get_reporting_callbacks(
-            settings.report_to,
-            project_name=settings.project_name,
-            log_dir=str(settings.work),
-            config=cast(Any, plain(settings)),
-        )
-    except (ImportError, ValueError) as error:
-        raise RedrafterError(f"cannot report to {settings.report_to}: {error}") from error
 
 
 @contextmanager

@@ -109,6 +109,11 @@ class Settings:
         return Path(self.output).expanduser()
 
     @property
+    def answers(self) -> Path:
+        """The file of what the target said."""
+        return self.work / "answers.jsonl"
+
+    @property
     def work(self) -> Path:
         """Where a run keeps what it needs to go on."""
         return self.place / "training"

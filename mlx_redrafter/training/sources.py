@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint import load
-from ..demo import DIRECTORY
+from ..demo import load_demo
 from ..demo.sources import training_prompts
 from .data import Text, encoded, load_prompts, load_texts
 from .settings import Settings
@@ -21,10 +20,7 @@ DEMO_PROMPTS = 1024
 def open_target(settings: Settings) -> tuple[nn.Module, Any]:
     """(model, tokenizer) of the settings; the demo's, in float32, when they name none."""
     if settings.model is None:
-        model, tokenizer = load(DIRECTORY / "target")
-        model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
-        return model, tokenizer
+        return load_demo()[:2]
     return load(
         settings.model,
         adapter_path=settings.adapter_path,
