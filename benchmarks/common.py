@@ -21,6 +21,7 @@ from mlx_redrafter.checkpoint import load, load_drafter
 from mlx_redrafter.demo import demo_prompts, load_demo
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode
+from mlx_redrafter.training.data import load_prompts
 
 
 class Bench(NamedTuple):
@@ -37,7 +38,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--model", help="the packaged demo when not given")
     parser.add_argument("--drafter", help="its drafter")
     parser.add_argument(
-        "--prompts", type=Path, help="text file, one prompt a line; the demo's held-out ones if not given"
+        "--prompts", type=Path, help="one prompt a line, or jsonl; the demo's held-out ones if not given"
     )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temp", type=float, default=0.0)
@@ -73,8 +74,8 @@ def open_bench(args: argparse.Namespace) -> Bench:
         if args.drafter:
             drafter = load_drafter(args.drafter, model)
             drafter.set_dtype(mx.float32)  # as the demo decodes
-    texts = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else demo_prompts()
-    return Bench(model, drafter, [encode(tokenizer, text) for text in texts])
+    prompts = load_prompts(args.prompts, tokenizer) if args.prompts else [encode(tokenizer, t) for t in demo_prompts()]
+    return Bench(model, drafter, prompts)
 
 
 def timed(steps: Iterator[Any]) -> tuple[list[Any], float]:

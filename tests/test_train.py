@@ -25,6 +25,7 @@ from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.distill import Batches, Recipe, train_drafter
 from mlx_redrafter.training.fitting import Course, fit_, save_
 from mlx_redrafter.training.lessons import LABELS, Batch, Labels, hear, make_vocabulary, new_drafter, teach
+from mlx_redrafter.training.sizing import candidates, n_weights
 
 HIDDEN, VOCAB = 16, 23
 ARGS = DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1)
@@ -386,6 +387,18 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(RedrafterError, match=reason):
         train_drafter(model, untrained(), batches, Course(1), recipe(**changes))
+
+
+def test_sizes_to_choose_from_fit_the_target_and_end_with_small_vocabularies() -> None:
+    found = candidates(2048, 128256)
+    guessed = [args.draft_vocab_size or args.vocab_size for args in found]
+    common = [size for size in guessed if size >= 32768]
+    assert set(common) == {128256, 65536, 32768} and guessed[: len(common)] == common
+    assert set(guessed[len(common) :]) == {16384, 8192}
+    weights = [n_weights(args) for args in found[: len(common)]]
+    assert weights == sorted(weights, reverse=True)
+    assert {args.exit_dim for args in found} == {128, 256, 512, 1024, 2048, 4096}
+    assert {args.draft_vocab_size for args in candidates(384, 2048)} == {None, 1024}
 
 
 def test_a_drafter_or_a_checkpoint_of_another_size_is_refused(

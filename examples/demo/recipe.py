@@ -21,10 +21,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import load, load_drafter
 from mlx_redrafter.demo.sources import split_files
+from mlx_redrafter.drafter import DrafterArgs
+from mlx_redrafter.target import sizes
+from mlx_redrafter.training.distill import Recipe
 
 from . import corpus, drafter, report, target
 
 VOCAB_SIZE = 2048
+ROWS_PER_STEP = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PACKAGE = Path(__file__).parents[2] / "mlx_redrafter" / "demo"
 
@@ -51,9 +55,10 @@ def make_drafter(out: Path, steps: int) -> None:
     if (out / "drafter" / "model.safetensors").exists():
         return
     model, _ = trained(out)
-    tokens = np.load(out / "train.npy")
-    texts = drafter.write_texts(model, tokens, out / "texts")
-    drafter.train(model, tokens, texts, steps, out / "drafter")
+    texts = drafter.write_texts(model, np.load(out / "train.npy"), out / "texts")
+    args = DrafterArgs(*sizes(model), exit_dim=160, num_draft_layers=1)
+    phase = drafter.Phase(steps, Recipe(labels="distribution", learning_rate=4e-3))
+    drafter.train(model, texts, args, [phase], ROWS_PER_STEP, out / "drafter")
 
 
 def print_report(out: Path) -> None:
@@ -63,7 +68,8 @@ def print_report(out: Path) -> None:
     print(f"target: {bits:.3f} bits per held-out byte")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
-    report.print_table(model, tokenizer, network)
+    for name, value in report.measured(model, tokenizer, network).items():
+        print(f"{name}: {value:.2f} tokens per round")
 
 
 def package(out: Path) -> None:
@@ -91,7 +97,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--stages", default="corpus,target,drafter,report", help="also: package (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2400, help="of the target (default: %(default)s)")
-    parser.add_argument("--drafter-steps", type=int, default=1600, help="default: %(default)s")
+    parser.add_argument("--drafter-steps", type=int, default=5120, help="default: %(default)s")
     args = parser.parse_args()
     stages: dict[str, Callable[[], None]] = {
         "corpus": lambda: make_corpus(args.output),

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks.acceptance import measure
-from benchmarks.common import Bench, cell
+from benchmarks.common import Bench
 from mlx_redrafter.demo.sources import library_name, split_files
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode
@@ -17,8 +17,8 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)
 
 
-def prompts(tokenizer: TokenizerWrapper) -> dict[str, str]:
-    """File name -> whole lines from a function's first on, PROMPT_TOKENS or a few more, of held-out files."""
+def prompts(tokenizer: TokenizerWrapper, count: int = PROMPTS) -> dict[str, str]:
+    """File name -> whole lines from a function's first on, PROMPT_TOKENS or a few more, of `count` held-out files."""
     found = {}
     for path in split_files()[1]:
         text = path.read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def prompts(tokenizer: TokenizerWrapper) -> dict[str, str]:
         if starts and (prompt := excerpt(text[starts[len(starts) // 2] :], tokenizer)):
             found[library_name(path)] = prompt
     names = list(found)
-    return {name: found[name] for name in names[:: len(names) // PROMPTS][:PROMPTS]}
+    return {name: found[name] for name in names[:: max(1, len(names) // count)][:count]}
 
 
 def excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
@@ -45,12 +45,11 @@ def held_out_bytes() -> int:
     return sum(path.stat().st_size for path in split_files()[1])
 
 
-def print_table(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter) -> None:
-    """Prints tokens per round, greedy and at temperature 0.8."""
-    bench = Bench(model, drafter, [encode(tokenizer, text) for text in prompts(tokenizer).values()])
-    for temp in (0.0, 0.8):
-        for shape in ((1, 4), (4, 5)):
-            row = measure(bench, shape, max_tokens=NEW_TOKENS, temp=temp)
-            print(
-                f"temperature {temp}", *(f"{name} {cell(value)}" for name, value in row.items()), sep="  ", flush=True
-            )
+def measured(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, count: int = PROMPTS) -> dict[str, float]:
+    """Tokens per round on so many held-out prompts, greedy and at temperature 0.8, at two shapes."""
+    bench = Bench(model, drafter, [encode(tokenizer, text) for text in prompts(tokenizer, count).values()])
+    return {
+        f"{shape[0]}x{shape[1]} at {temp}": measure(bench, shape, max_tokens=NEW_TOKENS, temp=temp)["tokens/round"]
+        for temp in (0.0, 0.8)
+        for shape in ((1, 4), (4, 5))
+    }

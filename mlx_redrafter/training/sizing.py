@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NamedTuple, cast
 
@@ -19,8 +19,11 @@ from ..target import backbone, sizes
 CHEAP = 0.05
 """The share of a plain step that one draft step should cost at most."""
 
-VOCABULARIES = (65536, 32768, 16384, 8192)
-"""Draft vocabularies that are tried below the target's own."""
+VOCABULARIES = (65536, 32768)
+"""Draft vocabularies that are tried below the target's own: the tokens beyond are rare in any text."""
+
+SMALL_VOCABULARIES = (16384, 8192)
+"""Those that are tried when nothing else is cheap enough: they lose acceptance."""
 
 CONTEXT, REPEATS = 64, 7
 
@@ -40,19 +43,24 @@ class Choice(NamedTuple):
 
 
 def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
-    """Sizes worth trying, the largest first."""
-    widths = [2 * hidden_size, hidden_size, hidden_size // 2, hidden_size // 4, hidden_size // 8]
+    """Sizes worth trying, best first: the largest first, and behind all others those of a small vocabulary."""
+    widths = [2 * hidden_size, hidden_size, hidden_size // 2, hidden_size // 4, hidden_size // 8, hidden_size // 16]
     widths = sorted({max(64, 32 * (width // 32)) if width != 2 * hidden_size else width for width in widths})
-    vocabularies = [None, *(count for count in VOCABULARIES if count < vocab_size)]
-    if len(vocabularies) == 1 and vocab_size >= 1024:
-        vocabularies.append(vocab_size // 2)
-    found = [
-        DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
-        for width in widths
-        for layers in (1, 2)
-        for count in vocabularies
-    ]
-    return sorted(found, key=n_weights, reverse=True)
+
+    def sized(vocabularies: Iterable[int | None]) -> list[DrafterArgs]:
+        found = [
+            DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
+            for width in widths
+            for layers in (1, 2)
+            for count in vocabularies
+        ]
+        return sorted(found, key=n_weights, reverse=True)
+
+    common = [count for count in VOCABULARIES if count < vocab_size]
+    small = [count for count in SMALL_VOCABULARIES if count < vocab_size]
+    if not common and not small and vocab_size >= 1024:
+        small = [vocab_size // 2]
+    return sized([None, *common]) + sized(small)
 
 
 def n_weights(args: DrafterArgs) -> int:
@@ -67,7 +75,7 @@ def n_weights(args: DrafterArgs) -> int:
 
 
 def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | None = None) -> Choice:
-    """The largest drafter one step of which costs less than `share` of a plain step of `model` on this machine.
+    """The best of `candidates` one step of which costs less than `share` of a plain step of `model` on this machine.
 
     Both are measured. Only sizes whose bytes are in proportion are measured at all: decoding is bound by memory.
 
@@ -80,8 +88,8 @@ def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | Non
     tried = candidates(hidden_size, vocab_size)
     budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in tried if n_weights(args) * dtype.size <= 1.5 * budget] or tried[-1:]
-    if len(light) > 6:  # a spread of sizes, the smallest among them
-        light = [light[round(i * (len(light) - 1) / 5)] for i in range(6)]
+    if len(light) > 8:  # a spread of sizes, the last resort among them
+        light = [light[round(i * (len(light) - 1) / 7)] for i in range(8)]
     cost = 0.0
     for args in light:
         cost = draft_milliseconds(model, args, dtype) / plain

@@ -1,0 +1,178 @@
+"""What training a drafter costs: an iteration against its parts, memory at real sizes, and predictions.
+
+    python -m benchmarks.training cost
+    python -m benchmarks.training memory --hidden-size 2560 --vocab-size 151936
+    python -m benchmarks.training predict --bandwidth 400 --tflops 10
+
+`cost` trains a drafter for the packaged demo and measures each part alone, in turns. `memory` gives random hidden
+states and logits to a random drafter of that size. `predict` measures nothing: it counts bytes and operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_redrafter.demo import load_demo
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.loss import Lesson, draft_loss
+from mlx_redrafter.target import sizes
+from mlx_redrafter.training.answers import AT_ONCE
+from mlx_redrafter.training.data import Text, collated
+from mlx_redrafter.training.distill import Recipe, make_lesson, train_drafter
+from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
+from mlx_redrafter.training.fitting import Course
+from mlx_redrafter.training.lessons import Batch, Heard, hear, make_vocabulary, new_drafter, vocabulary_of
+from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
+
+from .common import median, show
+from .targets import TARGETS, TargetShape
+
+
+def cost(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The demo's iteration, and its parts alone."""
+    model = load_demo()[0]
+    hidden_size, vocab_size = sizes(model)
+    drafter = new_drafter(model, DrafterArgs(hidden_size, vocab_size, args.exit_dim, 1))
+    recipe = Recipe(depth=args.draft_depth)
+    rng = np.random.default_rng(0)
+    texts = [Text(rng.integers(vocab_size, size=args.length + 1), 0) for _ in range(args.batch_size)]
+    batch = collated(texts)
+
+    def lesson() -> Lesson:
+        return make_lesson(hear(model, batch), recipe, None, 0)
+
+    taught = lesson()
+    mx.eval(taught)
+    gradient = nn.value_and_grad(drafter, lambda: draft_loss(drafter, taught, recipe.depth).loss)
+    times: dict[str, list[float]] = {"target": [], "drafter": [], "iteration": []}
+    for _ in range(args.rounds):
+        for _ in range(3):
+            times["target"].append(measured(lesson).seconds)
+            times["drafter"].append(measured(gradient).seconds)
+        marks: list[float] = []
+
+        def mark(done: int, shown: dict[str, float], marks: list[float] = marks) -> bool:
+            marks.append(perf_counter())
+            return False
+
+        train_drafter(model, drafter, lambda iteration: batch, Course(args.iters), recipe, after=mark)
+        # The first one compiles; the last one has no next lesson beside it.
+        times["iteration"] += np.diff(marks[1:-1]).tolist()
+    middle = {name: median(values) for name, values in times.items()}
+    row = {f"{name} ms": 1e3 * value for name, value in middle.items()}
+    return [{**row, "x sum": middle["iteration"] / (middle["target"] + middle["drafter"])}]
+
+
+def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A batch's lesson from given logits, then loss and gradient: the most that each needs at a time."""
+    drafter_args = DrafterArgs(
+        args.hidden_size, args.vocab_size, args.exit_dim, 1, draft_vocab_size=args.draft_vocab_size
+    )
+    drafter = Drafter(drafter_args)
+    if args.draft_vocab_size is not None:
+        drafter.draft_ids = make_vocabulary(np.arange(args.draft_vocab_size), args.vocab_size).ids
+    mx.eval(drafter.parameters())
+    tokens = mx.zeros((1, args.length + 1), mx.int32)
+    shape = (1, args.length)
+    hidden, embeddings = mx.random.normal((2, *shape, args.hidden_size)).astype(mx.bfloat16)
+    logits = mx.random.normal((*shape, args.vocab_size)).astype(mx.bfloat16)
+    heard = Heard(Batch(tokens, mx.ones(shape, mx.bool_)), hidden, embeddings, logits)
+    mx.eval(heard)
+    recipe = Recipe(depth=args.draft_depth, top_k=args.teacher_top_k)
+    taught = measured(lambda: list(filter(is_array, make_lesson(heard, recipe, vocabulary_of(drafter), 0))))
+    gradient = nn.value_and_grad(drafter, lambda: draft_loss(drafter, Lesson(*taught.made), recipe.depth).loss)
+    learned = measured(gradient)
+    gigabytes = {
+        "the target's logits": logits.nbytes,
+        "lesson, at most": taught.memory,
+        "lesson": sum(array.nbytes for array in taught.made),
+        "weights and moments": 12 * n_weights(drafter_args),
+        "loss and gradient": learned.memory,
+    }
+    return [{f"{name} GB": size / 1e9 for name, size in gigabytes.items()} | {"seconds": learned.seconds}]
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is there."""
+    return value is not None
+
+
+def predict(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each published target."""
+    return [predicted(target, args) for target in TARGETS]
+
+
+def predicted(target: TargetShape, args: argparse.Namespace) -> dict[str, Any]:
+    """What the trainer would choose and take, if decoding is bound by memory and training by arithmetic."""
+    weight_bytes = target.n_weights * (args.bits + 0.5) / 8  # a scale and a bias of 16 bits for 64 weights
+    cheap = [
+        each for each in candidates(target.hidden_size, target.vocab_size) if 2 * n_weights(each) < CHEAP * weight_bytes
+    ]
+    chosen = cheap[0]
+    tokens = args.batch_size * args.length
+    drafter = 6 * args.draft_depth * n_weights(chosen) * tokens  # forward, and twice that backward, at each depth
+    iteration = (2 * target.n_weights * tokens + drafter) / (args.tflops * 1e12)
+    answers = args.answers * args.max_tokens / AT_ONCE * weight_bytes / (args.bandwidth * 1e9)
+    logits = tokens * target.vocab_size
+    # Logits in 16 bits, the lesson's 64 likeliest tokens aside; 64 MB of the drafter's, five times over; two layers'
+    # activations of the target; the drafter's activations at every depth.
+    activations = tokens * (2 * 2 * (target.intermediate_size + 4 * target.hidden_size))
+    activations += 4 * args.draft_depth * tokens * (4 * target.hidden_size + 6 * chosen.exit_dim)
+    memory_bytes = weight_bytes + 16 * n_weights(chosen) + 2 * logits + 5 * 64e6 + activations
+    return {
+        "target": f"{target.name} {args.bits}-bit",
+        "GB": weight_bytes / 1e9,
+        "exit_dim": chosen.exit_dim,
+        "blocks": chosen.num_draft_layers,
+        "guesses": chosen.draft_vocab_size or target.vocab_size,
+        "M weights": n_weights(chosen) / 1e6,
+        "answers": minutes(answers),
+        "training": minutes(args.iters * iteration),
+        "memory GB": memory_bytes / 1e9,
+        "disk MB": (disk_bytes(chosen) + 8 * args.answers * args.max_tokens) / 1e6,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind, work in (("cost", cost), ("memory", memory), ("predict", predict)):
+        one = kinds.add_parser(kind)
+        one.set_defaults(work=work)
+        one.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+        one.add_argument("--draft-depth", type=int, default=5)
+        one.add_argument("--batch-size", type=int, default={"cost": 2, "memory": 1, "predict": 4}[kind])
+        one.add_argument("--length", type=int, default={"cost": 256, "memory": 1024, "predict": 320}[kind])
+        if kind != "predict":
+            one.add_argument("--exit-dim", type=int, default={"cost": 160, "memory": 256}[kind])
+        if kind == "cost":
+            one.add_argument("--rounds", type=int, default=3)
+            one.add_argument("--iters", type=int, default=12, help="of a round")
+        if kind == "memory":
+            one.add_argument("--hidden-size", type=int, default=2560)
+            one.add_argument("--vocab-size", type=int, default=151936)
+            one.add_argument("--draft-vocab-size", type=int)
+            one.add_argument("--teacher-top-k", type=int, default=64)
+        if kind == "predict":
+            one.add_argument("--bandwidth", type=float, required=True, help="GB/s that decoding sees")
+            one.add_argument("--tflops", type=float, required=True, help="10^12 operations/s that training sees")
+            one.add_argument("--bits", type=int, default=4)
+            one.add_argument("--iters", type=int, default=1000)
+            one.add_argument("--answers", type=int, default=2000)
+            one.add_argument("--max-tokens", type=int, default=256)
+    args = parser.parse_args(arguments)
+    rows = args.work(args)
+    del args.work
+    show(args, rows)
+
+
+if __name__ == "__main__":
+    main()
