@@ -12,13 +12,16 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.checkpoint import load_drafter, save_drafter
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.files import replacing
 from mlx_redrafter.training.data import Text, make_batches, most_frequent
 from mlx_redrafter.training.distill import Recipe, train_drafter
+from mlx_redrafter.training.evaluation import Manner, examined
 from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import new_drafter
+from mlx_redrafter.training.measuring import compared
+from mlx_redrafter.training.results import described
 
 PROMPT, LENGTH = 64, 257
 BATCHES, ROWS = 20, 256
@@ -41,11 +44,16 @@ def continuations(model: nn.Module, prompts: mx.array, length: int, temp: float)
 
 
 def write_texts(
-    model: nn.Module, tokens: np.ndarray, directory: Path, temp: float = TEMPERATURE, seed: int = 0
+    model: nn.Module,
+    tokens: np.ndarray,
+    directory: Path,
+    temp: float = TEMPERATURE,
+    batches: int = BATCHES,
+    seed: int = 0,
 ) -> np.ndarray:
     """(N, LENGTH) uint16 texts by the model, one file a batch; batches that are there are not written again."""
-    starts = np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: BATCHES * ROWS] * PROMPT
-    files = [directory / f"{i:03}.npy" for i in range(BATCHES)]
+    starts = np.random.default_rng(seed).permutation(len(tokens) // PROMPT)[: batches * ROWS] * PROMPT
+    files = [directory / f"{i:03}.npy" for i in range(batches)]
     for i, file in enumerate(tqdm(files, desc="texts")):
         if file.exists():
             continue
@@ -105,3 +113,23 @@ def train(
         train_drafter(model, drafter, batches, course, phase.recipe)
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter
+
+
+def describe(
+    model: nn.Module, held_out: np.ndarray, prompts: list[list[int]], ends: set[int], directory: Path, depth: int = 5
+) -> None:
+    """Writes into the config of the drafter in `directory` how good it is, and how deep it drafts best here.
+
+    Args:
+        held_out: a stream of ids that nobody has learned; the target writes behind pieces of it.
+        prompts: for real decoding.
+        ends: ids that end a text.
+    """
+    drafter = load_drafter(directory, model)
+    drafter.set_dtype(mx.float32)
+    texts = [Text(row.astype(np.int32), PROMPT) for row in write_texts(model, held_out, directory / "texts", batches=1)]
+    known = examined(model, drafter, texts, Recipe(depth=depth), 16)
+    chains = [(1, k) for k in range(1, depth + 1)]
+    rows = compared(model, drafter, prompts, chains, Manner(128, TEMPERATURE, 0, ends))
+    drafter.args = described(drafter.args, None, known.acceptance, rows)
+    save_drafter(directory, drafter, dtype=mx.float16)

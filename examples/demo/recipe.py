@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter import load, load_drafter
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafter import DrafterArgs
+from mlx_redrafter.generation import encode
 from mlx_redrafter.target import sizes
 from mlx_redrafter.training.distill import Recipe
 
@@ -61,6 +62,13 @@ def make_drafter(out: Path, steps: int) -> None:
     drafter.train(model, texts, args, [phase], ROWS_PER_STEP, out / "drafter")
 
 
+def describe_drafter(out: Path) -> None:
+    """Acceptance and depth into the drafter's config."""
+    model, tokenizer = trained(out)
+    prompts = [encode(tokenizer, text) for text in report.prompts(tokenizer).values()]
+    drafter.describe(model, np.load(out / "held.npy"), prompts, set(tokenizer.eos_token_ids), out / "drafter")
+
+
 def print_report(out: Path) -> None:
     """Held-out bits per byte, and tokens per round."""
     model, tokenizer = trained(out)
@@ -95,7 +103,9 @@ def main() -> None:
     """Runs the stages that are asked for, in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--stages", default="corpus,target,drafter,report", help="also: package (default: %(default)s)")
+    parser.add_argument(
+        "--stages", default="corpus,target,drafter,describe,report", help="also: package (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=2400, help="of the target (default: %(default)s)")
     parser.add_argument("--drafter-steps", type=int, default=5120, help="default: %(default)s")
     args = parser.parse_args()
@@ -103,6 +113,7 @@ def main() -> None:
         "corpus": lambda: make_corpus(args.output),
         "target": lambda: make_target(args.output, args.steps),
         "drafter": lambda: make_drafter(args.output, args.drafter_steps),
+        "describe": lambda: describe_drafter(args.output),
         "report": lambda: print_report(args.output),
         "package": lambda: package(args.output),
     }

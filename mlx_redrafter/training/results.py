@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,6 +21,18 @@ def fastest(rows: list[Row]) -> int:
     """K of the chain that decodes fastest here; the shallower one among equals."""
     chains = [row for row in rows if row.shape[0] == 1]
     return max(chains, key=lambda row: (row.tokens_per_second, -row.shape[1])).shape[1]
+
+
+def described(
+    args: DrafterArgs, base: str | None, acceptance: Sequence[Sequence[float]], rows: list[Row]
+) -> DrafterArgs:
+    """The sizes with what was found out: whose drafter it is, how good, and how deep it drafts best here.
+
+    Args:
+        acceptance: (K, R) see `Knowledge`.
+    """
+    rounded = [[round(share, 4) for share in row] for row in acceptance]
+    return replace(args, base_model=base, draft_depth=fastest(rows), acceptance=rounded)
 
 
 def use(settings: Settings, base: str | None) -> str:

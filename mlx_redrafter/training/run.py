@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -267,8 +266,7 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     shapes = [(1, k) for k in range(1, settings.draft_depth + 1)] + [(4, settings.draft_depth)]
     rows = compared(ground.model, drafter, ground.prompts, shapes, manner_of(settings, ground))
     base = base_name(settings)
-    acceptance = [[round(share, 4) for share in row] for row in record.validations[-1]["acceptance"]]
-    drafter.args = replace(drafter.args, base_model=base, draft_depth=results.fastest(rows), acceptance=acceptance)
+    drafter.args = results.described(drafter.args, base, record.validations[-1]["acceptance"], rows)
     command = results.use(settings, base)
     place = settings.place
     save_drafter(place, drafter)
