@@ -9,7 +9,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafter import Drafter
-from ..generation import stream_generate
+from ..generation import encode_chat, make_settings
+from ..trial import try_out
 
 ROWS = 8
 PROMPTS = (
@@ -60,11 +61,6 @@ def difference(source: mx.array, result: mx.array) -> Difference:
 
 def tokens_per_round(model: nn.Module, tokenizer: Any, drafter: Drafter) -> float:
     """Greedy, drafting as deep as it says, pooled over a few prompts, through the chat template where there is one."""
-    rounds = accepted = 0
-    for text in PROMPTS:
-        prompt: str | list[int] = text
-        if tokenizer.has_chat_template:
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-        *_, last = stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=NEW_TOKENS)
-        rounds, accepted = rounds + last.rounds, accepted + last.accepted
-    return 1 + accepted / rounds if rounds else 1.0
+    prompts = [encode_chat(tokenizer, text) for text in PROMPTS]
+    settings = make_settings(drafter, max_tokens=NEW_TOKENS)
+    return try_out(model, drafter, prompts, settings, set(tokenizer.eos_token_ids)).stats.tokens_per_round

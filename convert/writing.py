@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import dedent
@@ -13,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..cards import card_header
 from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
 from ..shapes import name_of
@@ -100,9 +100,6 @@ def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, An
     packing = "not quantised"
     if quantization:
         packing = f"{quantization['bits']} bits, group size {quantization['group_size']}, mode {quantization['mode']}"
-    header = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
-    if base and not os.path.exists(os.path.expanduser(base)):
-        header.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
     body = f"""\
         # A recurrent drafter for {base or "its target"}
 
@@ -115,7 +112,7 @@ def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, An
         python -m mlx_redrafter.generate --model {base or "TARGET"} --drafter THIS --prompt "hello"
         ```
         """
-    return "\n".join(["---", *header, "---", "", dedent(body)])
+    return f"{card_header(base)}\n{dedent(body)}"
 
 
 def check_repo(repo: str) -> None:

@@ -365,6 +365,16 @@ def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
     return list(tokenizer.encode(prompt, add_special_tokens=special))
 
 
+def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """Token ids of the user's message, or of messages, through the chat template if there is one."""
+    if not tokenizer.has_chat_template:
+        if not isinstance(prompt, str):
+            prompt = "\n".join(str(message.get("content", "")) for message in prompt)
+        return encode(tokenizer, prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
 def is_text(text: str) -> bool:
     """Whether it can be written as UTF-8; what a shell passes on of other bytes cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -14,12 +14,12 @@ import pytest
 from mlx_redrafter import generate_step, load_demo
 from mlx_redrafter.demo.sources import split_files, training_prompts
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generation import encode_chat
 from mlx_redrafter.training import answers
 from mlx_redrafter.training.answers import Asking, answered, digest
 from mlx_redrafter.training.data import (
     Text,
     collated,
-    encoded,
     load_prompts,
     load_texts,
     make_batches,
@@ -103,7 +103,7 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
     (tmp_path / "prompts.txt").write_text("first\n\nsecond\n")
     jsonl(tmp_path / "prompts.jsonl", [{"prompt": "first"}, ROWS["chat"], {"messages": ROWS["chat"]["messages"][:1]}])
     tokenizer = demo[1]
-    assert load_prompts(tmp_path / "prompts.txt", tokenizer) == [encoded(tokenizer, t) for t in ("first", "second")]
+    assert load_prompts(tmp_path / "prompts.txt", tokenizer) == [encode_chat(tokenizer, t) for t in ("first", "second")]
     said = [chatty.decode(ids) for ids in load_prompts(tmp_path / "prompts.jsonl", chatty)]
     assert said == ["<user>first\n<assistant>"] + 2 * ["<user>add two numbers\n<assistant>"]
     assert tokenizer.decode(load_prompts(tmp_path / "prompts.jsonl", tokenizer)[1]) == "add two numbers"
@@ -151,7 +151,7 @@ def test_a_damaged_file_of_answers_is_begun_anew_or_refused_by_name(
     damage: str | bytes, demo: Any, tmp_path: Path
 ) -> None:
     model, tokenizer = demo
-    prompts = [encoded(tokenizer, "import")]
+    prompts = [encode_chat(tokenizer, "import")]
     path = tmp_path / "answers.jsonl"
     path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
     if damage == '{"model": "de':
@@ -178,7 +178,7 @@ def test_every_temperature_has_its_turn_however_few_prompts(
 
 def test_answers_are_the_targets_own_and_end_as_it_ends_them(demo: Any, tmp_path: Path) -> None:
     model, tokenizer = demo
-    prompts = [encoded(tokenizer, text) for text in ("def main(", "import", "class Reader:\n")]
+    prompts = [encode_chat(tokenizer, text) for text in ("def main(", "import", "class Reader:\n")]
     found = answered(model, tokenizer, prompts, asking(prompts, temps=(0.0,)), tmp_path / "answers.jsonl")
     for text, prompt in zip(found, prompts, strict=True):
         plain = [token for token, _, _ in generate_step(prompt, model, max_tokens=6)]
@@ -197,7 +197,7 @@ def test_answers_are_not_written_twice_and_go_on_where_they_stopped(
 ) -> None:
     model, tokenizer = demo
     monkeypatch.setattr(answers, "AT_ONCE", 2)
-    prompts = [encoded(tokenizer, text) for text in ("def main(", "import", "class A:\n", "for x in", "return")]
+    prompts = [encode_chat(tokenizer, text) for text in ("def main(", "import", "class A:\n", "for x in", "return")]
     whole = answered(model, tokenizer, prompts, asking(prompts), tmp_path / "whole.jsonl")
     real, calls = answers.generated, []
 

@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
 from ..errors import RedrafterError, one_line
+from ..generation import encode_chat
 from .lessons import Batch
 
 PAD_TO = 32
@@ -112,7 +113,7 @@ def encoded_line(tokenizer: Any, line: str, path: Path, number: int) -> list[int
     """The token ids of a line."""
     prompt = parsed(line, path, number)
     try:
-        return encoded(tokenizer, prompt)
+        return encode_chat(tokenizer, prompt)
     except Exception as error:  # whatever a chat template says of messages that it does not take
         raise RedrafterError(f"{path}, line {number}: the tokenizer refuses it: {one_line(error)[:200]}") from error
 
@@ -133,16 +134,6 @@ def parsed(line: str, path: Path, number: int) -> str | list[dict[str, Any]]:
         # What the assistant said at the end is what the target is to say itself.
         return messages[:-1] if len(messages) > 1 and messages[-1].get("role") == "assistant" else messages
     raise RedrafterError(f"{path}, line {number}: expected an object with 'prompt' or 'messages', got {line[:40]!r}")
-
-
-def encoded(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Token ids of a prompt, as `generate` makes them."""
-    if not tokenizer.has_chat_template:
-        if not isinstance(prompt, str):
-            prompt = "\n".join(str(message.get("content", "")) for message in prompt)
-        return list(tokenizer.encode(prompt))
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
 def usable(texts: Iterable[Text], longest: int, depth: int) -> list[Text]:

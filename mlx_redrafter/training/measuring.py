@@ -14,8 +14,8 @@ from ..checkpoint import load_drafter
 from ..demo import DIRECTORY, demo_prompts
 from ..drafter import Drafter
 from ..errors import RedrafterError
+from ..generation import encode_chat
 from ..stats import Stats
-from .data import encoded
 from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers
 from .sources import open_target, read_prompts, read_texts
@@ -109,7 +109,7 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
         training, validation = read_texts(settings, tokenizer)
         prompts = make_prompts(validation or training, settings.val_prompts)
     else:
-        prompts = [encoded(tokenizer, text) for text in demo_prompts()]
+        prompts = [encode_chat(tokenizer, text) for text in demo_prompts()]
     ends = set(tokenizer.eos_token_ids)
     same = True
     for temp in settings.temp:

@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from ..cards import card_header
 from ..drafter import DrafterArgs
 from ..files import replacing, write_text
 from .measuring import Row
@@ -103,8 +104,6 @@ def columns(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 def model_card(args: DrafterArgs, base: str | None, iterations: int, rows: list[Row], command: str) -> str:
     """The README of the result, in the hub's form."""
-    named = [] if base is None or Path(base).exists() else [f"base_model: {json.dumps(base)}"]
-    header = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding", *named]
     guesses = "every token" if args.draft_vocab_size is None else f"the {args.draft_vocab_size} most frequent tokens"
     lines = "\n".join(
         f"| {row.shape[0]} x {row.shape[1]} | {row.shape[2]} | {row.stats.tokens_per_round:.2f} | {row.ratio:.2f} |"
@@ -121,4 +120,4 @@ def model_card(args: DrafterArgs, base: str | None, iterations: int, rows: list[
         |---|---|---|---|
         """
     )
-    return "\n".join(["---", *header, "---", "", body + lines, "", "```bash", command, "```", ""])
+    return "\n".join([card_header(base), body + lines, "", "```bash", command, "```", ""])

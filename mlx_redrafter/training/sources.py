@@ -10,7 +10,8 @@ import mlx.nn as nn
 from ..checkpoint import load
 from ..demo import load_demo
 from ..demo.sources import training_prompts
-from .data import Text, encoded, load_prompts, load_texts
+from ..generation import encode_chat
+from .data import Text, load_prompts, load_texts
 from .settings import Settings
 
 DEMO_PROMPTS = 1024
@@ -33,7 +34,7 @@ def read_prompts(settings: Settings, tokenizer: Any) -> list[list[int]]:
     """The prompts that the target answers, as token ids; the demo's when the settings name none."""
     if settings.prompts:
         return load_prompts(Path(settings.prompts), tokenizer)
-    return [encoded(tokenizer, text) for text in training_prompts(DEMO_PROMPTS, settings.seed)]
+    return [encode_chat(tokenizer, text) for text in training_prompts(DEMO_PROMPTS, settings.seed)]
 
 
 def read_texts(settings: Settings, tokenizer: Any) -> tuple[list[Text], list[Text]]:
