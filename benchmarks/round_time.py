@@ -43,12 +43,12 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
 
     def plain_step() -> None:
         mx.eval(target.forward(start.token.reshape(1), tapped=False).logits)
-        target.keep_([])
+        target.keep_([], [])
 
     def verify_alone() -> None:
         tree = ahead.tree
-        mx.eval(target.verify(tree) if plan.width > 1 else target.forward(tree.tokens, tapped=True))
-        target.keep_([])
+        mx.eval(target.verify(tree, branched=plan.width > 1))
+        target.keep_([], [])
 
     def draft_alone() -> None:
         mx.eval(draft(start))
@@ -61,7 +61,7 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
         mx.async_eval(following)
         outcome.report.tolist()
         mx.eval(following)
-        target.keep_([])
+        target.keep_([], [])
 
     parts = {"plain": plain_step, "verify": verify_alone, "draft": draft_alone, "round": whole_round}
     times: dict[str, list[float]] = defaultdict(list)

@@ -1,35 +1,79 @@
-"""What a round does to the KV cache: keep the accepted path's rows, drop the rest."""
+"""What a round does to a model's cache: keep the accepted path's rows and drop the rest, or go back to a mark."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 Cache = list[Any]
-"""What mlx-lm's `make_prompt_cache` returns: one cache a layer."""
+"""What mlx-lm's `make_prompt_cache` returns: one cache a layer, or a `CacheList` of several."""
+
+LINEAR = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
+"""Caches whose last rows can be dropped."""
+
+REWINDABLE = (*LINEAR, RotatingKVCache)
+"""Caches that can forget the rows of the last forward, if it had several: a ring keeps what those pushed out."""
+
+KNOWN = (*REWINDABLE, ArraysCache)
+
+
+def leaves(cache: Cache) -> Iterator[Any]:
+    """Every single cache, those within a `CacheList` too."""
+    for c in cache:
+        if isinstance(c, CacheList):
+            yield from leaves(list(c.caches))
+        elif c is not None:
+            yield c
 
 
 def length(cache: Cache) -> int:
     """How many tokens the cache holds; 0 when none of its layers counts them."""
-    return next((c.offset for c in cache if isinstance(getattr(c, "offset", None), int)), 0)
+    counts = (c.offset for c in leaves(cache) if isinstance(getattr(c, "offset", None), int))
+    return max(counts, default=0)
 
 
-def foreign(cache: Cache) -> list[str]:
-    """The names of cache classes among `cache` that a round cannot rewind, sorted."""
-    return sorted({type(c).__name__ for c in cache if type(c) not in (KVCache, QuantizedKVCache)})
+def others(cache: Cache, known: tuple[type, ...]) -> list[str]:
+    """The names of the classes among a cache's leaves that are none of `known`, sorted."""
+    return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
-def rewind_(cache: Cache, size: int) -> None:
-    """Drops every row from `size` on."""
-    for c in cache:
-        c.offset = size
+def rings(cache: Cache) -> bool:
+    """Whether there is a ring among a cache's leaves."""
+    return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
-def compact_(cache: Cache, prefix: int, path: list[int]) -> None:
-    """Keeps the prefix and the rows of `path`, in that order, and drops the rest::
+def mark(cache: Cache) -> list[dict[str, Any]]:
+    """What every leaf is now. No array is copied: a forward of several rows makes new ones, or writes behind them."""
+    return [copied(vars(c)) for c in leaves(cache)]
+
+
+def restore_(cache: Cache, marks: list[dict[str, Any]]) -> None:
+    """Makes every leaf what it was."""
+    for c, state in zip(leaves(cache), marks, strict=True):
+        vars(c).update(copied(state))
+
+
+def copied(tree: Any) -> Any:
+    """Its dictionaries and lists anew, with the same things in them."""
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return [copied(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def compact_(cache: Cache, count: int, path: list[int]) -> None:
+    """Keeps the rows of `path`, in that order, of the `count` that the last forward wrote, and drops the others::
 
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
         prefix . . .   the  cat  ran
@@ -37,19 +81,35 @@ def compact_(cache: Cache, prefix: int, path: list[int]) -> None:
     Nothing moves for nodes that are in place already, as in a chain.
 
     Args:
-        cache: holds the prefix and N node rows.
-        prefix: S.
+        cache: its leaves are `REWINDABLE`; if there is a ring among them, `count` was at least 2.
         path: nodes from the root down.
     """
     still = next((i for i, node in enumerate(path) if node != i), len(path))
-    end = prefix + len(path)
-    if still < len(path):
-        rows = mx.array([prefix + node for node in path[still:]])
+    for c in leaves(cache):
+        if c.keys is None:
+            continue  # a layer that does without
+        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))
+        first = c.keys.shape[-2] - count if exact else c.offset - getattr(c, "start_position", 0) - count
+        end = first + len(path)
+        if still < len(path):
+            rows = mx.array([first + node for node in path[still:]])
+            place = slice(first + still, end)
 
-        def moved(x: mx.array) -> mx.array:
-            x[..., prefix + still : end, :] = mx.take(x, rows, axis=-2)
-            return x
+            def moved(x: mx.array, rows: mx.array = rows, place: slice = place) -> mx.array:
+                x[..., place, :] = mx.take(x, rows, axis=-2)
+                return x
 
-        for c in cache:
             c.keys, c.values = tree_map(moved, (c.keys, c.values))
-    rewind_(cache, end)
+        if exact:
+            c.keys, c.values = c.keys[..., :end, :], c.values[..., :end, :]
+        if isinstance(c, RotatingKVCache):
+            c._idx = end
+        c.offset += len(path) - count
+
+
+def rows_in_order(ring: RotatingKVCache) -> int:
+    """How many rows a ring has before it is told to drop some: those it holds, in the order of their positions."""
+    if ring.keys is None:
+        return 0
+    held: int = ring.keys.shape[-2]
+    return held if ring._idx == held or ring._idx < ring.offset else ring._idx

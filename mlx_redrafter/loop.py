@@ -5,9 +5,10 @@ What does not depend on that read is enqueued before it: the next draft, or, in 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -21,10 +22,13 @@ from .errors import RedrafterError
 from .plan import Plan
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
-from .target import KVQuantization, Target, check_draftable, check_request
+from .target import KVQuantization, Target, check_draftable, check_request, model_name
 from .types import Tip
 
 CLEAR_EVERY = 256
+MOST_REPLAYED = 8
+"""How many committed tokens a round may read again and draft: behind more it drafts nothing, and the mark moves on."""
+
 LARGEST_ID = 2**31 - 1
 
 
@@ -81,9 +85,9 @@ def decode(
     settings.chooser.sampler.check(vocab_size)
     if drafter is not None:
         assert settings.plan is not None
-        check_draftable(model, tree=settings.plan.width > 1)
-        if settings.prompt_cache is not None and (others := kv.foreign(settings.prompt_cache)):
-            raise RedrafterError(f"the prompt cache must be of KVCache or QuantizedKVCache, got {', '.join(others)}")
+        settings = replace(settings, plan=served(model, settings.plan))
+        if settings.prompt_cache is not None and (odd := kv.others(settings.prompt_cache, kv.KNOWN)):
+            raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(odd)}")
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization)
         outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
@@ -100,6 +104,19 @@ def decode(
                 return
             if count % CLEAR_EVERY == 0:
                 mx.clear_cache()
+
+
+def served(model: nn.Module, plan: Plan) -> Plan:
+    """The plan, or its chain where the model takes no trees; it is said why.
+
+    Raises:
+        UnsupportedModelError: see `check_draftable`.
+    """
+    reason = check_draftable(model, tree=plan.width > 1)
+    if reason is None:
+        return plan
+    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=3)
+    return Plan(1, plan.depth, 1 + plan.depth)
 
 
 def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: bool) -> tuple[Outcome, mx.array | None]:
@@ -149,6 +166,7 @@ def drafted(
     assert plan is not None and outcome.tip is not None
     stats, emitted = Stats(), 1
     rows: list[int] = []  # of the last forward's nodes, those whose tokens were yielded
+    tokens: list[int] = []  # their tokens
     root: int | None  # yielded, and in no row yet
 
     def draft(tip: Tip, behind: mx.array) -> Draft:
@@ -163,31 +181,45 @@ def drafted(
         yield Step(root, outcome.logprobs[0], False, stats)
         while True:
             with on_stream():
-                target.keep_(rows)
-                rows = []
-                limit = most_accepted(target, settings, emitted)
-                outcome = verify(target, ahead, chooser, history, plan, limit)
+                target.keep_(rows, tokens)
+                rows, tokens, replayed = [], [], target.replayed
+                drafts = replayed <= MOST_REPLAYED
+                if drafts:
+                    limit = most_accepted(target, settings, emitted)
+                    outcome = verify(target, ahead, chooser, history, plan, limit)
+                    behind = outcome.report[0] + (target.length + 2)
+                else:
+                    outcome = step(target, mx.array([root]), chooser, history, tapped=True)
+                    behind = mx.array(target.length + 1)
                 mx.async_eval(outcome)
                 assert outcome.tip is not None
-                ahead = draft(outcome.tip, outcome.report[0] + (target.length + 2))
-                n_accepted, *report = read(outcome.report)
-                path, chosen = report[: n_accepted + 1], report[plan.depth + 1 :]
+                ahead = draft(outcome.tip, behind)
+                report = read(outcome.report)
+                n_accepted, path, chosen = understood(report, plan.depth) if drafts else (0, [], report)
                 if history is not None:
                     history = extended(history, mx.array([root, *chosen[:n_accepted]]))
                     mx.async_eval(history)
-            stats = stats.after(plan.size - 1, n_accepted, plan.depth)
+            stats = stats.after(plan.size - 1 if drafts else 0, n_accepted, plan.depth if drafts else 0, replayed)
+            seen: list[int] = [cast(int, root), *chosen]
             for i in range(n_accepted + 1):
-                rows, root = path[: i + 2], chosen[i] if i == n_accepted else None
+                rows = path[: i + 2]
+                tokens, root = seen[: len(rows)], chosen[i] if i == n_accepted else None
                 emitted += 1
                 yield Step(chosen[i], outcome.logprobs[i], i < n_accepted, stats)
     finally:
         if settings.prompt_cache is not None:
-            settle_(target, rows, root)
+            settle_(target, rows, tokens, root)
 
 
 def read(report: mx.array) -> list[int]:
     """The host read of a round: waits for the device."""
     return cast(list[int], report.tolist())
+
+
+def understood(report: list[int], depth: int) -> tuple[int, list[int], list[int]]:
+    """(n_accepted, the accepted path, what the target chose behind each node on it) of a round's report."""
+    n_accepted, *rest = report
+    return n_accepted, rest[: n_accepted + 1], rest[depth + 1 :]
 
 
 def most_accepted(target: Target, settings: Settings, emitted: int) -> int:
@@ -201,10 +233,12 @@ def most_accepted(target: Target, settings: Settings, emitted: int) -> int:
     return min(limits)
 
 
-def settle_(target: Target, rows: list[int], root: int | None) -> None:
+def settle_(target: Target, rows: list[int], tokens: list[int], root: int | None) -> None:
     """Leaves the cache with exactly what was yielded: these rows of the last forward, and then `root`."""
     with on_stream():
-        target.keep_(rows)
+        target.keep_(rows, tokens)
+        if root is None:
+            target.catch_up_()
         if root is not None:
             target.forward(mx.array([root]), tapped=False)
             target.advance_(1)

@@ -99,10 +99,7 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
         limit: the most drafted tokens this round may keep.
     """
     tree = draft.tree
-    if plan.width == 1:
-        logits, hidden = target.forward(tree.tokens, tapped=True)
-    else:
-        logits, hidden = target.verify(tree)
+    logits, hidden = target.verify(tree, branched=plan.width > 1)
     assert hidden is not None
     logits = processed(chooser.processors, history, tree, logits, plan)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

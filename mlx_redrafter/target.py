@@ -11,13 +11,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from . import kv
+from .anatomy import anatomy
 from .errors import RedrafterError, UnsupportedModelError, one_line
-from .seams import PerNodeRope, Tap, TreeView, building, slots, tree_mask, wrapped
+from .seams import Nodes, Tap, View, Views, building, ropes_by_node, viewed, wrapped
 from .types import Tree
 
-TREE_TESTED = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-"""The model types whose trees this package's tests hold against plain forwards."""
-
+TREES: set[str] = set()
+CHAINS: dict[str, str] = {}
+REFUSED: dict[str, str] = {}
 
 KV_BITS = (2, 3, 4, 5, 6, 8)
 KV_GROUP_SIZES = (32, 64, 128)
@@ -63,6 +64,10 @@ class Forward(NamedTuple):
 class Target:
     """A model, its cache, and the rows of the cache that are not yet decided upon.
 
+    Where every layer's cache can forget rows, a round's rejected ones are dropped. Otherwise the cache goes back to its
+    mark, and what was accepted since stands in front of the next forward's input: it is replayed. A round of which all
+    is accepted moves the mark on.
+
     Args:
         model: a model object as `mlx_lm.load` returns it.
         cache: its prompt cache; None makes a new one.
@@ -76,40 +81,73 @@ class Target:
         self.cache: kv.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv.length(self.cache)
-        with building():
-            self._ropes = slots(model, "rope")
+        self._rows = 0  # of the last forward that verified
+        self._marks: list[dict[str, Any]] | None = None
+        self._replayed: list[int] = []  # committed, but behind the mark
+
+    @property
+    def replayed(self) -> int:
+        """How many committed tokens the next forward reads again."""
+        return len(self._replayed)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """(..., D) raw embedding rows of `tokens` (...)."""
-        embedded: mx.array = backbone(self._model).embed_tokens(tokens)
+        embedded: mx.array = anatomy(self._model).embedding(tokens)
         return embedded
 
     def forward(self, tokens: mx.array, *, tapped: bool) -> Forward:
-        """The model on `tokens` (T,) behind the cache, which takes their rows. `tapped` asks for the hidden states."""
+        """The model on `tokens` (T,) behind what is committed, for good. `tapped` asks for the hidden states."""
+        count = tokens.shape[0]
+        if self._replayed:
+            tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
+            self._replayed, self._marks = [], None
         if not tapped:
             logits = self._model(tokens[None], cache=self.cache)
-            return Forward(logits[0], None)
-        return self._tapped(tokens, self.cache)
+            return Forward(logits[0, -count:], None)
+        return self._tapped(tokens, self.cache, count)
 
-    def verify(self, tree: Tree) -> Forward:
-        """The model on every node of `tree`, each seeing the prefix and its ancestors; the cache takes N rows."""
-        positions = tree.depths + self.length
-        mask = tree_mask(self.length, tree.ancestors)
-        views = [TreeView(c, positions, mask) for c in self.cache]
-        with building(), wrapped(self._ropes, PerNodeRope):
-            return self._tapped(tree.tokens, views)
+    def verify(self, tree: Tree, *, branched: bool) -> Forward:
+        """The model on every node of `tree`, each seeing what is committed and its ancestors; nothing is decided yet.
 
-    def _tapped(self, tokens: mx.array, cache: list[Any]) -> Forward:
-        with building(), wrapped([(backbone(self._model), "norm")], Tap) as (tap,):
+        Args:
+            tree: N >= 2 nodes.
+            branched: whether it is more than a line.
+        """
+        count = tree.tokens.shape[0]
+        self._rows = count
+        if kv.others(self.cache, kv.REWINDABLE):
+            if self._marks is None:
+                self._marks = kv.mark(self.cache)
+            tree = behind(self._replayed, tree)
+        if not branched and not kv.rings(self.cache):
+            return self._tapped(tree.tokens, self.cache, count)
+        nodes = Nodes(self.length - self.replayed, tree.depths, tree.ancestors, branched)
+        views = [viewed(c, nodes) for c in self.cache]
+        with building(), ropes_by_node():
+            return self._tapped(tree.tokens, views, count)
+
+    def _tapped(self, tokens: mx.array, cache: list[Any], count: int) -> Forward:
+        with building(), wrapped([anatomy(self._model).tap], Tap) as (tap,):
             logits = self._model(tokens[None], cache=cache)
-        return Forward(logits[0], tap.kept[-1][0])
+        return Forward(logits[0, -count:], tap.kept[-1][0, -count:])
 
-    def keep_(self, path: list[int]) -> None:
-        """Commits these node rows of the last forward and drops its others; then quantises if it is time."""
-        if path:
-            kv.compact_(self.cache, self.length, path)
+    def keep_(self, path: list[int], tokens: list[int]) -> None:
+        """Commits these node rows of the last `verify` and drops its others; then quantises if it is time.
+
+        Args:
+            path: nodes from the root down.
+            tokens: those nodes' tokens.
+        """
+        if not self._rows:
+            return
+        if self._marks is None:
+            kv.compact_(self.cache, self._rows, path)
+        elif len(path) == self._rows:
+            self._replayed, self._marks = [], None
         else:
-            kv.rewind_(self.cache, self.length)
+            kv.restore_(self.cache, self._marks)
+            self._replayed = self._replayed + tokens
+        self._rows = 0
         self.advance_(len(path))
 
     def advance_(self, count: int) -> None:
@@ -118,16 +156,24 @@ class Target:
         bits, group_size, start = self._quantization
         if bits is None:
             return
+        if self._replayed and self.length >= start:
+            self.catch_up_()
         before = list(self.cache)
         maybe_quantize_kv_cache(self.cache, start, group_size, bits)
         if any(old is not new for old, new in zip(before, self.cache, strict=True)):
             # The next forward, which reads it, may be asked for by another thread.
-            mx.async_eval([c.state for c in self.cache])
+            self.enqueue()
+
+    def catch_up_(self) -> None:
+        """Reads again what is committed and behind the mark, so that the cache holds it."""
+        if self._replayed:
+            tokens, self._replayed, self._marks = mx.array(self._replayed), [], None
+            self._model(tokens[None], cache=self.cache)
 
     def forget_(self) -> None:
         """Drops the rows that are not committed, where the cache can drop rows."""
-        if not kv.foreign(self.cache):
-            kv.rewind_(self.cache, self.length)
+        if not kv.others(self.cache, kv.LINEAR):
+            kv.compact_(self.cache, kv.length(self.cache) - self.length, [])
 
     def until_quantized(self) -> int | None:
         """How many rows may still be committed in one piece before the cache is quantised; None for any number."""
@@ -135,36 +181,40 @@ class Target:
             return None
         return self._quantization.start - self.length
 
+    def enqueue(self) -> None:
+        """Has the cache computed, without waiting for it."""
+        mx.async_eval([c.state for c in self.cache])
+
     def evaluate(self) -> None:
         """Evaluates the cache."""
         mx.eval([c.state for c in self.cache])
 
 
-def backbone(model: nn.Module) -> nn.Module:
-    """The part of the model that ends in the final norm and holds the embedding.
-
-    Raises:
-        UnsupportedModelError: it is not where mlx-lm's language models have it.
-    """
-    inner: Any = model.get("model")
-    missing = [name for name in ("embed_tokens", "norm") if not isinstance(getattr(inner, name, None), nn.Module)]
-    if missing:
-        raise UnsupportedModelError(
-            f"cannot draft for this model: expected model.{missing[0]} as in mlx-lm's language models, "
-            f"{type(model).__module__}.{type(model).__name__} has none"
-        )
-    found: nn.Module = inner
-    return found
+def behind(tokens: list[int], tree: Tree) -> Tree:
+    """A line of tokens, and the tree behind its last one."""
+    if not tokens:
+        return tree
+    count = len(tokens)
+    size = count + tree.tokens.shape[0]
+    line = mx.arange(count, dtype=mx.int32)
+    before = mx.ones((size - count, count), mx.bool_)
+    corner = mx.concatenate([mx.tri(count, dtype=mx.bool_), mx.zeros((count, size - count), mx.bool_)], axis=1)
+    return Tree(
+        mx.concatenate([mx.array(tokens, mx.int32), tree.tokens]),
+        mx.concatenate([mx.maximum(line - 1, 0), mx.array([count - 1]), tree.parents[1:] + count]).astype(mx.int32),
+        mx.concatenate([line, tree.depths + count]),
+        mx.concatenate([corner, mx.concatenate([before, tree.ancestors], axis=1)]),
+    )
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
     """(hidden size D, vocabulary size V) of a model; nothing is computed.
 
     Raises:
-        UnsupportedModelError: see `backbone`.
+        UnsupportedModelError: see `anatomy`.
     """
     token = mx.zeros((1, 1), mx.int32)
-    return backbone(model).embed_tokens(token).shape[-1], model(token).shape[-1]
+    return anatomy(model).embedding(token).shape[-1], model(token).shape[-1]
 
 
 def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, quantization: KVQuantization) -> int:
@@ -200,44 +250,68 @@ def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, qu
     return vocab_size
 
 
-def check_draftable(model: nn.Module, *, tree: bool) -> None:
-    """Refuses a model whose rounds could not be exact, before any prompt is read.
+def check_draftable(model: nn.Module, *, tree: bool) -> str | None:
+    """Refuses a model whose rounds could not be exact, before any prompt is read; why it takes no trees, if so.
 
-    A chain needs a cache that can drop rows. A tree needs more: the mask must come from the cache, and the
-    positions from rope modules that take the cache's offset. Both are looked at on a forward that is built but
-    never computed.
+    What it asks of its cache is looked at on a forward that is built but never computed.
 
     Args:
-        tree: whether rounds will branch.
+        tree: whether rounds are to branch.
 
     Raises:
         UnsupportedModelError: with the reason.
     """
-    backbone(model)
-    kind = getattr(model, "model_type", type(model).__name__)
+    kind = model_name(model)
+    if reason := REFUSED.get(kind):
+        raise UnsupportedModelError(f"cannot draft for {kind}: {reason}")
+    table, hidden = anatomy(model).embedding, None
     cache = make_prompt_cache(model)
-    if others := kv.foreign(cache):
+    if unknown := kv.others(cache, kv.KNOWN):
+        raise UnsupportedModelError(f"cannot draft for {kind}: its cache ({', '.join(unknown)}) is not known")
+    with building(), wrapped([anatomy(model).tap], Tap) as (tap,):
+        model(mx.zeros((1, 1), mx.int32), cache=cache)
+    hidden = tap.kept[-1].shape[-1] if tap.kept else None
+    width = table(mx.zeros((1,), mx.int32)).shape[-1]
+    if hidden != width:
         raise UnsupportedModelError(
-            f"cannot draft for model type {kind!r}: its cache ({', '.join(others)}) cannot be rewound"
+            f"cannot draft for {kind}: a row of its embedding has {width} numbers, its last hidden state {hidden}"
         )
     if any(isinstance(module, DynamicNTKScalingRoPE) for _, module in model.named_modules()):
         raise UnsupportedModelError(
-            f"cannot draft for model type {kind!r} with dynamic rope scaling: it turns with the length of a forward"
+            f"cannot draft for {kind} with dynamic rope scaling: it turns with the length of a forward"
         )
-    if not tree:
-        return
-    if kind not in TREE_TESTED:
-        raise UnsupportedModelError(
-            f"beam_width > 1 is tested for {', '.join(TREE_TESTED)}; model type {kind!r} takes beam_width 1 only"
-        )
-    positions, mask = mx.array([0, 1, 1]), mx.ones((3, 3), mx.bool_)
-    views = [TreeView(c, positions, mask) for c in cache]
+    return why_no_trees(model, kind) if tree else None
+
+
+def why_no_trees(model: nn.Module, kind: str) -> str | None:
+    """Why this model takes chains only; None when it takes trees."""
+    if reason := CHAINS.get(kind):
+        return reason
+    if kind not in TREES:
+        return "trees are not tested for it"
+    cache = make_prompt_cache(model)
+    if states := kv.others(cache, kv.REWINDABLE):
+        return f"its cache ({', '.join(states)}) takes tokens one behind the other"
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    views = [viewed(c, nodes) for c in cache]
     try:
-        with building(), wrapped(slots(model, "rope"), PerNodeRope) as ropes:
+        with building(), ropes_by_node() as calls:
             model(mx.zeros((1, 3), mx.int32), cache=views)
     except Exception as error:
-        raise UnsupportedModelError(f"cannot verify trees with model type {kind!r}: {one_line(error)}") from error
-    if not any(view.masks_made for view in views) or sum(rope.calls for rope in ropes) != 2 * len(cache):
-        raise UnsupportedModelError(
-            f"cannot verify trees with model type {kind!r}: its mask or positions do not come from its cache"
-        )
+        return f"it does not take one position for each node: {one_line(error)}"
+    seen = [view for view in leaves_of(views) if isinstance(view, View)]
+    if not any(view.masks_made for view in seen):
+        return "its mask does not come from its cache"
+    if any(view.offsets_read for view in seen) and not calls:
+        return "its positions do not come from its cache"
+    return None
+
+
+def leaves_of(views: list[Any]) -> list[Any]:
+    """Every single view."""
+    return [leaf for view in views for leaf in (leaves_of(list(view.caches)) if isinstance(view, Views) else [view])]
+
+
+def model_name(model: nn.Module) -> str:
+    """The name of its module in `mlx_lm.models`."""
+    return type(model).__module__.rpartition(".")[2]

@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..anatomy import anatomy
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError
 from ..loss import Lesson
 from ..seams import Tap, building, wrapped
-from ..target import backbone
 
 Labels = Literal["data", "target", "sampled", "distribution"]
 """What should follow a token: the text's next token; the target's likeliest; one drawn from the target's law there
@@ -83,13 +83,13 @@ def hear(model: nn.Module, batch: Batch) -> Heard:
     """One forward of `model` over the first T tokens of a batch.
 
     Raises:
-        UnsupportedModelError: see `backbone`.
+        UnsupportedModelError: see `anatomy`.
     """
     tokens = batch.ids[:, :-1]
-    inner = backbone(model)
-    with building(), wrapped([(inner, "norm")], Tap) as (tap,):
+    table, place = anatomy(model)
+    with building(), wrapped([place], Tap) as (tap,):
         logits = model(tokens)
-    return Heard(batch, tap.kept[-1], inner.embed_tokens(tokens), logits)
+    return Heard(batch, tap.kept[-1], table(tokens), logits)
 
 
 def teach(
@@ -189,7 +189,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
         ids: see `untrained`.
     """
     drafter = untrained(args, ids)
-    embed = backbone(model).embed_tokens
+    embed = anatomy(model).embedding
     guessed = mx.arange(args.vocab_size) if ids is None else drafter.draft_ids
     parts = [guessed[start : start + 4096] for start in range(0, guessed.size, 4096)]
     mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))

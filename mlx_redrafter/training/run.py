@@ -14,11 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from ..anatomy import anatomy
 from ..checkpoint import save_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
 from ..files import write_text
-from ..target import backbone, sizes
+from ..target import sizes
 from . import results
 from .answers import AT_ONCE, Asking, answered, digest, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable
@@ -139,7 +140,7 @@ def final_dtype(settings: Settings, model: nn.Module) -> mx.Dtype:
     """The dtype of the finished drafter."""
     if settings.dtype is not None:
         return cast(mx.Dtype, getattr(mx, settings.dtype))
-    return cast(mx.Dtype, backbone(model).embed_tokens(mx.zeros((1,), mx.int32)).dtype)
+    return cast(mx.Dtype, anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype)
 
 
 def expected(

@@ -12,9 +12,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..anatomy import anatomy
 from ..drafter import Drafter, DrafterArgs
 from ..shapes import expected_shapes
-from ..target import backbone, sizes
+from ..target import sizes
 
 CHEAP = 0.05
 """The share of a plain step that one draft step should cost at most."""
@@ -83,7 +84,7 @@ def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | Non
         dtype: the drafter's; None for that of the target's hidden states.
     """
     hidden_size, vocab_size = sizes(model)
-    dtype = dtype or backbone(model).embed_tokens(mx.zeros((1,), mx.int32)).dtype
+    dtype = dtype or anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype
     plain = plain_milliseconds(model)
     tried = candidates(hidden_size, vocab_size)
     budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
@@ -114,7 +115,7 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     drafter.update(tree_map(lambda array: array.astype(dtype), drafter.trainable_parameters()))
     mx.eval(drafter.parameters())
     hidden = mx.zeros((args.hidden_size,), dtype)
-    embed = backbone(model).embed_tokens
+    embed = anatomy(model).embedding
 
     def chain() -> mx.array:
         token, state = mx.zeros((1,), mx.int32), None
