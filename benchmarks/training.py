@@ -21,11 +21,10 @@ import numpy as np
 
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafter import Drafter, DrafterArgs
-from mlx_redrafter.loss import Lesson, draft_loss
 from mlx_redrafter.target import sizes
 from mlx_redrafter.training.answers import AT_ONCE
 from mlx_redrafter.training.data import Text, collated
-from mlx_redrafter.training.distill import Recipe, make_lesson, train_drafter
+from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_lesson, train_drafter
 from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
 from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import Batch, Heard, hear, make_vocabulary, new_drafter, vocabulary_of
@@ -45,17 +44,17 @@ def cost(args: argparse.Namespace) -> list[dict[str, Any]]:
     texts = [Text(rng.integers(vocab_size, size=args.length + 1), 0) for _ in range(args.batch_size)]
     batch = collated(texts)
 
-    def lesson() -> Lesson:
-        return make_lesson(hear(model, batch), recipe, None, 0)
+    def lesson() -> list[mx.array]:
+        return lesson_arrays(make_lesson(hear(model, batch), recipe, None, 0), None)
 
     taught = lesson()
     mx.eval(taught)
-    gradient = nn.value_and_grad(drafter, lambda: draft_loss(drafter, taught, recipe.depth).loss)
+    gradient = nn.value_and_grad(drafter, loss_of(drafter, recipe))
     times: dict[str, list[float]] = {"target": [], "drafter": [], "iteration": []}
     for _ in range(args.rounds):
         for _ in range(3):
             times["target"].append(measured(lesson).seconds)
-            times["drafter"].append(measured(gradient).seconds)
+            times["drafter"].append(measured(lambda: gradient(*taught)).seconds)
         marks: list[float] = []
 
         def mark(done: int, shown: dict[str, float], marks: list[float] = marks) -> bool:
@@ -86,9 +85,8 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     heard = Heard(Batch(tokens, mx.ones(shape, mx.bool_)), hidden, embeddings, logits)
     mx.eval(heard)
     recipe = Recipe(depth=args.draft_depth, top_k=args.teacher_top_k)
-    taught = measured(lambda: list(filter(is_array, make_lesson(heard, recipe, vocabulary_of(drafter), 0))))
-    gradient = nn.value_and_grad(drafter, lambda: draft_loss(drafter, Lesson(*taught.made), recipe.depth).loss)
-    learned = measured(gradient)
+    taught = measured(lambda: lesson_arrays(make_lesson(heard, recipe, vocabulary_of(drafter), 0), None))
+    learned = measured(lambda: nn.value_and_grad(drafter, loss_of(drafter, recipe))(*taught.made))
     gigabytes = {
         "the target's logits": logits.nbytes,
         "lesson, at most": taught.memory,
@@ -97,11 +95,6 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
         "loss and gradient": learned.memory,
     }
     return [{f"{name} GB": size / 1e9 for name, size in gigabytes.items()} | {"seconds": learned.seconds}]
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is there."""
-    return value is not None
 
 
 def predict(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, by one process at a time."""
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from .errors import RedrafterError
 
 PARTLY = ".partial"
 
@@ -36,3 +39,38 @@ def write_text(path: Path, text: str) -> None:
     """
     with replacing(path) as partly:
         partly.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Nobody else holds this file meanwhile; it is gone afterwards.
+
+    Raises:
+        RedrafterError: somebody holds it, or it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise RedrafterError(f"cannot write to {path.parent}: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RedrafterError(f"another process is at work in {path.parent}") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def expanded(name: str | Path) -> Path:
+    """The path of this name, `~` expanded.
+
+    Raises:
+        RedrafterError: nobody's home.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise RedrafterError(f"no such path: {str(name)[:200]!r}: {error}") from error

@@ -86,8 +86,6 @@ def decode(
     if drafter is not None:
         assert settings.plan is not None
         settings = replace(settings, plan=served(model, settings.plan))
-        if settings.prompt_cache is not None and (odd := kv.others(settings.prompt_cache, kv.KNOWN)):
-            raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(odd)}")
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization)
         outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
@@ -183,7 +181,7 @@ def drafted(
             with on_stream():
                 target.keep_(rows, tokens)
                 rows, tokens, replayed = [], [], target.replayed
-                drafts = replayed <= MOST_REPLAYED
+                drafts = replayed <= MOST_REPLAYED and target.room(plan.size)
                 if drafts:
                     limit = most_accepted(target, settings, emitted)
                     outcome = verify(target, ahead, chooser, history, plan, limit)

@@ -8,17 +8,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from . import kv
 from .anatomy import anatomy
 from .errors import RedrafterError, UnsupportedModelError, one_line
 from .seams import Nodes, Tap, View, Views, building, ropes_by_node, viewed, wrapped
+from .served import CHAINS, REFUSED, REPLAYED, TREES
 from .types import Tree
 
-TREES: set[str] = set()
-CHAINS: dict[str, str] = {}
-REFUSED: dict[str, str] = {}
+MARGIN = 256
+"""Some dynamic ropes count a little more than the length of a text: its heads, too."""
 
 KV_BITS = (2, 3, 4, 5, 6, 8)
 KV_GROUP_SIZES = (32, 64, 128)
@@ -81,6 +80,7 @@ class Target:
         self.cache: kv.Cache = make_prompt_cache(model) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv.length(self.cache)
+        self._longest = exact_until(model)
         self._rows = 0  # of the last forward that verified
         self._marks: list[dict[str, Any]] | None = None
         self._replayed: list[int] = []  # committed, but behind the mark
@@ -89,6 +89,10 @@ class Target:
     def replayed(self) -> int:
         """How many committed tokens the next forward reads again."""
         return len(self._replayed)
+
+    def room(self, count: int) -> bool:
+        """Whether `count` rows at once give what they give one by one: some ropes turn with the length of a text."""
+        return self._longest is None or self.length + count <= self._longest
 
     def embed(self, tokens: mx.array) -> mx.array:
         """(..., D) raw embedding rows of `tokens` (...)."""
@@ -190,6 +194,16 @@ class Target:
         mx.eval([c.state for c in self.cache])
 
 
+def exact_until(model: nn.Module) -> int | None:
+    """The length of a text up to which several tokens at once are read as they would be one by one; None for any.
+
+    Dynamic ropes turn all tokens of a forward alike, by the length at its end, once that is beyond a bound.
+    """
+    ropes = (module for _, module in model.named_modules() if type(module).__name__ == "DynamicNTKScalingRoPE")
+    bounds = (rope.max_position_embeddings - MARGIN for rope in ropes)
+    return min(bounds, default=None)
+
+
 def behind(tokens: list[int], tree: Tree) -> Tree:
     """A line of tokens, and the tree behind its last one."""
     if not tokens:
@@ -237,6 +251,9 @@ def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, qu
         odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]
     ):
         raise RedrafterError(f"the prompt cache must hold one of mlx-lm's caches a layer, got {type(odd[0]).__name__}")
+    own = tuple({type(c) for c in kv.leaves(probe)})
+    if cache is not None and (others := kv.others(cache, (*kv.KNOWN, *own))):
+        raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(others)}")
     vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
     ids = cast(list[int], tokens.tolist())
     if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
@@ -264,9 +281,9 @@ def check_draftable(model: nn.Module, *, tree: bool) -> str | None:
     kind = model_name(model)
     if reason := REFUSED.get(kind):
         raise UnsupportedModelError(f"cannot draft for {kind}: {reason}")
-    table, hidden = anatomy(model).embedding, None
+    table = anatomy(model).embedding
     cache = make_prompt_cache(model)
-    if unknown := kv.others(cache, kv.KNOWN):
+    if (unknown := kv.others(cache, kv.KNOWN)) and kind not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {kind}: its cache ({', '.join(unknown)}) is not known")
     with building(), wrapped([anatomy(model).tap], Tap) as (tap,):
         model(mx.zeros((1, 1), mx.int32), cache=cache)
@@ -275,10 +292,6 @@ def check_draftable(model: nn.Module, *, tree: bool) -> str | None:
     if hidden != width:
         raise UnsupportedModelError(
             f"cannot draft for {kind}: a row of its embedding has {width} numbers, its last hidden state {hidden}"
-        )
-    if any(isinstance(module, DynamicNTKScalingRoPE) for _, module in model.named_modules()):
-        raise UnsupportedModelError(
-            f"cannot draft for {kind} with dynamic rope scaling: it turns with the length of a forward"
         )
     return why_no_trees(model, kind) if tree else None
 

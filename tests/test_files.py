@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.files import replacing, write_text
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import expanded, held, replacing, write_text
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -28,3 +29,19 @@ def test_what_was_there_survives_a_writing_that_fails(tmp_path: Path, error: typ
         raise error
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_held_file_is_nobody_elses_until_it_is_let_go(tmp_path: Path) -> None:
+    lock = tmp_path / "work" / "lock"
+    with held(lock):
+        with pytest.raises(RedrafterError, match="another process is at work in"), held(lock):
+            pass
+        assert lock.exists()
+    assert not lock.exists()
+    with held(lock):
+        pass
+
+
+def test_nobodys_home_is_one_clear_line() -> None:
+    with pytest.raises(RedrafterError, match="no such path: '~nouser-at-all/x'"):
+        expanded("~nouser-at-all/x")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import pytest
 from checkpoints import same, tensors
 
 from mlx_redrafter import generate_step, load_demo, load_drafter
-from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import held
 from mlx_redrafter.generation import encode
 from mlx_redrafter.training import command, run
 from mlx_redrafter.training.command import make_parser, make_settings
@@ -74,7 +76,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_a_run_says_what_it_takes_what_it_did_and_how_to_use_it(whole: tuple[Path, str]) -> None:
     place, said = whole
-    assert re.search(r"drafter: exit_dim 32, blocks 1, 0\.\d\d M parameters\nexpected: \d+ s, \d+ s of them for", said)
+    assert re.search(
+        r"drafter: exit_dim 32, blocks 1, 0\.\d\d M parameters\nexpected: about \d+ s, \d+ s of them for", said
+    )
     assert re.search(
         r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok", said
     )
@@ -352,3 +356,76 @@ def test_a_run_goes_on_with_its_own_settings_only(whole: tuple[Path, str], tmp_p
     arguments = ("--prompts", whole[0].parent / "prompts.jsonl", "--output", whole[0], *QUICK, "--resume")
     status, _, said = ended(*arguments, "--learning-rate", "0.5")
     assert status == 1 and "cannot go on with other settings: learning_rate was 0.004, got 0.5" in said
+
+
+def test_a_run_goes_on_with_its_own_prompts_only(whole: tuple[Path, str], tmp_path: Path) -> None:
+    place = shutil.copytree(whole[0], tmp_path / "drafter")
+    (place / "training" / "answers.jsonl").unlink()
+    chosen = settings(tmp_path, "drafter")
+    changed = tmp_path / "prompts.jsonl"
+    changed.write_text("".join(reversed(changed.read_text().splitlines(keepends=True))))
+    record = json.loads((place / "training" / "run.json").read_text())
+    record["settings"]["prompts"] = str(changed)
+    (place / "training" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RedrafterError, match=r"cannot go on: the texts of .*prompts\.jsonl have changed"):
+        run.train(chosen, resume=True)
+
+
+def test_one_directory_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, "drafter", iters=2)
+    with held(chosen.work / "lock"), pytest.raises(RedrafterError, match="another process is at work in"):
+        run.train(chosen)
+    assert not list(chosen.work.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("settings", []), ("args", [1]), ("args", {}), ("validations", [3]), ("reports", None), ("ended", "x")],
+)
+def test_a_record_that_no_run_has_written_is_refused(
+    whole: tuple[Path, str], tmp_path: Path, key: str, value: Any
+) -> None:
+    place = shutil.copytree(whole[0], tmp_path / "drafter")
+    record = json.loads((place / "training" / "run.json").read_text())
+    (place / "training" / "run.json").write_text(json.dumps(record | {key: value}))
+    with pytest.raises(RedrafterError, match=r"run\.json is no record of a run"):
+        run.train(settings(tmp_path, "drafter"), resume=True)
+
+
+def test_a_checkpoint_with_a_number_that_is_none_is_refused(whole: tuple[Path, str], tmp_path: Path) -> None:
+    place = shutil.copytree(whole[0], tmp_path / "drafter")
+    path = place / "training" / "checkpoint.safetensors"
+    arrays: Any = mx.load(str(path), return_metadata=True)
+    name = next(name for name in arrays[0] if name.endswith("lm_head.1.weight"))
+    arrays[0][name] = arrays[0][name] * mx.nan
+    mx.save_safetensors(str(path), arrays[0], arrays[1])
+    chosen = settings(tmp_path, "drafter", prompts=str(whole[0].parent / "prompts.jsonl"))
+    with pytest.raises(RedrafterError, match=r"is damaged: .* holds numbers that are not finite"):
+        run.train(chosen, resume=True)
+
+
+def small_target(place: Path, **config: Any) -> str:
+    """A directory with a random model of that config and the demo's tokenizer."""
+    shutil.copytree(DIRECTORY / "target", place, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+    whole = json.loads((place / "config.json").read_text()) | sizes | {"num_key_value_heads": 1} | config
+    (place / "config.json").write_text(json.dumps(whole))
+    home = import_module(f"mlx_lm.models.{whole['model_type']}")
+    model = home.Model(home.ModelArgs.from_dict(whole))
+    model.save_weights(str(place / "model.safetensors"))
+    return str(place)
+
+
+def test_a_target_that_takes_chains_only_gets_its_drafter(tmp_path: Path) -> None:
+    model = small_target(tmp_path / "target", model_type="starcoder2", norm_epsilon=1e-5)
+    said: list[str] = []
+    chosen = settings(tmp_path, "drafter", model=model, iters=2, steps_per_eval=2)
+    assert run.train(chosen, say=said.append) == 0
+    assert load_drafter(tmp_path / "drafter").args.draft_depth in (1, 2, 3)
+
+
+def test_a_target_that_cannot_be_drafted_for_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = small_target(tmp_path / "target", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(RedrafterError, match=r"cannot draft for .* with dynamic rope scaling"):
+        run.train(settings(tmp_path, "drafter", model=model), dry_run=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "target"}

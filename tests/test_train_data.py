@@ -226,6 +226,27 @@ def test_answers_are_not_written_twice_and_go_on_where_they_stopped(
         answered(model, tokenizer, prompts[1:], asking(prompts[1:]), path)
 
 
+@pytest.mark.parametrize("groups", [["[[1]]"], ["[[1], [2]]", "[[3]]"], ["[[1], [2]]"] * 3])
+def test_answers_that_are_not_those_of_the_prompts_are_refused(demo: Any, tmp_path: Path, groups: list[str]) -> None:
+    """Two processes that wrote to one file would have left such ones."""
+    model, tokenizer = demo
+    prompts = [encode_chat(tokenizer, text) for text in ("def main(", "import", "class A:\n", "return")]
+    wanted = asking(prompts)
+    path = tmp_path / "answers.jsonl"
+    path.write_text("\n".join([json.dumps(wanted._asdict()), *groups, ""]))
+    with pytest.raises(RedrafterError, match="is damaged: its groups of answers are not those of 4 prompts"):
+        answered(model, tokenizer, prompts, wanted, path)
+
+
+def test_a_prompt_without_tokens_is_refused_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    jsonl(path, [{"prompt": "import"}, {"messages": [{"role": "user", "content": ""}]}])
+    with pytest.raises(
+        RedrafterError, match=r"prompts.jsonl, line 2: expected a prompt of at least one token, got none"
+    ):
+        load_prompts(path, load_demo()[1])
+
+
 def text(size: int, offset: int = 0, first: int = 0) -> Text:
     return Text(np.arange(first, first + size, dtype=np.int32), offset)
 

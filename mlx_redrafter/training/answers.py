@@ -42,9 +42,14 @@ class Asking(NamedTuple):
     seed: int
 
 
-def digest(prompts: Sequence[Sequence[int]]) -> str:
-    """What tells lists of prompts apart."""
-    return hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()
+def digest(ids: Any) -> str:
+    """What tells lists of token ids apart, however they are nested."""
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+def group_size(count: int, temps: Sequence[float]) -> int:
+    """How many of `count` prompts are answered side by side: so few that every temperature has its turn."""
+    return max(1, min(AT_ONCE, -(-count // len(temps))))
 
 
 def answered(
@@ -58,16 +63,19 @@ def answered(
     Raises:
         RedrafterError: the file is of other prompts, another model or other settings, or cannot be written.
     """
-    done = read(path, asking)
+    done = read(path, asking, len(prompts))
     if len(done) < len(prompts):
         say_(model, tokenizer, prompts, asking, path, done)
     return [
-        Text(np.array([*prompt, *answer], np.int32), len(prompt)) for prompt, answer in zip(prompts, done, strict=False)
+        Text(np.array([*prompt, *answer], np.int32), len(prompt)) for prompt, answer in zip(prompts, done, strict=True)
     ]
 
 
-def read(path: Path, asking: Asking) -> list[list[int]]:
+def read(path: Path, asking: Asking, count: int) -> list[list[int]]:
     """The answers in a file, whole groups of them; none when there is no file, or none that was begun.
+
+    Args:
+        count: how many prompts there are to answer.
 
     Raises:
         RedrafterError: it is no file of answers, or of other ones.
@@ -80,6 +88,7 @@ def read(path: Path, asking: Asking) -> list[list[int]]:
         return []
     try:
         said = dict(json.loads(header))
+        sizes = [len(json.loads(group)) for group in groups]
         done = [list(map(int, answer)) for group in groups for answer in json.loads(group)]
     except (ValueError, TypeError) as error:
         raise RedrafterError(f"{path} holds no answers: {one_line(error)}; delete it to begin anew") from error
@@ -88,6 +97,9 @@ def read(path: Path, asking: Asking) -> list[list[int]]:
         raise RedrafterError(
             f"{path} holds answers of another run: expected {odd[0]} {wanted[odd[0]]}, got {said.get(odd[0])}"
         )
+    size = group_size(count, asking.temps)
+    if sizes != [min(size, count - start) for start in range(0, count, size)][: len(sizes)] or len(done) > count:
+        raise RedrafterError(f"{path} is damaged: its groups of answers are not those of {count} prompts; delete it")
     return done
 
 
@@ -100,8 +112,7 @@ def say_(
     done: list[list[int]],
 ) -> None:
     """Writes the answers that are missing behind those that are `done`, to the list and to the file."""
-    # So few that every temperature has its turn.
-    size = max(1, min(AT_ONCE, -(-len(prompts) // len(asking.temps))))
+    size = group_size(len(prompts), asking.temps)
     try:
         mend_(path, asking)
         groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]

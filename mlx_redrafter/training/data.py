@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
 from ..errors import RedrafterError, one_line
+from ..files import expanded
 from ..generation import encode_chat
 from .lessons import Batch
 
@@ -42,7 +43,7 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
         RedrafterError: there is no such data, or it is in no form that mlx-lm reads.
     """
     settings = SimpleNamespace(data=data, train=True, test=False, mask_prompt=mask_prompt)
-    path = Path(data).expanduser()
+    path = expanded(data)
     if not data or (path.exists() and not path.is_dir()):
         raise RedrafterError(
             f"expected a directory of train.jsonl and valid.jsonl, or a dataset's hub id, got {data!r}"
@@ -96,14 +97,10 @@ def load_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
         RedrafterError: no such file, an empty one, or a line that is no prompt.
     """
     try:
-        lines = path.expanduser().read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        lines = expanded(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
         raise RedrafterError(f"cannot read the prompts in {path}: {one_line(error)}") from error
-    found = [
-        encoded_line(tokenizer, line.rstrip("\r"), path, number)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    found = [encoded_line(tokenizer, line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
     if not found:
         raise RedrafterError(f"expected prompts in {path}, one a line, got an empty file")
     return found
@@ -113,9 +110,12 @@ def encoded_line(tokenizer: Any, line: str, path: Path, number: int) -> list[int
     """The token ids of a line."""
     prompt = parsed(line, path, number)
     try:
-        return encode_chat(tokenizer, prompt)
+        ids = encode_chat(tokenizer, prompt)
     except Exception as error:  # whatever a chat template says of messages that it does not take
         raise RedrafterError(f"{path}, line {number}: the tokenizer refuses it: {one_line(error)[:200]}") from error
+    if not ids:
+        raise RedrafterError(f"{path}, line {number}: expected a prompt of at least one token, got none")
+    return ids
 
 
 def parsed(line: str, path: Path, number: int) -> str | list[dict[str, Any]]:

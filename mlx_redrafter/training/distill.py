@@ -13,7 +13,7 @@ from ..checkpoint import check_fit
 from ..drafter import Drafter
 from ..errors import RedrafterError
 from ..loss import Lesson, draft_loss
-from .fitting import After, Course, fit_, make_schedule
+from .fitting import After, Course, Loss, fit_, make_schedule
 from .lessons import LABELS, Batch, Heard, Labels, Vocabulary, hear, teach, vocabulary_of
 
 Batches = Callable[[int], Batch]
@@ -79,24 +79,29 @@ def train_drafter(
     rate = make_schedule(recipe.learning_rate, updates, recipe.warmup)
     optimizer = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=recipe.weight_decay)
 
+    def lesson(iteration: int) -> Sequence[mx.array]:
+        heard = hear(model, batches(iteration))
+        return lesson_arrays(make_lesson(heard, recipe, vocabulary, iteration), course.dtype)
+
+    return fit_(drafter, optimizer, loss_of(drafter, recipe), lesson, course, name="drafter", after=after)
+
+
+def loss_of(drafter: Drafter, recipe: Recipe) -> Loss:
+    """The loss of a lesson's arrays."""
+
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        result = draft_loss(
-            drafter,
-            Lesson(*arrays),
-            recipe.depth,
-            recipe.depth_weights or None,
-            grad_checkpoint=recipe.grad_checkpoint,
-        )
+        weights, again = recipe.depth_weights or None, recipe.grad_checkpoint
+        result = draft_loss(drafter, Lesson(*arrays), recipe.depth, weights, grad_checkpoint=again)
         return result.loss, {"loss": result.loss, "first": result.accuracy[0], "last": result.accuracy[-1]}
 
-    def lesson(iteration: int) -> Sequence[mx.array]:
-        taught = make_lesson(hear(model, batches(iteration)), recipe, vocabulary, iteration)
-        if course.dtype is not None:
-            states = taught.hidden.astype(course.dtype), taught.embeddings.astype(course.dtype)
-            taught = taught._replace(hidden=states[0], embeddings=states[1])
-        return [array for array in taught if array is not None]
+    return loss
 
-    return fit_(drafter, optimizer, loss, lesson, course, name="drafter", after=after)
+
+def lesson_arrays(lesson: Lesson, dtype: mx.Dtype | None) -> list[mx.array]:
+    """Its arrays as `loss_of` takes them, the states in another dtype if there is one."""
+    if dtype is not None:
+        lesson = lesson._replace(hidden=lesson.hidden.astype(dtype), embeddings=lesson.embeddings.astype(dtype))
+    return [array for array in lesson if array is not None]
 
 
 def make_lesson(heard: Heard, recipe: Recipe, vocabulary: Vocabulary | None, iteration: int) -> Lesson:

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafter import Drafter, DrafterArgs
-from ..loss import Lesson, draft_loss
-from .distill import Recipe, make_lesson
+from .distill import Recipe, lesson_arrays, loss_of, make_lesson
+from .fitting import Course, computed_in
 from .lessons import Batch, hear, vocabulary_of
 from .sizing import n_weights
 
@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
     Attributes:
         target_seconds: the target's forward over one batch.
         drafter_seconds: the drafter's forward and backward over it.
-        answer_seconds: for the target to write all answers, at most; 0 when there are none to write.
+        answer_seconds: for the target to write all answers, if each is as long as it may be; 0 for none.
         iters: how many batches.
         memory_bytes: the most that one iteration needs at a time, the models included.
         disk_bytes: checkpoint, drafter and answers.
@@ -47,6 +47,7 @@ def estimated(
     model: nn.Module,
     drafter: Drafter,
     recipe: Recipe,
+    course: Course,
     *,
     iters: int,
     batch_size: int,
@@ -68,25 +69,19 @@ def estimated(
     mx.eval(model.parameters(), drafter.parameters())
     models = mx.get_active_memory()
     vocabulary = vocabulary_of(drafter)
-    grads_of = nn.value_and_grad(
-        drafter,
-        lambda lesson: (
-            draft_loss(
-                drafter, lesson, recipe.depth, recipe.depth_weights or None, grad_checkpoint=recipe.grad_checkpoint
-            ).loss
-        ),
-    )
+    loss = loss_of(drafter, recipe)
+    grads_of = nn.value_and_grad(drafter, loss if course.dtype is None else computed_in(course.dtype, drafter, loss))
 
     def taught(tokens: int) -> list[mx.array]:
         batch = Batch(mx.zeros((batch_size, tokens), mx.int32), mx.ones((batch_size, tokens - 1), mx.bool_))
-        return [array for array in make_lesson(hear(model, batch), recipe, vocabulary, 0) if array is not None]
+        return lesson_arrays(make_lesson(hear(model, batch), recipe, vocabulary, 0), course.dtype)
 
     heard = measured(lambda: taught(length))
-    learned = measured(lambda: grads_of(Lesson(*heard.made)))
+    learned = measured(lambda: grads_of(*heard.made))
     target_seconds, drafter_seconds = heard.seconds, learned.seconds
     if longest > length:
         heard = measured(lambda: taught(longest))
-        learned = measured(lambda: grads_of(Lesson(*heard.made)))
+        learned = measured(lambda: grads_of(*heard.made))
     lesson = sum(array.nbytes for array in heard.made)
     answer_seconds = 0.0
     if answers:
@@ -94,20 +89,21 @@ def estimated(
         cache = make_prompt_cache(model)
         step = measured(lambda: model(mx.zeros((rows, 1), mx.int32), cache=cache))
         answer_seconds = step.seconds * answer_tokens * -(-answers // rows)
+    # The next lesson is made beside the update of this one; two moments, and gradients that are added up.
+    kept = 12 if course.accumulate > 1 else 8
     return Estimate(
         target_seconds,
         drafter_seconds,
         answer_seconds,
         iters,
-        # The next lesson is made beside the update of this one; two moments for each weight.
-        models + heard.memory + lesson + learned.memory + 8 * n_weights(drafter.args),
+        models + heard.memory + lesson + learned.memory + kept * n_weights(drafter.args),
         disk_bytes(drafter.args) + 8 * answers * answer_tokens,
     )
 
 
 def disk_bytes(args: DrafterArgs) -> int:
-    """Of the checkpoint in float32 (weights and two moments), its successor beside it, and the drafter in 16 bits."""
-    return n_weights(args) * (2 * 3 * 4 + 2)
+    """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one."""
+    return n_weights(args) * (2 * 3 * 4 + 2 * 4)
 
 
 class Measured(NamedTuple):
@@ -143,11 +139,11 @@ def arrays_of(tree: Any) -> list[mx.array]:
 def told(estimate: Estimate, args: DrafterArgs) -> str:
     """An estimate in words."""
     guesses = "" if args.draft_vocab_size is None else f", draft vocabulary {args.draft_vocab_size}"
-    answers = f", {minutes(estimate.answer_seconds)} of them for answers at most" if estimate.answer_seconds else ""
+    answers = f", {minutes(estimate.answer_seconds)} of them for answers" if estimate.answer_seconds else ""
     return (
         f"drafter: exit_dim {args.exit_dim}, blocks {args.num_draft_layers}{guesses}, "
         f"{n_weights(args) / 1e6:.2f} M parameters\n"
-        f"expected: {minutes(estimate.seconds)}{answers}; {estimate.target_seconds:.3g} s for the target and "
+        f"expected: about {minutes(estimate.seconds)}{answers}; {estimate.target_seconds:.3g} s for the target and "
         f"{estimate.drafter_seconds:.3g} s for the drafter in each of {estimate.iters} iterations; "
         f"{estimate.memory_bytes / 1e9:.2f} GB of memory, {estimate.disk_bytes / 1e6:.0f} MB of disk"
     )

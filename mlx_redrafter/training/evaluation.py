@@ -74,7 +74,8 @@ def ranks(drafter: Drafter, choices: Lesson, depth: int, chunk: int = 512) -> tu
             logits = head(flat[start : start + chunk]).astype(mx.float32)
             row = right[start : start + chunk]
             own = mx.take_along_axis(logits, mx.maximum(row, 0), axis=-1)
-            better.append(mx.where(row[:, 0] < 0, RANKS, (logits > own).sum(axis=-1)))
+            unknown = (row[:, 0] < 0) | mx.isnan(own[:, 0])
+            better.append(mx.where(unknown, RANKS, (logits > own).sum(axis=-1)))
         places = np.array(mx.concatenate(better))[counted]
         counts[k - 1] = counted.sum()
         hits[k - 1] = np.bincount(np.minimum(places, RANKS), minlength=RANKS + 1)[:RANKS]

@@ -100,7 +100,7 @@ def fit_(
             if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
                 kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
                 raise RedrafterError(
-                    f"{odd[0]} is {shown[odd[0]]} at iteration {step + 1}; {kept}: try a lower learning rate"
+                    f"{odd[0]} is {shown[odd[0]]} at iteration {step + 1}; {kept}: try a lower learning rate anew"
                 )
             smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
             bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
@@ -191,6 +191,11 @@ def iterations_in(path: Path) -> int:
         raise CheckpointError(f"cannot go on from {path}: {one_line(error)}") from error
 
 
+def finite(array: mx.array) -> bool:
+    """Whether all of its numbers are."""
+    return not mx.issubdtype(array.dtype, mx.inexact) or bool(mx.isfinite(array).all().item())
+
+
 def resume_(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
     """Restores what `save_` wrote and returns its step; 0 when there is nothing to restore.
 
@@ -205,6 +210,8 @@ def resume_(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
         ours, theirs = (cast(Any, dict(tree_flatten(tree))) for tree in (model.parameters(), state["model"]))
         if {name: ours[name].shape for name in ours} != {name: theirs[name].shape for name in theirs}:
             raise CheckpointError(f"{path} is the checkpoint of another drafter: its sizes differ")
+        if odd := [name for name, array in arrays.items() if not finite(array)]:
+            raise CheckpointError(f"{path} is damaged: {odd[0]} holds numbers that are not finite")
         model.update(state["model"])
         optimizer.state = state["optimizer"]
         return done

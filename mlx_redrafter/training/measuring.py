@@ -16,11 +16,17 @@ from ..drafter import Drafter
 from ..errors import RedrafterError
 from ..generation import encode_chat
 from ..stats import Stats
+from ..target import check_draftable
 from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers
 from .sources import open_target, read_prompts, read_texts
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
+
+
+def takes_trees(model: nn.Module) -> bool:
+    """Whether rounds may branch with this model."""
+    return check_draftable(model, tree=True) is None
 
 
 class Row(NamedTuple):
@@ -111,10 +117,11 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
     else:
         prompts = [encode_chat(tokenizer, text) for text in demo_prompts()]
     ends = set(tokenizer.eos_token_ids)
+    shapes = shapes or [shape for shape in SHAPES if shape[0] == 1 or takes_trees(model)]
     same = True
     for temp in settings.temp:
         manner = Manner(settings.max_tokens, temp, settings.seed, ends)
-        rows = compared(model, drafter, prompts, shapes or SHAPES, manner)
+        rows = compared(model, drafter, prompts, shapes, manner)
         print(f"temperature {temp}, {len(prompts)} prompts, {settings.max_tokens} tokens each at most\n{table(rows)}")
         same = same and all(row.same for row in rows)
     if not same:

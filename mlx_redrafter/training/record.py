@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ..checkpoint import read_object
@@ -24,7 +25,7 @@ class Record:
         reports: of the training loss, one every `steps_per_report` iterations.
         validations: one every `steps_per_eval` iterations.
         ended: the iteration at which it stopped early, for good.
-        texts: a digest of the texts of `--data`.
+        texts: a digest of the prompts, or of the texts of `--data`.
     """
 
     settings: dict[str, Any]
@@ -64,7 +65,27 @@ def is_free(settings: Settings) -> bool:
     left = {path.name for path in place.iterdir()}
     begun = {path.name for path in work.iterdir()} if work.is_dir() else set()
     begun = {name.replace(PARTLY, "") for name in begun}
-    return left <= {"training"} and begun <= {"run.json", "answers.jsonl"}
+    return left <= {"training"} and begun <= {"run.json", "answers.jsonl", "lock"}
+
+
+def check(record: Record) -> None:
+    """Refuses a record that no run has written.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError, KeyError: sizes that no drafter has, or an entry without its numbers.
+    """
+    for name, kinds in (("settings", (dict,)), ("ended", (int, NoneType)), ("texts", (str, NoneType))):
+        if not isinstance(getattr(record, name), kinds):
+            raise TypeError(f"{name} is {getattr(record, name)!r}")
+    if record.args is not None:
+        for name in ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers"):
+            if not isinstance(record.args[name], int):
+                raise TypeError(f"{name} is {record.args[name]!r}")
+    for entries, numbers in ((record.reports, ("loss",)), (record.validations, ("loss", "tokens_per_round"))):
+        for entry in entries:
+            if not isinstance(entry["iteration"], int) or not all(isinstance(entry[key], float) for key in numbers):
+                raise ValueError(f"an entry is {entry!r}")
 
 
 def open_record(settings: Settings, *, resume: bool) -> Record:
@@ -85,7 +106,8 @@ def open_record(settings: Settings, *, resume: bool) -> Record:
     found = read_object(path)
     try:
         record = Record(**found)
-    except TypeError as error:
+        check(record)
+    except (TypeError, ValueError, KeyError) as error:
         raise RedrafterError(f"{path} is no record of a run: {one_line(error)}") from error
     if clauses := changed(settings, record.settings):
         raise RedrafterError(f"the run in {settings.place} cannot go on with other settings: {clauses[0]}")

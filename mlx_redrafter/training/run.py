@@ -15,13 +15,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from ..anatomy import anatomy
-from ..checkpoint import save_drafter
+from ..checkpoint import load_drafter, save_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
-from ..files import write_text
-from ..target import sizes
+from ..files import held, write_text
+from ..target import check_draftable, sizes
 from . import results
-from .answers import AT_ONCE, Asking, answered, digest, read
+from .answers import Asking, answered, digest, group_size, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable
 from .distill import check as check_recipe
 from .distill import train_drafter
@@ -29,7 +29,7 @@ from .estimate import Estimate, estimated, told
 from .evaluation import make_prompts
 from .fitting import iterations_in
 from .lessons import new_drafter, untrained
-from .measuring import compared, table
+from .measuring import compared, table, takes_trees
 from .record import Record, open_record
 from .settings import Settings, check
 from .sizing import choose_size
@@ -40,6 +40,9 @@ HELD_OUT, MOST_HELD_OUT = 0.05, 256
 """The share of the texts that validation takes when there are no validation texts, and the most of them."""
 
 INTERRUPTED = 130
+
+Parts = tuple[list[Text], list[Text]]
+"""(training, validation)."""
 
 
 def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
@@ -58,35 +61,43 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     """
     check(settings)
     check_recipe(settings.recipe, settings.course)
-    record = Record({}) if dry_run and not resume else open_record(settings, resume=resume)
+    record = open_record(settings, resume=resume)
     callbacks = get_callbacks(settings) if not dry_run else None
     model, tokenizer = open_target(settings)
+    check_draftable(model, tree=False)
     args = record.drafter_args or chosen_size(settings, model, say)
     record.args = dict(args.said)
     prompts = [] if settings.data else askable(settings, read_prompts(settings, tokenizer), say)
-    texts = read_texts(settings, tokenizer) if settings.data else None
-    if texts is not None:
-        check_texts(settings, record, texts)
-    left = 0 if record.ended else settings.iters - iterations_in(settings.checkpoint)
-    say(told(expected(settings, model, args, prompts, texts, left), args))
+    texts = parted(settings, *read_texts(settings, tokenizer), say) if settings.data else None
+    check_same(settings, record, prompts if texts is None else texts)
+    done = record.ended or iterations_in(settings.checkpoint)
+    if resume and record.reports and not done:
+        say("the run has no checkpoint: it begins anew")
+    say(told(expected(settings, model, args, prompts, texts, 0 if record.ended else settings.iters - done), args))
     if dry_run:
         return 0
-    record.save_(settings.work / "run.json")
-    try:
-        if texts is None:
-            texts = answered(model, tokenizer, prompts, asking_of(settings, prompts), settings.answers), []
-        ground = prepared(settings, model, tokenizer, args, texts, say)
-        done = record.ended
-        if done is None:
-            with interruptible() as interrupted:
-                done = fit(settings, ground, record, callbacks, say, interrupted)
-            if interrupted.is_set() and record.ended is None and done < settings.iters:
-                say(f"stopped at iteration {done} of {settings.iters}; the same command with --resume goes on")
-                return INTERRUPTED
-        finish(settings, ground, record, done, say)
-    except KeyboardInterrupt:
-        say("stopped; the same command with --resume goes on")
-        return INTERRUPTED
+    with held(settings.work / "lock"):
+        record.save_(settings.work / "run.json")
+        try:
+            if texts is None:
+                answers = answered(model, tokenizer, prompts, asking_of(settings, prompts), settings.answers)
+                texts = parted(settings, answers, [], say)
+            return trained(settings, prepared(settings, model, tokenizer, args, texts), record, callbacks, say)
+        except KeyboardInterrupt:
+            say("stopped; the same command with --resume goes on")
+            return INTERRUPTED
+
+
+def trained(settings: Settings, ground: Ground, record: Record, callbacks: Any, say: Say) -> int:
+    """Trains and finishes; the exit status."""
+    done = record.ended
+    if done is None:
+        with interruptible() as interrupted:
+            done = fit(settings, ground, record, callbacks, say, interrupted)
+        if interrupted.is_set() and record.ended is None and done < settings.iters:
+            say(f"stopped at iteration {done} of {settings.iters}; the same command with --resume goes on")
+            return INTERRUPTED
+    finish(settings, ground, record, done, say)
     return 0
 
 
@@ -97,9 +108,12 @@ def askable(settings: Settings, prompts: list[list[int]], say: Say) -> list[list
         RedrafterError: too few for a batch and one to hold out.
     """
     longest = settings.max_seq_length - settings.draft_depth
-    short = [prompt for prompt in prompts if len(prompt) < longest]
-    if len(short) < len(prompts):
-        say(f"{len(prompts) - len(short)} of {len(prompts)} prompts are left out: longer than --max-seq-length allows")
+    once = list({tuple(prompt): prompt for prompt in prompts}.values())  # else one is learned and held out
+    if len(once) < len(prompts):
+        say(f"{len(prompts) - len(once)} of {len(prompts)} prompts are left out: they are there already")
+    short = [prompt for prompt in once if len(prompt) < longest]
+    if len(short) < len(once):
+        say(f"{len(once) - len(short)} of {len(once)} prompts are left out: longer than --max-seq-length allows")
     held_out = max(1, round(HELD_OUT * len(short)))
     if len(short) < settings.batch_size + held_out:
         raise RedrafterError(
@@ -109,15 +123,42 @@ def askable(settings: Settings, prompts: list[list[int]], say: Say) -> list[list
     return short
 
 
-def check_texts(settings: Settings, record: Record, texts: tuple[list[Text], list[Text]]) -> None:
-    """Refuses to go on with other texts.
+def parted(settings: Settings, training: list[Text], validation: list[Text], say: Say) -> Parts:
+    """(training, validation) texts that can be learned from; without any for validation a share of the others.
 
     Raises:
-        RedrafterError: the texts have changed.
+        RedrafterError: too few.
     """
-    told = digest([text.ids.tolist() for part in texts for text in part])
+    parts = []
+    for name, texts in (("training", training), ("validation", validation)):
+        part = usable(texts, settings.max_seq_length, settings.draft_depth)
+        if len(part) < len(texts):
+            say(
+                f"{len(texts) - len(part)} of {len(texts)} {name} texts are left out: too short for drafts of "
+                f"{settings.draft_depth} tokens"
+            )
+        parts.append(part)
+    training, validation = parts
+    if not validation:
+        training, validation = split(training, HELD_OUT, MOST_HELD_OUT, settings.seed)
+    make_batches(training, settings.batch_size, settings.seed)  # refuses too few
+    return training, validation
+
+
+def check_same(settings: Settings, record: Record, learned: list[list[int]] | Parts) -> None:
+    """Refuses to go on with other prompts or texts.
+
+    Raises:
+        RedrafterError: they have changed.
+    """
+    told = digest(
+        [[[text.offset, *text.ids.tolist()] for text in part] for part in learned]
+        if isinstance(learned, tuple)
+        else learned
+    )
     if record.texts not in (None, told):
-        raise RedrafterError(f"the run in {settings.place} cannot go on: the texts of {settings.data} have changed")
+        source = settings.data or settings.prompts or "the demo"
+        raise RedrafterError(f"the run in {settings.place} cannot go on: the texts of {source} have changed")
     record.texts = told
 
 
@@ -148,7 +189,7 @@ def expected(
     model: nn.Module,
     args: DrafterArgs,
     prompts: list[list[int]],
-    texts: tuple[list[Text], list[Text]] | None,
+    texts: Parts | None,
     left: int,
 ) -> Estimate:
     """What the `left` iterations will take, and the answers that are not written yet."""
@@ -161,18 +202,19 @@ def expected(
         tokens = max(shortest, min(round(tokens), settings.max_seq_length + 1))
         return 1 + PAD_TO * -(-(tokens - 1) // PAD_TO)
 
-    written = len(read(settings.answers, asking_of(settings, prompts))) if prompts else 0
+    written = len(read(settings.answers, asking_of(settings, prompts), len(prompts))) if prompts else 0
     return estimated(
         model,
         Drafter(args),
         settings.recipe,
+        settings.course,
         iters=left,
         batch_size=settings.batch_size,
         length=padded(sum(lengths) / len(lengths)),
         longest=padded(max(lengths)),
         answers=len(prompts) - written,
         answer_tokens=settings.max_tokens,
-        at_once=AT_ONCE,
+        at_once=group_size(len(prompts), settings.temp),
     )
 
 
@@ -192,18 +234,10 @@ def prepared(
     model: nn.Module,
     tokenizer: Any,
     args: DrafterArgs,
-    texts: tuple[list[Text], list[Text]],
-    say: Say,
+    texts: Parts,
 ) -> Ground:
-    """Texts to train on and to hold out, and a drafter that knows nothing yet."""
-    training, validation = (usable(part, settings.max_seq_length, settings.draft_depth) for part in texts)
-    if (left := len(training)) < len(texts[0]):
-        say(
-            f"{len(texts[0]) - left} of {len(texts[0])} texts are left out: too short for drafts of "
-            f"{settings.draft_depth} tokens"
-        )
-    if not validation:
-        training, validation = split(training, HELD_OUT, MOST_HELD_OUT, settings.seed)
+    """What the training stands on: its texts, and a drafter that knows nothing yet."""
+    training, validation = texts
     mx.random.seed(settings.seed)
     ids = None
     if args.draft_vocab_size is not None:
@@ -257,14 +291,16 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     drafter = ground.drafter
     if settings.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
-        drafter.load_weights(str(settings.work / "best" / "model.safetensors"))
+        drafter.update(load_drafter(settings.work / "best", ground.model).parameters())
         record.cut_(best["iteration"])
         say(f"the drafter of iteration {best['iteration']} is the result")
     drafter.update(cast_to(final_dtype(settings, ground.model), drafter))
     weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
     if bad := [name for name, array in weights.items() if not mx.isfinite(array).all().item()]:
         raise RedrafterError(f"{bad[0]} does not fit into {final_dtype(settings, ground.model)}: give another --dtype")
+    save_drafter(settings.place, drafter)  # whatever becomes of the rest
     shapes = [(1, k) for k in range(1, settings.draft_depth + 1)] + [(4, settings.draft_depth)]
+    shapes = [shape for shape in shapes if shape[0] == 1 or takes_trees(ground.model)]
     rows = compared(ground.model, drafter, ground.prompts, shapes, manner_of(settings, ground))
     base = base_name(settings)
     drafter.args = results.described(drafter.args, base, record.validations[-1]["acceptance"], rows)

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import RedrafterError
+from ..files import expanded
 from ..plan import DEEPEST
 from ..sampling import make_sampler
 from ..shapes import DTYPES
@@ -106,7 +107,7 @@ class Settings:
     @property
     def place(self) -> Path:
         """Where the drafter will be."""
-        return Path(self.output).expanduser()
+        return expanded(self.output)
 
     @property
     def answers(self) -> Path:
@@ -143,6 +144,8 @@ def check(settings: Settings) -> None:
         raise RedrafterError("expected --data or --prompts: texts, or prompts that the target answers")
     if settings.adapter_path and not settings.model:
         raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
+    if settings.mask_prompt and not settings.data:
+        raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
     sized = (settings.exit_dim, settings.num_draft_layers, settings.draft_vocab_size)
     if settings.size == "auto" and any(value is not None for value in sized):
         raise RedrafterError("--size auto chooses --exit-dim, --num-draft-layers and --draft-vocab-size itself")
@@ -169,7 +172,6 @@ def check_numbers(settings: Settings) -> None:
         "max_seq_length": 8,
         "steps_per_report": 1,
         "steps_per_eval": 1,
-        "val_batches": -1,
         "val_prompts": 1,
         "val_tokens": 2,
         "patience": 0,
@@ -187,6 +189,8 @@ def check_numbers(settings: Settings) -> None:
             f"max_tokens must be above draft_depth {settings.draft_depth}: answers must be longer than a draft, "
             f"got {settings.max_tokens}"
         )
+    if settings.val_batches < 1 and settings.val_batches != -1:
+        raise RedrafterError(f"val_batches must be at least 1, or -1 for all, got {settings.val_batches}")
     if not settings.temp:
         raise RedrafterError("temp must be at least one number")
     for temp in settings.temp:

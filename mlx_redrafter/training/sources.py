@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..checkpoint import load
 from ..demo import load_demo
 from ..demo.sources import training_prompts
+from ..files import expanded
 from ..generation import encode_chat
 from .data import Text, load_prompts, load_texts
 from .settings import Settings
@@ -47,5 +48,5 @@ def base_name(settings: Settings) -> str | None:
     """The target's name as a drafter's config records it; None for the demo."""
     if settings.model is None:
         return None
-    path = Path(settings.model).expanduser()
+    path = expanded(settings.model)
     return str(path.resolve()) if path.exists() else settings.model

@@ -1,0 +1,57 @@
+"""What is known of mlx-lm's model modules, each held by tests/test_conformance.py: trees, chains, or nothing.
+
+A module that is in none of these drafts chains, if its cache is one of mlx-lm's own.
+"""
+
+from __future__ import annotations
+
+
+def names(text: str) -> frozenset[str]:
+    """Its words."""
+    return frozenset(text.split())
+
+
+TREES = names(
+    """
+    Klear afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1
+    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text
+    glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe helium hunyuan
+    hunyuan_v1_dense iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4_text longcat_flash mellum
+    mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl mixtral muse_glimmer nanbeige nanochat nemotron
+    nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe phixtral pixtral plamo plamo3 qwen qwen2 qwen2_moe
+    qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 spark2_5 stablelm starcoder2 step3p5 talkie
+    telechat3 youtu_llm
+    """
+)
+"""Modules that verify several continuations at once."""
+
+CHAINS = {
+    "afm7": "its last layers take positions from the length of the keys",
+    "gpt2": "its learned positions are counted on from the first one",
+    "gpt_bigcode": "its learned positions are counted on from the first one",
+    "internlm2": "its rope turns with the length of the text",
+    "internlm3": "its rope turns with the length of the text",
+    "llama4": "it makes its chunks' mask and its temperatures itself, from the first position",
+    "ministral3": "its query scale is counted on from the first position",
+    "mistral3": "its query scale is counted on from the first position",
+    "mistral4": "its query scale is counted on from the first position",
+}
+"""Modules that could forget rows but take tokens in a line only, and why."""
+
+REPLAYED = names(
+    """
+    baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 deepseek_v41 falcon_h1 gear granitemoehybrid
+    jamba kimi_k3 kimi_linear lfm2 lfm2-vl lfm2_moe longcat_flash_ngram mamba mamba2 nemotron_h olmo_hybrid
+    plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
+    """
+)
+"""Modules with states that cannot forget: chains, and what was accepted is read again."""
+
+REFUSED = {
+    "olmo": "it cannot read several tokens at once: it adds the name of the mask to the scores",
+    "phi3small": "its block-sparse layers let a token see those behind it in the same forward",
+}
+"""Modules whose rounds would not say what plain decoding says, and why."""
+
+METAL_ONLY = frozenset({"bitnet", "muse_spark"})
+"""Modules that run on Metal kernels alone, where no test of ours has run: chains, untested."""

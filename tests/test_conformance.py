@@ -1,0 +1,88 @@
+"""Every module of mlx-lm, as `served.py` says: with a drafter a text is what it is without one, and so is the cache."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import CONFIGS, Follower, contents, make_family, modules, script
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter.errors import UnsupportedModelError
+from mlx_redrafter.generation import make_settings
+from mlx_redrafter.loop import MOST_REPLAYED, Step, decode
+from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
+from mlx_redrafter.target import check_draftable
+
+RUNNING = sorted(TREES | REPLAYED | set(CHAINS))
+CLOSE = 2e-3
+"""How far log-probabilities and cache rows may be apart in float32: logits spread over about ten."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+
+def run(model: nn.Module, prompt: list[int], drafter: Any = None, **options: Any) -> tuple[list[Step], list[str], Any]:
+    """(steps, warnings, the cache afterwards)."""
+    cache = make_prompt_cache(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        steps = list(decode(prompt, model, drafter, make_settings(drafter, prompt_cache=cache, **options)))
+    return steps, [str(each.message) for each in said if "guessed no token" not in str(each.message)], cache
+
+
+def test_every_module_of_mlx_lm_is_in_exactly_one_list() -> None:
+    """A module of a newer mlx-lm is in none, and stands in the README as untested."""
+    lists = [*TREES, *REPLAYED, *CHAINS, *REFUSED, *METAL_ONLY]
+    assert len(lists) == len(set(lists))
+    assert set(lists) == set(CONFIGS)
+    assert set(lists) <= set(modules())
+
+
+def test_most_modules_are_served_and_most_of_them_with_trees() -> None:
+    assert len(RUNNING) >= 110 and len(TREES) >= 85
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_text_and_its_cache_are_what_they_are_without_a_drafter(name: str) -> None:
+    model = make_family(name)
+    spread = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
+    generator = random.Random(1)
+    # (prompt, script, W, K, temperature, tokens, options): prompts shorter and longer than windows and chunks of 8.
+    cases: list[tuple[int, str, int, int, float, int, dict[str, Any]]] = [
+        (3, "half", 2, 3, 0.9, 18, {}),
+        (19, "right", 2, 3, 0.0, 12, {"prefill_step_size": 7}),
+        (11, "wrong", 1, 4, 0.0, 14, {}),
+    ]
+    for size, kind, width, depth, temp, count, more in cases:
+        prompt = [generator.randrange(spread) for _ in range(size)]
+        options = {"temp": temp, "seed": 3, **more}
+        ahead, _, _ = run(model, prompt, max_tokens=count + depth + 2, **options)
+        plain, _, cache = run(model, prompt, max_tokens=count, **options)
+        text = prompt + [step.token for step in ahead]
+        follower = Follower(model, text, size, script(kind, len(text), width), width)
+        beam = {"beam_width": width, "draft_depth": depth}
+        drafted, said, after = run(model, prompt, follower, max_tokens=count, **beam, **options)
+        case = (name, size, kind, width, temp)
+        assert [step.token for step in drafted] == [step.token for step in plain], case
+        for one, other in zip(drafted, plain, strict=True):
+            assert mx.abs(one.logprobs - other.logprobs).max().item() < CLOSE, case  # type: ignore[operator]
+        for one, other in zip(contents(after), contents(cache), strict=True):
+            assert one.shape == other.shape and mx.allclose(one, other, atol=CLOSE, rtol=CLOSE), case
+        stats = drafted[-1].stats
+        assert bool(said) is (width > 1 and name not in TREES), said
+        if kind == "right":
+            assert stats.tokens_per_round > 3 and not stats.replayed, case
+        if kind == "wrong":
+            assert stats.accepted == 0 and bool(stats.replayed) is bool(stats.skipped) is (name in REPLAYED), case
+            assert stats.replayed <= stats.rounds * (MOST_REPLAYED + 1)
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & {"phi3small"}))
+def test_what_would_be_wrong_is_refused_by_name_and_reason(name: str) -> None:
+    model = make_family(name)
+    with pytest.raises(UnsupportedModelError, match=f"cannot draft for {name}: .*"):
+        check_draftable(model, tree=False)
