@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache
 
 from mlx_redrafter import kv
 from mlx_redrafter.anatomy import anatomy
@@ -69,14 +69,17 @@ class Follower:
         size: how long the prompt is.
         ranks: for each position of `text`, which of the candidates its token is, or -1 for none of them.
         width: W.
+        cache: an empty one like that which will be decoded with.
     """
 
     dtype = mx.float32
 
-    def __init__(self, model: nn.Module, text: Sequence[int], size: int, ranks: Sequence[int], width: int) -> None:
+    def __init__(
+        self, model: nn.Module, text: Sequence[int], size: int, ranks: Sequence[int], width: int, cache: kv.Cache
+    ) -> None:
         self._text, self._ranks, self._width = mx.array(text), mx.array(ranks), width
         table, place = anatomy(model)
-        cache, kept = make_prompt_cache(model), []
+        kept: list[mx.array] = []
         for part in ([self._text[: size - 1]] if size > 1 else []) + list(mx.split(self._text, len(text)))[size - 1 :]:
             with building(), wrapped([place], Tap) as (tap,):
                 logits = model(part[None], cache=cache)

@@ -25,7 +25,8 @@ from toys import (
 )
 
 from mlx_redrafter import generate_step, kv, stream_generate
-from mlx_redrafter.seams import PerNodeRope, slots, wrapped
+from mlx_redrafter.anatomy import anatomy
+from mlx_redrafter.seams import Tap, wrapped
 
 PROMPT = make_prompt(9)
 BEAMS = {
@@ -212,6 +213,6 @@ def test_other_rows_are_seen_in_a_cache() -> None:
 def test_a_wrapped_module_is_seen_in_a_snapshot() -> None:
     model = make_model()
     before = snapshot(model)
-    with wrapped(slots(model, "rope"), PerNodeRope):
+    with wrapped([anatomy(model).tap], Tap):
         assert snapshot(model) != before
     assert snapshot(model) == before

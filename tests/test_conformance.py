@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import CONFIGS, Follower, contents, make_family, modules, script
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generation import make_settings
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token
 
 def run(model: nn.Module, prompt: list[int], drafter: Any = None, **options: Any) -> tuple[list[Step], list[str], Any]:
     """(steps, warnings, the cache afterwards)."""
-    cache = make_prompt_cache(model)
+    cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         steps = list(decode(prompt, model, drafter, make_settings(drafter, prompt_cache=cache, **options)))
@@ -63,7 +63,7 @@ def test_a_text_and_its_cache_are_what_they_are_without_a_drafter(name: str) -> 
         ahead, _, _ = run(model, prompt, max_tokens=count + depth + 2, **options)
         plain, _, cache = run(model, prompt, max_tokens=count, **options)
         text = prompt + [step.token for step in ahead]
-        follower = Follower(model, text, size, script(kind, len(text), width), width)
+        follower = Follower(model, text, size, script(kind, len(text), width), width, make_prompt_cache(model))
         beam = {"beam_width": width, "draft_depth": depth}
         drafted, said, after = run(model, prompt, follower, max_tokens=count, **beam, **options)
         case = (name, size, kind, width, temp)
@@ -86,3 +86,25 @@ def test_what_would_be_wrong_is_refused_by_name_and_reason(name: str) -> None:
     model = make_family(name)
     with pytest.raises(UnsupportedModelError, match=f"cannot draft for {name}: .*"):
         check_draftable(model, tree=False)
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("size", [3, 15, 40])
+def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
+    """What `--max-kv-size` makes: rings of 12 rows, of which they keep the first 4 for good."""
+    model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(size)]
+
+    def rings() -> list[RotatingKVCache]:
+        return [RotatingKVCache(12, keep=keep) for _ in model.layers]
+
+    ahead, _, _ = run(model, prompt, max_tokens=36, prompt_cache=rings())
+    plain, _, cache = run(model, prompt, max_tokens=30, prompt_cache=rings())
+    text = prompt + [step.token for step in ahead]
+    follower = Follower(model, text, size, script("half", len(text), width), width, rings())
+    beam = {"beam_width": width, "draft_depth": 4}
+    drafted, _, after = run(model, prompt, follower, max_tokens=30, prompt_cache=rings(), **beam)
+    assert [step.token for step in drafted] == [step.token for step in plain]
+    assert drafted[-1].stats.accepted > 5
+    for one, other in zip(contents(after), contents(cache), strict=True):
+        assert one.shape == other.shape and mx.allclose(one, other, atol=CLOSE, rtol=CLOSE)

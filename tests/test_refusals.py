@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import gpt2, llama, mamba
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
 from small import randomised, small_drafter, small_llama
 
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
@@ -118,39 +118,34 @@ def test_a_numpy_prompt_is_served_as_a_list_is() -> None:
     assert decoded(small_llama(), prompt=np.array(PROMPT)) == decoded(small_llama())
 
 
-def make_gpt2() -> nn.Module:
-    args = gpt2.ModelArgs(
-        model_type="gpt2", n_ctx=32, n_embd=32, n_head=2, n_layer=1, n_positions=32, layer_norm_epsilon=1e-5,
-        vocab_size=64,
-    )  # fmt: skip
-    model: nn.Module = randomised(gpt2.Model(args), 0)
+class Foreign(KVCache):
+    """A cache that nobody knows."""
+
+
+def make_foreign() -> nn.Module:
+    model = small_llama()
+    model.make_cache = lambda: [Foreign() for _ in model.layers]
     return model
 
 
-def make_mamba() -> nn.Module:
-    args = mamba.ModelArgs(
-        model_type="mamba", vocab_size=64, hidden_size=32, intermediate_size=64, state_size=4, num_hidden_layers=1,
-        conv_kernel=4, use_bias=False, use_conv_bias=True, time_step_rank=4,
-    )  # fmt: skip
-    model: nn.Module = randomised(mamba.Model(args), 0, scale=0.02)
-    return model
+class Nameless(nn.Module):
+    """A model that keeps its tokens where no model of mlx-lm does."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(64, 64)
+        self.layers = [nn.Linear(64, 64)]
 
-def make_sliding() -> nn.Module:
-    return small_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=4)
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return self.layers[0](self.rows(mx.eye(64)[tokens]))
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gpt2": (
-        make_gpt2,
-        "cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
-        "mlx_lm.models.gpt2.Model has none",
+    "no table": (
+        Nameless,
+        "cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, .*Nameless has none",
     ),
-    "mamba": (make_mamba, "cannot draft for this model: .*, mlx_lm.models.mamba.Model has none"),
-    "a sliding llama": (
-        make_sliding,
-        r"cannot draft for model type 'llama': its cache \(RotatingKVCache\) cannot be rewound",
-    ),
+    "another cache": (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
 }
 
 
@@ -164,15 +159,16 @@ def test_a_model_that_cannot_be_drafted_for_is_refused_before_its_prompt_is_read
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_model_that_cannot_be_drafted_for_is_served_plainly(name: str) -> None:
     make, _ = UNSUPPORTED[name]
-    model = make()
+    model = randomised(make(), 0)
     context = list(PROMPT)
     for token in decoded(model, drafted=False):
-        assert token == mx.argmax(model(mx.array([context]))[0, -1]).item()
+        seen = context[-1:] if name == "no table" else context
+        assert token == mx.argmax(model(mx.array([seen]))[0, -1]).item()
         context.append(token)
 
 
 class WithoutRopeModule(llama.Attention):
-    """Attention whose positions come from a function of its own, which no wrapper can reach."""
+    """Attention whose positions come from a function of its own."""
 
     def __init__(self, attention: llama.Attention, rope: Callable[..., mx.array]) -> None:
         nn.Module.__init__(self)
@@ -182,38 +178,30 @@ class WithoutRopeModule(llama.Attention):
         self.rope = rope
 
 
-def test_a_llama_without_rope_modules_is_refused_for_trees_and_served_as_a_chain() -> None:
+def test_a_llama_without_rope_modules_takes_trees_all_the_same() -> None:
     model = small_llama()
     expected = decoded(model, beam_width=4)
     for layer in model.layers:
         rope = layer.self_attn.rope
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0, rope=rope: rope(x, offset))
-    refused(
-        lambda **more: decoded(model, beam_width=4, **more),
-        "cannot verify trees with model type 'llama': .*",
-        UnsupportedModelError,
-    )
-    assert decoded(model) == decoded(model, drafted=False) == expected
+    assert decoded(model, beam_width=4) == decoded(model, drafted=False) == expected
 
 
-def test_a_llama_that_takes_no_positions_from_its_cache_is_refused_for_trees() -> None:
+def test_a_llama_that_takes_no_positions_from_its_cache_takes_chains_and_it_is_said() -> None:
     model = small_llama()
     for layer in model.layers:
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0: x)
-    refused(
-        lambda **more: decoded(model, beam_width=4, **more),
-        "cannot verify trees with model type 'llama': its mask or positions do not come from its cache",
-        UnsupportedModelError,
-    )
+    reason = "drafting chains, not trees, for llama: its positions do not come from its cache"
+    with pytest.warns(UserWarning, match=reason):
+        tokens = decoded(model, beam_width=4)
+    assert tokens == decoded(model, drafted=False)
 
 
 @pytest.mark.parametrize("beam_width", [1, 4])
-def test_a_prompt_cache_that_cannot_be_rewound_is_refused(beam_width: int) -> None:
+def test_a_prompt_cache_of_another_kind_is_refused(beam_width: int) -> None:
     refused(
-        lambda **more: decoded(
-            small_llama(), beam_width=beam_width, prompt_cache=[KVCache(), RotatingKVCache(8)], **more
-        ),
-        "the prompt cache must be of KVCache or QuantizedKVCache, got RotatingKVCache",
+        lambda **more: decoded(small_llama(), beam_width=beam_width, prompt_cache=[KVCache(), Foreign()], **more),
+        "the prompt cache must be of mlx-lm's own caches, got Foreign",
     )
 
 

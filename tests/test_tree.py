@@ -13,7 +13,7 @@ from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random
 
 from mlx_redrafter import kv
 from mlx_redrafter.beam import search
-from mlx_redrafter.seams import tree_mask
+from mlx_redrafter.seams import Nodes
 from mlx_redrafter.tree import grow, line, prune
 from mlx_redrafter.types import Beams, Tree
 
@@ -119,14 +119,23 @@ def test_the_running_example_loses_its_least_likely_nodes_first() -> None:
 
 def test_the_mask_of_the_running_example_shows_the_prefix_and_ancestors() -> None:
     tree = grow(mx.array(THE), example_beams())
-    assert tree_mask(3, tree.ancestors).astype(mx.int32).tolist() == [
+    nodes = Nodes(3, tree.depths, tree.ancestors, branched=True)
+    assert nodes.mask(mx.arange(3)).astype(mx.int32).tolist() == [
         [1, 1, 1, 1, 0, 0, 0, 0],
         [1, 1, 1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 1, 0, 0],
         [1, 1, 1, 1, 1, 0, 1, 0],
         [1, 1, 1, 1, 1, 0, 0, 1],
     ]
-    assert mx.array_equal(tree_mask(0, tree.ancestors), tree.ancestors)
+    assert mx.array_equal(nodes.mask(mx.arange(0)), tree.ancestors)
+    # A window of 3 positions, and the first one that is seen whatever the window.
+    assert nodes.mask(mx.arange(3), 3, 1).astype(mx.int32).tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 1, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 1, 0, 0],
+        [1, 0, 0, 1, 1, 0, 1, 0],
+        [1, 0, 0, 1, 1, 0, 0, 1],
+    ]
 
 
 @pytest.mark.parametrize(("width", "depth", "seed", "ties"), cases())
@@ -197,7 +206,7 @@ KINDS = ("plain", "4", "8")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_running_example_is_compacted_as_it_is_drawn(kind: str) -> None:
     layers, before = zip(*(filled(kind) for _ in range(2)), strict=True)
-    kv.compact_(list(layers), PREFIX, [0, 1, 4])
+    kv.compact_(list(layers), NODES, [0, 1, 4])
     for cache, was in zip(layers, before, strict=True):
         assert cache.offset == PREFIX + 3
         for kept, rows in zip(contents(cache), was, strict=True):
@@ -209,7 +218,7 @@ def test_the_running_example_is_compacted_as_it_is_drawn(kind: str) -> None:
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 4], [0, 1, 3], [0, 2, 3], [0, 2, 4], [0, 1, 2, 3, 4]])
 def test_compaction_gathers_the_rows_of_the_path(path: list[int], kind: str) -> None:
     cache, before = filled(kind)
-    kv.compact_([cache], PREFIX, path)
+    kv.compact_([cache], NODES, path)
     rows = [*range(PREFIX), *(PREFIX + node for node in path)]
     other = [*range(PREFIX), *(PREFIX + node for node in path[:-1]), PREFIX + (path[-1] + 1) % NODES]
     assert cache.offset == PREFIX + len(path)
@@ -229,7 +238,7 @@ def test_nodes_that_are_in_place_are_not_moved(
     take = mx.take
     monkeypatch.setattr(mx, "take", lambda *args, **kwargs: gathered.append(args[1].size) or take(*args, **kwargs))
     arrays = tree_map(id, (cache.keys, cache.values))
-    kv.compact_([cache], PREFIX, path)
+    kv.compact_([cache], NODES, path)
     assert tree_map(id, (cache.keys, cache.values)) == arrays
     # One gather for each stored array, of no more rows than are out of place.
     assert gathered == [moves] * len(gathered) and bool(gathered) == bool(moves)
@@ -237,6 +246,6 @@ def test_nodes_that_are_in_place_are_not_moved(
 
 def test_rewinding_drops_every_row_behind_the_prefix() -> None:
     cache, before = filled("plain")
-    kv.rewind_([cache], PREFIX)
+    kv.compact_([cache], NODES, [])
     for kept, was in zip(contents(cache), before, strict=True):
         assert (kept == was[:, :, :PREFIX]).all()

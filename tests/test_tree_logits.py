@@ -54,7 +54,7 @@ def distances(target: Target, tree: Tree) -> mx.array:
     """(N,) how far each node's logits are from those of a plain forward over its path."""
     cache = copy.deepcopy(target.cache)
     plain = [target._model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
-    together = target.verify(tree).logits
+    together = target.verify(tree, branched=True).logits
     assert together.shape == (tree.tokens.shape[0], VOCAB)
     return mx.abs(together - mx.stack(plain)).max(axis=1)
 
@@ -73,7 +73,7 @@ def test_every_node_of_a_tree_gets_the_hidden_state_of_its_own_path(kind: str) -
     target, tree = prefilled(kind, 9, None, 0), random_tree(3, 4, 8, seed=1)
     cache = copy.deepcopy(target.cache)
     plain = [make_model(kind).model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
-    hidden = target.verify(tree).hidden
+    hidden = target.verify(tree, branched=True).hidden
     assert hidden is not None and mx.abs(hidden - mx.stack(plain)).max() < TOLERANCE
 
 
