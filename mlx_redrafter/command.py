@@ -77,8 +77,6 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         RedrafterError: with the reason.
     """
-    if args.max_kv_size is not None:
-        raise RedrafterError("--max-kv-size is not served yet: a rotating cache cannot drop rejected drafts")
     if args.compare and (args.no_drafter or (args.model and not args.drafter)):
         raise RedrafterError("--compare needs a drafter: give --drafter, or leave out --model for the packaged demo")
     if args.adapter_path and args.model is None and args.prompt_cache_file is None:

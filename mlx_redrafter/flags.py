@@ -25,6 +25,7 @@ OPTIONS = (
     ),
     ("tree_size", int, "N, how many nodes the target verifies, the root included; all when not given"),
     ("prefill_step_size", int, "prompt tokens to read in one forward"),
+    ("max_kv_size", int, "rows of the KV cache at most, where the model leaves that open; the first 4 stay"),
     ("kv_bits", int, "bits of a quantised KV cache; not quantised when not given"),
     ("kv_group_size", int, "group size of the quantised KV cache"),
     ("quantized_kv_start", int, "length from which the KV cache is quantised"),
@@ -58,7 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
-    add("--max-kv-size", type=int, help="not served yet: the cache's window cannot be rewound")
     add("--verbose", type=truth, default=True, help="F prints the text alone, at the end")
     add("--compare", action="store_true", help="decode plainly, then with the drafter; exit 1 if a token differs")
     add("--json", action="store_true", help="print one JSON object instead of the text")

@@ -35,7 +35,7 @@ SILENT_ROUNDS = 32
 DRAFT_DEPTH = 3
 """K, when neither the caller nor the drafter says."""
 
-OPTIONAL = ("seed", "draft_depth", "tree_size", "kv_bits")
+OPTIONAL = ("seed", "draft_depth", "tree_size", "max_kv_size", "kv_bits")
 """The integers of `make_settings` that may be None."""
 
 
@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     prompt_cache: kv.Cache | None
     prefill_step_size: int
     prompt_progress_callback: Callable[[int, int], None] | None
+    max_kv_size: int | None
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
@@ -86,6 +87,7 @@ def make_settings(
     prompt_cache: kv.Cache | None = None,
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    max_kv_size: int | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
@@ -109,6 +111,8 @@ def make_settings(
         prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards.
         prefill_step_size: prompt tokens in one forward.
         prompt_progress_callback: called with (tokens read, tokens in all).
+        max_kv_size: how many rows the KV cache has at most, the first 4 of the text and the latest; as in mlx-lm, for
+            models that do not say themselves what caches they have, and without a `prompt_cache`.
         kv_bits, kv_group_size, quantized_kv_start: quantisation of the KV cache from that length on.
 
     Raises:
@@ -123,6 +127,7 @@ def make_settings(
         ("draft_depth", draft_depth),
         ("tree_size", tree_size),
         ("prefill_step_size", prefill_step_size),
+        ("max_kv_size", max_kv_size),
         ("kv_bits", kv_bits),
         ("kv_group_size", kv_group_size),
         ("quantized_kv_start", quantized_kv_start),
@@ -169,6 +174,7 @@ def make_settings(
         plan=plan,
         max_tokens=int(max_tokens),
         prompt_cache=prompt_cache,
+        max_kv_size=None if max_kv_size is None else int(max_kv_size),
         prefill_step_size=int(prefill_step_size),
         quantization=KVQuantization(
             None if kv_bits is None else int(kv_bits), int(kv_group_size), int(quantized_kv_start)

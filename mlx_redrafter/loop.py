@@ -56,6 +56,7 @@ class Settings:
     plan: Plan | None = None
     max_tokens: int = 256
     prompt_cache: kv.Cache | None = None
+    max_kv_size: int | None = None
     prefill_step_size: int = 2048
     quantization: KVQuantization = field(default_factory=KVQuantization)
     prompt_progress_callback: Callable[[int, int], None] | None = None
@@ -81,13 +82,13 @@ def decode(
     tokens = check_prompt(prompt)
     if settings.max_tokens < -1:
         raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 0, got {settings.max_tokens}")
-    vocab_size = check_request(model, tokens, settings.prompt_cache, settings.quantization)
+    vocab_size = check_request(model, tokens, settings.prompt_cache, settings.quantization, settings.max_kv_size)
     settings.chooser.sampler.check(vocab_size)
     if drafter is not None:
         assert settings.plan is not None
         settings = replace(settings, plan=served(model, settings.plan))
     with on_stream():
-        target = Target(model, settings.prompt_cache, settings.quantization)
+        target = Target(model, settings.prompt_cache, settings.quantization, settings.max_kv_size)
         outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
     if settings.max_tokens == 0:
         return

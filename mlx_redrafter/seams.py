@@ -131,7 +131,7 @@ def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, i
     if ring.keep and window is not None and window < ring.max_size:
         raise UnsupportedModelError(
             f"cannot draft with a cache of {ring.max_size} rows that keeps its first {ring.keep} for a model with a "
-            f"window of {window}: give a larger --max-kv-size, or none"
+            f"window of {window}: give a larger max_kv_size, or none"
         )
     count = min(kv.rows_in_order(ring), ring.max_size - 1)
     kept = min(ring.keep, count)

@@ -16,6 +16,9 @@ from .seams import Nodes, Tap, View, Views, building, ropes_by_node, viewed, wra
 from .served import CHAINS, REFUSED, REPLAYED, TREES
 from .types import Tree
 
+SMALLEST_RING = 8
+"""Rows: 4 that stay, a token, and some behind it."""
+
 MARGIN = 256
 """Some dynamic ropes count a little more than the length of a text: its heads, too."""
 
@@ -71,13 +74,18 @@ class Target:
         model: a model object as `mlx_lm.load` returns it.
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
+        max_kv_size: rows of a new cache at most, where the model does not make its own.
     """
 
     def __init__(
-        self, model: nn.Module, cache: kv.Cache | None = None, quantization: KVQuantization | None = None
+        self,
+        model: nn.Module,
+        cache: kv.Cache | None = None,
+        quantization: KVQuantization | None = None,
+        max_kv_size: int | None = None,
     ) -> None:
         self._model = model
-        self.cache: kv.Cache = make_prompt_cache(model) if cache is None else cache
+        self.cache: kv.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv.length(self.cache)
         self._longest = exact_until(model)
@@ -231,7 +239,13 @@ def sizes(model: nn.Module) -> tuple[int, int]:
     return anatomy(model).embedding(token).shape[-1], model(token).shape[-1]
 
 
-def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, quantization: KVQuantization) -> int:
+def check_request(
+    model: nn.Module,
+    tokens: mx.array,
+    cache: kv.Cache | None,
+    quantization: KVQuantization,
+    max_kv_size: int | None = None,
+) -> int:
     """Refuses what would fail, or make nonsense, only while the prompt is read; the size of the vocabulary.
 
     What the model's outputs and its cache look like is read off a forward that is built but never computed.
@@ -239,12 +253,17 @@ def check_request(model: nn.Module, tokens: mx.array, cache: kv.Cache | None, qu
     Args:
         tokens: (T,) the prompt.
         cache: a prompt cache of the caller's.
+        max_kv_size: see `Target`.
 
     Raises:
-        RedrafterError: token ids outside the vocabulary, a cache of another model, or a KV group size that does not
-            divide the head size.
+        RedrafterError: rings to be quantised or too small, token ids outside the vocabulary, a cache of another model,
+            or a KV group size that does not divide the head size.
     """
-    probe = make_prompt_cache(model)
+    if max_kv_size is not None and max_kv_size < SMALLEST_RING:
+        raise RedrafterError(f"max_kv_size must be at least {SMALLEST_RING}, got {max_kv_size}")
+    probe = make_prompt_cache(model, max_kv_size)
+    if quantization.bits is not None and kv.rings(probe if cache is None else cache):
+        raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantise a RotatingKVCache")
     if cache is not None and len(cache) != len(probe):
         raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
     if cache is not None and (

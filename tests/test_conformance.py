@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import CONFIGS, Follower, contents, make_family, modules, script
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.errors import UnsupportedModelError
@@ -108,3 +109,16 @@ def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) 
     assert drafted[-1].stats.accepted > 5
     for one, other in zip(contents(after), contents(cache), strict=True):
         assert one.shape == other.shape and mx.allclose(one, other, atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_max_kv_size_means_what_it_means_in_mlx_lm(width: int) -> None:
+    model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(9)]
+    theirs = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=40, max_kv_size=12)]
+    rings = make_prompt_cache(model, 12)
+    follower = Follower(model, prompt + theirs, 9, script("half", 49, width), width, rings)
+    settings = make_settings(follower, max_tokens=34, max_kv_size=12, beam_width=width, draft_depth=3)
+    ours = list(decode(prompt, model, follower, settings))
+    assert [step.token for step in ours] == theirs[:34] and ours[-1].stats.accepted > 5
+    whole = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=40)]
+    assert whole != theirs, "the window matters"
