@@ -12,6 +12,7 @@ import pytest
 from families import CONFIGS, Follower, contents, make_family, modules, script
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from supported import README, placed, rows
 
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generation import make_settings
@@ -41,6 +42,12 @@ def test_every_module_of_mlx_lm_is_in_exactly_one_list() -> None:
     assert len(lists) == len(set(lists))
     assert set(lists) == set(CONFIGS)
     assert set(lists) <= set(modules())
+
+
+def test_the_readme_lists_every_module_as_it_is_served() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert placed(text) == text, "python tests/supported.py writes it anew"
+    assert {name for name, mode, _ in rows() if mode == "trees"} == TREES
 
 
 def test_most_modules_are_served_and_most_of_them_with_trees() -> None:

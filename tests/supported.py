@@ -1,0 +1,51 @@
+"""The README's list of models, made from `served.py`: `python tests/supported.py` writes it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from families import modules
+
+from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- models: made by tests/supported.py -->\n", "<!-- models: end -->\n"
+
+REPLAY_NOTE = "its states cannot forget: what was accepted behind the last whole round is read again, 8 tokens at most"
+METAL_NOTE = "untested: runs on Metal kernels only"
+NEW_NOTE = "untested: new in mlx-lm"
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(module, mode, note) of every module of the installed mlx-lm."""
+    known = {
+        **dict.fromkeys(TREES, ("trees", "")),
+        **{name: ("chains", note) for name, note in CHAINS.items()},
+        **dict.fromkeys(REPLAYED, ("chains", REPLAY_NOTE)),
+        **dict.fromkeys(METAL_ONLY, ("chains", METAL_NOTE)),
+        **{name: ("refused", note) for name, note in REFUSED.items()},
+    }
+    return [(name, *known.get(name, ("chains", NEW_NOTE))) for name in modules()]
+
+
+def table() -> str:
+    """The rows in Markdown, models of one mode and note together."""
+    order = ["trees", "chains", "refused"]
+    found = sorted(rows(), key=lambda row: (order.index(row[1]), row[2] != REPLAY_NOTE, row[2], row[0].lower()))
+    lines = ["| model | mode | note |", "|---|---|---|"]
+    for (mode, note), group in groupby(found, key=lambda row: row[1:]):
+        names = [name for name, _, _ in group]
+        count = f" ({len(names)})" if len(names) > 1 else ""
+        lines.append(f"| {', '.join(names)} | {mode}{count} | {note} |")
+    return "\n".join([*lines, ""])
+
+
+def placed(text: str) -> str:
+    """A README with the table in its place."""
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(placed(README.read_text(encoding="utf-8")), encoding="utf-8")
