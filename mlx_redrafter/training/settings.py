@@ -40,7 +40,7 @@ class Settings:
     mask_prompt: bool = setting(False, "do not learn the prompts of --data")
     prompts: str | None = setting(None, "file of prompts that the target answers: one a line, or jsonl")
     max_tokens: int = setting(256, "tokens of an answer at most", type=int)
-    temp: tuple[float, ...] = setting((0.0, 0.8), "temperatures of the answers, in turns", type=float, nargs="+")
+    temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
     output: str = setting("drafter", "directory of the drafter")
     exit_dim: int | None = setting(None, "width of the drafter's blocks and head", type=int)
     num_draft_layers: int | None = setting(None, "residual blocks of the drafter (default: 1)", type=int)
