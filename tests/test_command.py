@@ -182,7 +182,6 @@ def test_a_prompt_cache_file_stands_in_for_the_first_part_of_the_prompt(
     ("arguments", "reason"),
     [
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
-        (("--max-kv-size", "16", "--kv-bits", "8"), "mlx-lm cannot quantise a RotatingKVCache"),
         (("--compare", "--no-drafter"), "needs a drafter"),
         (("--prompt", ""), "the prompt is empty"),
         (("--temp", "-1"), "temp must be at least 0"),

@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from supported import README, placed, rows
 
-from mlx_redrafter.errors import UnsupportedModelError
+from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import MOST_REPLAYED, Step, decode
 from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
@@ -127,5 +127,7 @@ def test_max_kv_size_means_what_it_means_in_mlx_lm(width: int) -> None:
     settings = make_settings(follower, max_tokens=34, max_kv_size=12, beam_width=width, draft_depth=3)
     ours = list(decode(prompt, model, follower, settings))
     assert [step.token for step in ours] == theirs[:34] and ours[-1].stats.accepted > 5
+    with pytest.raises(RedrafterError, match="mlx-lm cannot quantise a RotatingKVCache"):
+        list(decode(prompt, model, None, make_settings(max_kv_size=12, kv_bits=8)))
     whole = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=40)]
     assert whole != theirs, "the window matters"
