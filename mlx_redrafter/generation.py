@@ -149,7 +149,7 @@ def make_settings(
             f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"
         )
     chosen = make_sampler(
-        seed=secrets.randbits(32) if seed is None else int(seed),
+        seed=fresh_seed() if seed is None else int(seed),
         temp=temp,
         top_p=top_p,
         min_p=min_p,
@@ -181,6 +181,17 @@ def make_settings(
         ).check(),
         prompt_progress_callback=prompt_progress_callback,
     )
+
+
+def fresh_seed() -> int:
+    """A random seed; where several processes share one model (`mlx.launch`), that of the first."""
+    seed = secrets.randbits(32)
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return seed
+    halves = mx.array([seed >> 16, seed & 0xFFFF] if group.rank() == 0 else [0, 0], mx.int32)
+    high, low = cast(list[int], mx.distributed.all_sum(halves, group=group, stream=mx.cpu).tolist())
+    return (high << 16) | low
 
 
 def own_depth(drafter: Drafter) -> int:

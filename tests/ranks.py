@@ -1,0 +1,40 @@
+"""What each rank of a sharded model says, as JSON: run by tests/test_sharded.py under `mlx.launch`."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+from families import Follower, make_family, script
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter.generation import make_settings
+from mlx_redrafter.loop import decode
+
+PROMPT = [(7 * i + 3) % 50 for i in range(9)]
+
+
+def main() -> None:
+    """Prints the tokens of one rank alone, of all ranks with a drafter, and those of a seed that nobody gave."""
+    group = mx.distributed.init()
+    whole, model = make_family("deepseek_v3"), make_family("deepseek_v3")
+    alone = [step.token for step in decode(PROMPT, whole, None, make_settings(max_tokens=30, temp=0.8, seed=1))]
+    model.shard(group)
+    mx.eval(model.parameters())
+    drafter = Follower(model, PROMPT + alone, 9, script("half", 39, 2), 2, make_prompt_cache(model))
+    beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.8, "max_tokens": 24}
+    together = list(decode(PROMPT, model, drafter, make_settings(drafter, seed=1, **beam)))
+    unseeded = [step.token for step in decode(PROMPT, model, drafter, make_settings(drafter, **beam))]
+    said = {
+        "rank": group.rank(),
+        "size": group.size(),
+        "alone": alone[:24],
+        "together": [step.token for step in together],
+        "accepted": together[-1].stats.accepted,
+        "unseeded": unseeded,
+    }
+    print("RANK " + json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
