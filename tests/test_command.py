@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import cli, generate_step, load
 from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.command import Difference, distance
 from mlx_redrafter.doors import guarded
 from mlx_redrafter.flags import OPTIONS, make_parser
 from mlx_redrafter.generation import make_settings
@@ -131,7 +132,27 @@ def test_compare_passes_on_equal_tokens_and_fails_on_a_difference(
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
     status, _, said = run(*arguments)
-    assert status == 1 and "token 5 differs" in said
+    assert status == 1 and "token 5 differs" in said and "more than rounding explains: please report it" in said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "rounding"),
+    [
+        (mx.float32, 0.0, False),
+        (mx.float32, 1e-4, True),
+        (mx.float32, 1e-2, False),
+        (mx.bfloat16, 0.125, True),
+        (mx.bfloat16, 3.0, False),
+    ],
+)
+def test_a_difference_is_told_from_a_tie_by_how_far_the_rows_are_apart(
+    dtype: mx.Dtype, step: float, rounding: bool
+) -> None:
+    row = mx.array([-0.5, -1.0, -17.0, -60.0])
+    other = row + mx.array([0.0, step, 0.0, 30.0])
+    found = Difference(4, *distance(row.astype(dtype), other.astype(dtype)))
+    assert found.rounding is rounding
+    assert ("a tie that rounding decides" in found.told) is rounding and found.told.startswith("token 4 differs: ")
 
 
 def test_the_prompt_comes_from_stdin_and_escapes_are_read(pair: tuple[str, str], run: Any) -> None:
