@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "mlx_redrafter"
 # Lowest first. A row is one or more steps: files on one step do not import each other, those on a later step may
 # import those on an earlier one.
 ROWS: dict[str, list[set[str]]] = {
-    "values": [{"errors", "files", "cards"}, {"types", "stats", "plan", "stops"}],
+    "values": [{"errors", "cards"}, {"types", "stats", "plan", "stops", "files"}],
     "pure": [{"beam", "tree", "accept"}],
     "parts": [{"drafter", "kv", "sampling", "served"}, {"loss", "shapes", "seams"}, {"anatomy"}],
     "adapters": [{"target"}, {"checkpoint"}, {"demo"}],
