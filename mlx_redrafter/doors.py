@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 from .errors import one_line
@@ -21,7 +24,8 @@ def guarded(module: str) -> None:
     except ImportError as error:
         fail(NO_BACKEND.format(error=one_line(error)))
     try:
-        status = import_module(module).run()
+        with plain_warnings():
+            status = import_module(module).run()
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -33,6 +37,17 @@ def guarded(module: str) -> None:
         silence()
         fail(one_line(error))
     sys.exit(status)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Shows a warning as one line, without the place in the source that a user does not ask for."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def silence() -> None:

@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,16 @@ def test_a_difference_is_told_from_a_tie_by_how_far_the_rows_are_apart(
     found = Difference(4, *distance(row.astype(dtype), other.astype(dtype)))
     assert found.rounding is rounding
     assert ("a tie that rounding decides" in found.told) is rounding and found.told.startswith("token 4 differs: ")
+
+
+def test_a_warning_is_one_line() -> None:
+    script = (
+        "import sys, types, warnings; from mlx_redrafter.doors import guarded; "
+        "sys.modules['warned'] = types.SimpleNamespace(run=lambda: warnings.warn('chains, not trees')); "
+        "guarded('warned')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == "warning: chains, not trees\n"
 
 
 def test_the_prompt_comes_from_stdin_and_escapes_are_read(pair: tuple[str, str], run: Any) -> None:
