@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from families import CONFIGS, Follower, contents, make_family, modules, script
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from supported import README, placed, rows
 
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
@@ -131,3 +131,22 @@ def test_max_kv_size_means_what_it_means_in_mlx_lm(width: int) -> None:
         list(decode(prompt, model, None, make_settings(max_kv_size=12, kv_bits=8)))
     whole = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=40)]
     assert whole != theirs, "the window matters"
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_quantised_cache_gives_the_text_it_gives_without_a_drafter(name: str) -> None:
+    """From the 14th token on, in the middle of a round."""
+    model, size, count = make_family(name), 9, 14
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14, "seed": 3}
+    prompt = [(5 * i + 2) % 50 for i in range(size)]
+    try:
+        ahead, _, _ = run(model, prompt, max_tokens=count + 5, **options)
+    except Exception as error:  # whatever mlx-lm's models say of a quantised cache
+        pytest.skip(f"mlx-lm cannot quantise this model's cache: {type(error).__name__}")
+    text = prompt + [step.token for step in ahead]
+    width = 2 if name in TREES else 1
+    follower = Follower(model, text, size, script("half", len(text), width), width, make_prompt_cache(model))
+    drafted, _, after = run(model, prompt, follower, max_tokens=count, beam_width=width, draft_depth=3, **options)
+    assert [step.token for step in drafted] == text[size : size + count]
+    plain = [c for c in after if type(c) is KVCache and c.keys is not None]
+    assert not plain, "every cache that can be is quantised by then"
