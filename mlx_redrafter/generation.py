@@ -228,11 +228,12 @@ class GenerationResponse(MlxLmResponse):
     """mlx-lm's response, and what speculation has done so far.
 
     Attributes:
-        rounds: drafts verified; the token chosen by the prefill belongs to none.
+        rounds: forwards of the target behind the prompt's; the token chosen by the prefill belongs to none.
         drafted: nodes verified, roots not counted.
         accepted: drafted tokens kept.
         tokens_per_round: 1 + accepted / rounds.
         acceptance_per_depth: share of rounds that kept a drafted token at depth 1, 2, ...
+        rows_per_round: tokens the target read in a round: root, drafted, and those it has to read again.
         seed: the seed in use, also when it was drawn.
     """
 
@@ -241,6 +242,7 @@ class GenerationResponse(MlxLmResponse):
     accepted: int = 0
     tokens_per_round: float = 1.0
     acceptance_per_depth: tuple[float, ...] = ()
+    rows_per_round: float = 0.0
     seed: int = 0
 
 
@@ -305,6 +307,7 @@ def stream_generate(
             accepted=stats.accepted,
             tokens_per_round=stats.tokens_per_round,
             acceptance_per_depth=stats.acceptance_per_depth,
+            rows_per_round=stats.rows_per_round,
             seed=options["seed"] or 0,
         )
 
@@ -366,7 +369,7 @@ def summary(last: GenerationResponse) -> str:
     if last.rounds:
         depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
         lines.append(
-            f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round; "
+            f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round, {last.rows_per_round:.1f} read; "
             f"{last.accepted} of {last.drafted} drafted nodes accepted; per depth {depths}"
         )
     return "\n".join(lines)
