@@ -25,6 +25,7 @@ from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import held
 from mlx_redrafter.generation import encode
+from mlx_redrafter.served import REFUSED
 from mlx_redrafter.training import command, run
 from mlx_redrafter.training.command import make_parser, make_settings
 from mlx_redrafter.training.settings import Settings
@@ -424,8 +425,11 @@ def test_a_target_that_takes_chains_only_gets_its_drafter(tmp_path: Path) -> Non
     assert load_drafter(tmp_path / "drafter").args.draft_depth in (1, 2, 3)
 
 
-def test_a_target_that_cannot_be_drafted_for_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    model = small_target(tmp_path / "target", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    with pytest.raises(RedrafterError, match=r"cannot draft for .* with dynamic rope scaling"):
+def test_a_target_that_cannot_be_drafted_for_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_target(tmp_path / "target")
+    monkeypatch.setitem(REFUSED, "llama", "it is only a test")
+    with pytest.raises(RedrafterError, match="cannot draft for llama: it is only a test"):
         run.train(settings(tmp_path, "drafter", model=model), dry_run=True)
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "target"}
