@@ -58,12 +58,8 @@ def make_drafter(out: Path, steps: int) -> None:
     model, _ = trained(out)
     texts = drafter.write_texts(model, np.load(out / "train.npy"), out / "texts")
     args = DrafterArgs(*sizes(model), exit_dim=160, num_draft_layers=1)
-    # What the target finds likely is the richer lesson; what it would choose is the question asked at the end.
-    phases = [
-        drafter.Phase(steps, Recipe(labels="distribution", learning_rate=4e-3)),
-        drafter.Phase(steps // 8, Recipe(labels="target", learning_rate=2e-3), seed=1),
-    ]
-    drafter.train(model, texts, args, phases, ROWS_PER_STEP, out / "drafter")
+    phase = drafter.Phase(steps, Recipe(labels="distribution", learning_rate=4e-3))
+    drafter.train(model, texts, args, [phase], ROWS_PER_STEP, out / "drafter")
 
 
 def describe_drafter(out: Path) -> None:
