@@ -118,7 +118,7 @@ def train(
 def describe(
     model: nn.Module, held_out: np.ndarray, prompts: list[list[int]], ends: set[int], directory: Path, depth: int = 5
 ) -> None:
-    """Writes into the config of the drafter in `directory` how good it is, and how deep it drafts best here.
+    """Writes into the config of the drafter in `directory` how good it is, and how deep it drafts best when greedy.
 
     Args:
         held_out: a stream of ids that nobody has learned; the target writes behind pieces of it.
@@ -130,6 +130,6 @@ def describe(
     texts = [Text(row.astype(np.int32), PROMPT) for row in write_texts(model, held_out, directory / "texts", batches=1)]
     known = examined(model, drafter, texts, Recipe(depth=depth), 16)
     chains = [(1, k) for k in range(1, depth + 1)]
-    rows = compared(model, drafter, prompts, chains, Manner(128, TEMPERATURE, 0, ends))
+    rows = compared(model, drafter, prompts, chains, Manner(128, 0.0, 0, ends))
     drafter.args = described(drafter.args, None, known.acceptance, rows)
     save_drafter(directory, drafter, dtype=mx.float16)
