@@ -20,14 +20,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_redrafter.demo import load_demo
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.drafter import DrafterArgs
 from mlx_redrafter.target import sizes
 from mlx_redrafter.training.answers import AT_ONCE
 from mlx_redrafter.training.data import Text, collated
 from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_lesson, train_drafter
 from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
 from mlx_redrafter.training.fitting import Course
-from mlx_redrafter.training.lessons import Batch, Heard, hear, make_vocabulary, new_drafter, vocabulary_of
+from mlx_redrafter.training.lessons import Batch, Heard, hear, new_drafter, untrained, vocabulary_of
 from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
 
 from .common import median, show
@@ -74,9 +74,8 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     drafter_args = DrafterArgs(
         args.hidden_size, args.vocab_size, args.exit_dim, 1, draft_vocab_size=args.draft_vocab_size
     )
-    drafter = Drafter(drafter_args)
-    if args.draft_vocab_size is not None:
-        drafter.draft_ids = make_vocabulary(np.arange(args.draft_vocab_size), args.vocab_size).ids
+    count = args.draft_vocab_size
+    drafter = untrained(drafter_args, None if count is None else np.arange(count))
     mx.eval(drafter.parameters())
     tokens = mx.zeros((1, args.length + 1), mx.int32)
     shape = (1, args.length)

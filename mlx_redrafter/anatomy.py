@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import UnsupportedModelError
@@ -35,7 +34,6 @@ NORMS = (
     "ln_f",
 )
 """The names of the norm in front of the head."""
-
 
 OTHER_SENSES = ("vision", "audio", "multi_modal", "mm_")
 """How the names of modules begin that read no text."""
@@ -107,9 +105,3 @@ def names_of(parent: nn.Module) -> list[str]:
 def is_table(module: Any) -> bool:
     """Whether it gives a row for each token id."""
     return isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
-
-
-def embedded(model: nn.Module, tokens: mx.array) -> mx.array:
-    """(..., D) raw embedding rows of `tokens` (...)."""
-    rows: mx.array = anatomy(model).embedding(tokens)
-    return rows

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -30,10 +29,10 @@ KNOWN = (*REWINDABLE, ArraysCache)
 
 
 def leaves(cache: Cache) -> Iterator[Any]:
-    """Every single cache, those within a `CacheList` too."""
+    """Every single cache, or view of one, those within a `CacheList` too."""
     for c in cache:
-        if isinstance(c, CacheList):
-            yield from leaves(list(c.caches))
+        if (parts := getattr(c, "caches", None)) is not None:
+            yield from leaves(list(parts))
         elif c is not None:
             yield c
 

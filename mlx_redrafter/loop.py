@@ -238,7 +238,7 @@ def settle_(target: Target, rows: list[int], tokens: list[int], root: int | None
         target.keep_(rows, tokens)
         if root is None:
             target.catch_up_()
-        if root is not None:
+        else:
             target.forward(mx.array([root]), tapped=False)
             target.advance_(1)
         target.evaluate()

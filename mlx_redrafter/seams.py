@@ -194,19 +194,18 @@ class Slot(NamedTuple):
 
 
 @contextmanager
-def wrapped(places: Sequence[Slot], wrapper: type[Any]) -> Iterator[list[Any]]:
-    """Puts `wrapper(child)` in each place, and the children back at the end, whatever happens.
+def tapped(place: Slot) -> Iterator[Tap]:
+    """Puts a `Tap` around the child in its place, and the child back at the end, whatever happens.
 
     The dictionary entry is replaced, not the attribute set: a module's order of parameters stays as it was.
     """
-    originals = [parent[name] for parent, name in places]
-    wrappers = [wrapper(child) for child in originals]
-    try:
-        for (parent, name), module in zip(places, wrappers, strict=True):
-            parent[name] = module
-        yield wrappers
-    finally:
-        for (parent, name), child in zip(places, originals, strict=True):
+    parent, name = place
+    with building():
+        child = parent[name]
+        tap = parent[name] = Tap(child)
+        try:
+            yield tap
+        finally:
             parent[name] = child
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -10,9 +11,9 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import kv
-from .anatomy import anatomy
+from .anatomy import Anatomy, anatomy
 from .errors import RedrafterError, UnsupportedModelError, one_line
-from .seams import Nodes, Tap, View, Views, building, ropes_by_node, viewed, wrapped
+from .seams import Nodes, building, ropes_by_node, tapped, viewed
 from .served import CHAINS, REFUSED, REPLAYED, TREES
 from .types import Tree
 
@@ -89,9 +90,15 @@ class Target:
         self._quantization = quantization or KVQuantization()
         self.length = kv.length(self.cache)
         self._longest = exact_until(model)
+        self._forgets = not kv.others(self.cache, kv.REWINDABLE)
+        self._ringed = kv.rings(self.cache)
         self._rows = 0  # of the last forward that verified
         self._marks: list[dict[str, Any]] | None = None
         self._replayed: list[int] = []  # committed, but behind the mark
+
+    @cached_property
+    def _anatomy(self) -> Anatomy:
+        return anatomy(self._model)
 
     @property
     def replayed(self) -> int:
@@ -104,7 +111,7 @@ class Target:
 
     def embed(self, tokens: mx.array) -> mx.array:
         """(..., D) raw embedding rows of `tokens` (...)."""
-        embedded: mx.array = anatomy(self._model).embedding(tokens)
+        embedded: mx.array = self._anatomy.embedding(tokens)
         return embedded
 
     def forward(self, tokens: mx.array, *, tapped: bool) -> Forward:
@@ -127,11 +134,11 @@ class Target:
         """
         count = tree.tokens.shape[0]
         self._rows = count
-        if kv.others(self.cache, kv.REWINDABLE):
+        if not self._forgets:
             if self._marks is None:
                 self._marks = kv.mark(self.cache)
             tree = behind(self._replayed, tree)
-        if not branched and not kv.rings(self.cache):
+        if not branched and not self._ringed:
             return self._tapped(tree.tokens, self.cache, count)
         nodes = Nodes(self.length - self.replayed, tree.depths, tree.ancestors, branched)
         views = [viewed(c, nodes) for c in self.cache]
@@ -139,7 +146,7 @@ class Target:
             return self._tapped(tree.tokens, views, count)
 
     def _tapped(self, tokens: mx.array, cache: list[Any], count: int) -> Forward:
-        with building(), wrapped([anatomy(self._model).tap], Tap) as (tap,):
+        with tapped(self._anatomy.tap) as tap:
             logits = self._model(tokens[None], cache=cache)
         return Forward(logits[0, -count:], tap.kept[-1][0, -count:])
 
@@ -300,11 +307,11 @@ def check_draftable(model: nn.Module, *, tree: bool) -> str | None:
     kind = model_name(model)
     if reason := REFUSED.get(kind):
         raise UnsupportedModelError(f"cannot draft for {kind}: {reason}")
-    table = anatomy(model).embedding
+    table, place = anatomy(model)
     cache = make_prompt_cache(model)
     if (unknown := kv.others(cache, kv.KNOWN)) and kind not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {kind}: its cache ({', '.join(unknown)}) is not known")
-    with building(), wrapped([anatomy(model).tap], Tap) as (tap,):
+    with tapped(place) as tap:
         model(mx.zeros((1, 1), mx.int32), cache=cache)
     hidden = tap.kept[-1].shape[-1] if tap.kept else None
     width = table(mx.zeros((1,), mx.int32)).shape[-1]
@@ -331,17 +338,12 @@ def why_no_trees(model: nn.Module, kind: str) -> str | None:
             model(mx.zeros((1, 3), mx.int32), cache=views)
     except Exception as error:
         return f"it does not take one position for each node: {one_line(error)}"
-    seen = [view for view in leaves_of(views) if isinstance(view, View)]
+    seen = list(kv.leaves(views))
     if not any(view.masks_made for view in seen):
         return "its mask does not come from its cache"
     if any(view.offsets_read for view in seen) and not calls:
         return "its positions do not come from its cache"
     return None
-
-
-def leaves_of(views: list[Any]) -> list[Any]:
-    """Every single view."""
-    return [leaf for view in views for leaf in (leaves_of(list(view.caches)) if isinstance(view, Views) else [view])]
 
 
 def model_name(model: nn.Module) -> str:

@@ -15,11 +15,12 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import RotatingKVCache
+from toys import Scripted
 
 from mlx_redrafter import kv
 from mlx_redrafter.anatomy import anatomy
 from mlx_redrafter.drafter import DrafterArgs
-from mlx_redrafter.seams import Tap, building, wrapped
+from mlx_redrafter.seams import tapped
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
@@ -57,11 +58,8 @@ def make_family(name: str) -> nn.Module:
     return model
 
 
-class Follower:
-    """A drafter that knows what the target will say, and is right exactly where its script says so.
-
-    Where in the text a draft begins it sees from the hidden state that the engine hands it; the path it has been led
-    along it finds again by the embeddings. A path that has left the text gets flat scores.
+class Follower(Scripted):
+    """A `Scripted` drafter for any model: it learns the hidden states as plain decoding meets them, token by token.
 
     Args:
         model: the target.
@@ -72,8 +70,6 @@ class Follower:
         cache: an empty one like that which will be decoded with.
     """
 
-    dtype = mx.float32
-
     def __init__(
         self, model: nn.Module, text: Sequence[int], size: int, ranks: Sequence[int], width: int, cache: kv.Cache
     ) -> None:
@@ -81,7 +77,7 @@ class Follower:
         table, place = anatomy(model)
         kept: list[mx.array] = []
         for part in ([self._text[: size - 1]] if size > 1 else []) + list(mx.split(self._text, len(text)))[size - 1 :]:
-            with building(), wrapped([place], Tap) as (tap,):
+            with tapped(place) as tap:
                 logits = model(part[None], cache=cache)
             mx.eval(logits, tap.kept[-1])
             kept.append(tap.kept[-1][0])
@@ -90,23 +86,6 @@ class Follower:
         self._rows = table(self._tokens)
         dims = self._hidden.shape[-1]
         self.args = DrafterArgs(dims, logits.shape[-1], 2 * dims, 0)
-
-    def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
-        """(W, L) tokens so far."""
-        token = mx.argmin(mx.square(embedding[:, None] - self._rows[None]).sum(-1), axis=1)[:, None]
-        return token if state is None else mx.concatenate([state, token], axis=1)
-
-    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(W, V) scores."""
-        length, last = state.shape[1], self._text.shape[0] - 1
-        place = mx.argmin(mx.square(self._hidden - hidden).sum(-1)) + 1
-        on_text = mx.all(state == self._text[mx.minimum(place + mx.arange(length), last)], axis=1, keepdims=True)
-        here = mx.minimum(place + length, last)
-        right, rank = self._text[here], self._ranks[here]
-        others = (self._tokens - right) % self._tokens.shape[0] - 1
-        order = mx.where(others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank)))
-        scores = mx.where(order < self._width, 30 - 0.1 * order, 0.0)
-        return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
 
 
 def script(kind: str, size: int, width: int) -> list[int]:

@@ -26,7 +26,7 @@ from toys import (
 
 from mlx_redrafter import generate_step, kv, stream_generate
 from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.seams import Tap, wrapped
+from mlx_redrafter.seams import tapped
 
 PROMPT = make_prompt(9)
 BEAMS = {
@@ -213,6 +213,6 @@ def test_other_rows_are_seen_in_a_cache() -> None:
 def test_a_wrapped_module_is_seen_in_a_snapshot() -> None:
     model = make_model()
     before = snapshot(model)
-    with wrapped([anatomy(model).tap], Tap):
+    with tapped(anatomy(model).tap):
         assert snapshot(model) != before
     assert snapshot(model) == before

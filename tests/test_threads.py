@@ -17,7 +17,7 @@ from toys import assert_same_cache, ids, make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import generate_step, stream_generate
 from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.seams import Tap, ropes_by_node, wrapped
+from mlx_redrafter.seams import ropes_by_node, tapped
 
 COUNT = 16
 PROMPT = make_prompt(9)
@@ -142,7 +142,7 @@ def test_another_thread_may_run_a_batch_while_a_tree_is_being_built() -> None:
         return model(mx.array([[4], [5]]), cache=cache).tolist()
 
     expected = batch()
-    with workers(1) as (other,), wrapped([anatomy(model).tap], Tap), ropes_by_node():
+    with workers(1) as (other,), tapped(anatomy(model).tap), ropes_by_node():
         assert other.submit(batch).result() == expected
 
 

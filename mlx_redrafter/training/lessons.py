@@ -12,7 +12,7 @@ from ..anatomy import anatomy
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError
 from ..loss import Lesson
-from ..seams import Tap, building, wrapped
+from ..seams import tapped
 
 Labels = Literal["data", "target", "sampled", "distribution"]
 """What should follow a token: the text's next token; the target's likeliest; one drawn from the target's law there
@@ -87,7 +87,7 @@ def hear(model: nn.Module, batch: Batch) -> Heard:
     """
     tokens = batch.ids[:, :-1]
     table, place = anatomy(model)
-    with building(), wrapped([place], Tap) as (tap,):
+    with tapped(place) as tap:
         logits = model(tokens)
     return Heard(batch, tap.kept[-1], table(tokens), logits)
 
