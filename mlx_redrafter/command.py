@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from . import __version__
 from .checkpoint import load, load_drafter
+from .comparing import Difference, distance, first_difference
 from .demo import load_demo
 from .drafter import Drafter
 from .errors import RedrafterError
@@ -28,8 +29,6 @@ from .generation import DRAFT_DEPTH, GenerationResponse, Options, is_text, own_d
 
 DEMO_PROMPT = "def main("
 PACKAGES = ("mlx", "mlx-lm")
-OUT_OF_REACH = -20.0
-"""Log-probabilities below this decide nothing."""
 
 
 def run() -> int:
@@ -237,45 +236,6 @@ def progress() -> Iterator[Callable[[int, int], None]]:
         bar.close()
 
 
-class Difference(NamedTuple):
-    """The first token at which plain and drafted decoding part.
-
-    Attributes:
-        token: its place in the text.
-        distance: the largest difference of the two sides' log-probabilities there, of tokens that are not out of reach.
-        margin: how much of that rounding may explain.
-    """
-
-    token: int
-    distance: float
-    margin: float
-
-    @property
-    def rounding(self) -> bool:
-        """Whether kernels that round differently for one row and for several explain it; equal rows choose alike."""
-        return 0 < self.distance <= self.margin
-
-    @property
-    def told(self) -> str:
-        """In words."""
-        kind = "a tie that rounding decides" if self.rounding else "more than rounding explains: please report it"
-        return (
-            f"token {self.token} differs: the log-probabilities there are {self.distance:.2g} apart, rounding explains "
-            f"{self.margin:.2g}: {kind}"
-        )
-
-
-def distance(one: mx.array, other: mx.array) -> tuple[float, float]:
-    """(how far two rows (V,) of log-probabilities are apart, how far rounding in their dtype may bring them).
-
-    Rounding: four steps of the dtype at the size that the logits have, and never less than 0.001.
-    """
-    near = mx.maximum(one, other) > OUT_OF_REACH
-    apart = mx.where(near, mx.abs(one.astype(mx.float32) - other.astype(mx.float32)), 0).max().item()
-    spread = (one.max() - mx.where(near, one, one.max()).min()).item()
-    return float(cast(float, apart)), max(1e-3, 4 * mx.finfo(one.dtype).eps * float(cast(float, spread)))
-
-
 def compare(
     args: argparse.Namespace,
     drafter: Drafter | None,
@@ -292,9 +252,7 @@ def compare(
     options["max_tokens"] = asked
     plain_tokens, _, plain = decode(None, lambda text: None)
     tokens, text, drafted = decode(drafter, show)
-    differs = next((i for i, (a, b) in enumerate(zip(plain_tokens, tokens, strict=False)) if a != b), None)
-    if differs is None and len(tokens) != len(plain_tokens):
-        differs = min(len(tokens), len(plain_tokens))
+    differs = first_difference(plain_tokens, tokens)
     apart = None
     if differs is not None:
         options["max_tokens"] = differs + 1

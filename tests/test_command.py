@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import cli, generate_step, load
 from mlx_redrafter.checkpoint import save_drafter
-from mlx_redrafter.command import Difference, distance
+from mlx_redrafter.comparing import Difference, distance
 from mlx_redrafter.doors import guarded
 from mlx_redrafter.flags import OPTIONS, make_parser
 from mlx_redrafter.generation import make_settings
