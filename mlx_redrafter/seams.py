@@ -1,8 +1,8 @@
 """Several nodes at once on an unmodified model, through the three things it asks its cache: mask, offset, update.
 
-While one forward pass is being built, the model's cache is a `View` of the real one, `mx.fast.rope` takes one position
-per node, and the final norm is tapped. That lasts only as long as the Python call: what stays behind is an ordinary
-lazy graph, and the model object is as it was.
+While one forward pass is being built, the model's cache is a `View` of the real one, each node has its own position
+(`positions.py`), and the final norm is tapped. That lasts only as long as the Python call: what stays behind is an
+ordinary lazy graph, and the model object is as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,46 +18,10 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from . import kv
 from .errors import UnsupportedModelError
+from .positions import Nodes, Offsets, by_node
 
 _building = threading.RLock()
 """Held while a model is wrapped, so that two threads may decode with one model."""
-
-
-class Nodes(NamedTuple):
-    """Several tokens that one forward reads behind a prefix, each with its own history.
-
-    Attributes:
-        prefix: S, how many tokens stand before them.
-        depths: (N,) int32, how far behind the prefix each stands.
-        ancestors: (N, N) bool, who attends to whom among them, itself included.
-        branched: whether they are more than a line.
-    """
-
-    prefix: int
-    depths: mx.array
-    ancestors: mx.array
-    branched: bool
-
-    def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
-        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, as far back as the window goes::
-
-                   prefix . . .   the  cat  dog  sat  ran
-            the      1  1  1  1    1    .    .    .    .
-            dog      1  1  1  1    1    .    1    .    .
-            ran      1  1  1  1    1    1    .    .    1
-
-        Args:
-            columns: (C,) int32, the positions of the prefix rows.
-            window: how many positions a node sees, its own included; None for all.
-            kept: positions below this are seen whatever the window.
-        """
-        before = mx.ones((self.depths.shape[0], columns.shape[0]), mx.bool_)
-        among = self.ancestors
-        if window is not None:
-            own = (self.depths + self.prefix)[:, None]
-            before = (own - columns[None] < window) | (columns[None] < kept)
-            among = among & (self.depths[:, None] - self.depths[None] < window)
-        return mx.concatenate([before, among], axis=1)
 
 
 class View:
@@ -69,26 +33,29 @@ class View:
     Args:
         cache: the real cache.
         nodes: what is read.
+        first: their offset, if they are branched.
+        made: gets the masks that were made of them.
     """
 
-    def __init__(self, cache: Any, nodes: Nodes) -> None:
-        self._cache, self._nodes = cache, nodes
-        self.masks_made = self.offsets_read = 0
+    def __init__(self, cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> None:
+        self._cache, self._nodes, self._first, self._made = cache, nodes, first, made
+        self.offsets_read = 0
 
     @property
     def offset(self) -> Any:
-        """Of a line its first position; of a tree the position of each node."""
+        """The first position; in a tree one that knows where each node stands."""
         self.offsets_read += 1
-        nodes = self._nodes
-        return nodes.depths + nodes.prefix if nodes.branched else self._cache.offset
+        return self._first if self._nodes.branched else self._cache.offset
 
     def make_mask(self, N: int = 0, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """The nodes' mask, as an array."""
-        self.masks_made += 1
         if isinstance(self._cache, RotatingKVCache):
-            return self._nodes.mask(*ring_columns(self._cache, window_size))
-        first = getattr(self._cache, "start_position", 0)
-        return self._nodes.mask(mx.arange(first, self._cache.offset), window_size)
+            mask = self._nodes.mask(*ring_columns(self._cache, window_size))
+        else:
+            first = getattr(self._cache, "start_position", 0)
+            mask = self._nodes.mask(mx.arange(first, self._cache.offset), window_size)
+        self._made.append(mask)
+        return mask
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
@@ -112,11 +79,25 @@ class Views:
         return getattr(self._cache, name)
 
 
-def viewed(cache: Any, nodes: Nodes) -> Any:
-    """A view of one layer's cache."""
+def viewed(cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> Any:
+    """A view of one layer's cache; see `View`."""
     if isinstance(cache, CacheList):
-        return Views(cache, [viewed(part, nodes) for part in cache.caches])
-    return View(cache, nodes) if isinstance(cache, kv.REWINDABLE) else cache
+        return Views(cache, [viewed(part, nodes, first, made) for part in cache.caches])
+    return View(cache, nodes, first, made) if isinstance(cache, kv.REWINDABLE) else cache
+
+
+@contextmanager
+def reading(cache: kv.Cache, nodes: Nodes) -> Iterator[tuple[list[Any], list[mx.array], list[str]]]:
+    """Has a model read `nodes`: (the cache as it sees it, the masks that makes, what the model asked by node)."""
+    made: list[mx.array] = []
+    first = Offsets(nodes)
+    views = [viewed(c, nodes, first, made) for c in cache]
+    with building():
+        if not nodes.branched:
+            yield views, made, []
+            return
+        with by_node(nodes, made) as calls:
+            yield views, made, calls
 
 
 def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
@@ -137,32 +118,6 @@ def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, i
     kept = min(ring.keep, count)
     columns = mx.concatenate([mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)])
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep
-
-
-@contextmanager
-def ropes_by_node() -> Iterator[list[int]]:
-    """Lets `mx.fast.rope` take a vector of offsets, one for each node of one sequence; yields a list of such calls.
-
-    It takes a vector only along the batch, so the nodes go there and come back: the same arithmetic, to the bit. Every
-    rope of mlx-lm ends there. Whatever another thread asks meanwhile passes through.
-    """
-    rope: Any = mx.fast.rope
-    thread, calls = threading.get_ident(), []
-
-    def by_node(x: mx.array, *args: Any, offset: Any, **kwargs: Any) -> mx.array:
-        elsewhere = threading.get_ident() != thread
-        if elsewhere or not isinstance(offset, mx.array) or offset.ndim == 0:
-            return cast(mx.array, rope(x, *args, offset=offset, **kwargs))
-        calls.append(offset.shape[0])
-        moved = mx.swapaxes(x, 0, -2)
-        return mx.swapaxes(rope(moved, *args, offset=offset, **kwargs), 0, -2)
-
-    fast: Any = mx.fast
-    fast.rope = by_node
-    try:
-        yield calls
-    finally:
-        fast.rope = rope
 
 
 class Tap(nn.Module):

@@ -13,12 +13,12 @@ def names(text: str) -> frozenset[str]:
 
 TREES = names(
     """
-    Klear afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1
-    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text
-    glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe helium hunyuan
-    hunyuan_v1_dense iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4_text longcat_flash mellum
-    mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl mixtral muse_glimmer nanbeige nanochat nemotron
-    nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe phixtral pixtral plamo plamo3 qwen qwen2 qwen2_moe
+    Klear afm7 afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1
+    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text glm
+    glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense
+    iquestloopcoder kimi_k25 kimi_vl laguna lille-130m llama llama4 llama4_text longcat_flash mellum mimo
+    mimo_v2_flash minicpm minicpm3 minimax ministral3 mistral3 mistral4 mixtral muse_glimmer nanbeige nanochat
+    nemotron nemotron-nas olmo2 olmo3 olmoe openelm phi phi3 phimoe phixtral pixtral plamo plamo3 qwen qwen2 qwen2_moe
     qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 spark2_5 stablelm starcoder2 step3p5 talkie
     telechat3 youtu_llm
     """
@@ -26,15 +26,11 @@ TREES = names(
 """Modules that verify several continuations at once."""
 
 CHAINS = {
-    "afm7": "its last layers take positions from the length of the keys",
     "gpt2": "its learned positions are counted on from the first one",
     "gpt_bigcode": "its learned positions are counted on from the first one",
     "internlm2": "its rope turns with the length of the text",
     "internlm3": "its rope turns with the length of the text",
-    "llama4": "it makes its chunks' mask and its temperatures itself, from the first position",
-    "ministral3": "its query scale is counted on from the first position",
-    "mistral3": "its query scale is counted on from the first position",
-    "mistral4": "its query scale is counted on from the first position",
+    "minimax_m3_vl": "it cuts its blocks over the rows of the cache, where nodes stand beside each other",
 }
 """Modules that could forget rows but take tokens in a line only, and why."""
 

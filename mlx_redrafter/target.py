@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import kv
 from .anatomy import Anatomy, anatomy
 from .errors import RedrafterError, UnsupportedModelError, one_line
-from .seams import Nodes, building, ropes_by_node, tapped, viewed
+from .positions import Nodes
+from .seams import reading, tapped
 from .served import CHAINS, REFUSED, REPLAYED, TREES
 from .types import Tree
 
@@ -141,8 +142,7 @@ class Target:
         if not branched and not self._ringed:
             return self._tapped(tree.tokens, self.cache, count)
         nodes = Nodes(self.length - self.replayed, tree.depths, tree.ancestors, branched)
-        views = [viewed(c, nodes) for c in self.cache]
-        with building(), ropes_by_node():
+        with reading(self.cache, nodes) as (views, _, _):
             return self._tapped(tree.tokens, views, count)
 
     def _tapped(self, tokens: mx.array, cache: list[Any], count: int) -> Forward:
@@ -332,16 +332,14 @@ def why_no_trees(model: nn.Module, kind: str) -> str | None:
     if states := kv.others(cache, kv.REWINDABLE):
         return f"its cache ({', '.join(states)}) takes tokens one behind the other"
     nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
-    views = [viewed(c, nodes) for c in cache]
     try:
-        with building(), ropes_by_node() as calls:
+        with reading(cache, nodes) as (views, made, calls):
             model(mx.zeros((1, 3), mx.int32), cache=views)
     except Exception as error:
         return f"it does not take one position for each node: {one_line(error)}"
-    seen = list(kv.leaves(views))
-    if not any(view.masks_made for view in seen):
+    if not made and "mask" not in calls:
         return "its mask does not come from its cache"
-    if any(view.offsets_read for view in seen) and not calls:
+    if any(view.offsets_read for view in kv.leaves(views)) and not {"rope", "arange"} & set(calls):
         return "its positions do not come from its cache"
     return None
 

@@ -21,6 +21,7 @@ from mlx_redrafter import kv
 from mlx_redrafter.anatomy import anatomy
 from mlx_redrafter.drafter import DrafterArgs
 from mlx_redrafter.seams import tapped
+from mlx_redrafter.types import Tree
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
@@ -93,6 +94,17 @@ def script(kind: str, size: int, width: int) -> list[int]:
     generator = random.Random(5)
     half = [generator.randrange(width) if generator.random() < 0.5 else -1 for _ in range(size)]
     return {"right": [0] * size, "wrong": [-1] * size, "half": half}[kind]
+
+
+def planted(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
+    """The tree of these nodes; node 0 is the root, every other stands behind its parent."""
+    size = len(tokens)
+    depths, ancestors = [0] * size, [[False] * size for _ in range(size)]
+    for node, parent in enumerate(parents):
+        if node:
+            depths[node], ancestors[node] = depths[parent] + 1, list(ancestors[parent])
+        ancestors[node][node] = True
+    return Tree(mx.array(tokens), mx.array(parents), mx.array(depths), mx.array(ancestors))
 
 
 def contents(cache: kv.Cache) -> list[mx.array]:

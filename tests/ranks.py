@@ -7,11 +7,25 @@ import json
 import mlx.core as mx
 from families import Follower, make_family, script
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import sharded_load
 
+from mlx_redrafter.demo import DIRECTORY, load_demo
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import decode
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
+
+
+def loaded(group: mx.distributed.Group) -> dict[str, list[int]]:
+    """What the demo says, whole without its drafter, and as `sharded_load` shares it out with the drafter."""
+    whole, tokenizer, drafter = load_demo()
+    prompt = tokenizer.encode("def main(")
+    beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.0, "max_tokens": 24}
+    plain = [step.token for step in decode(prompt, whole, None, make_settings(temp=0.0, max_tokens=24))]
+    model, _ = sharded_load(str(DIRECTORY / "target"), tensor_group=group)
+    model.set_dtype(mx.float32)
+    drafted = [step.token for step in decode(prompt, model, drafter, make_settings(drafter, **beam))]
+    return {"demo": plain, "demo sharded": drafted}
 
 
 def main() -> None:
@@ -32,6 +46,7 @@ def main() -> None:
         "together": [step.token for step in together],
         "accepted": together[-1].stats.accepted,
         "unseeded": unseeded,
+        **loaded(group),
     }
     print("RANK " + json.dumps(said), flush=True)
 

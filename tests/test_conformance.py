@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, Follower, contents, make_family, modules, script
+from families import CONFIGS, Follower, contents, make_family, modules, planted, script
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from supported import README, placed, rows
 
+from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import MOST_REPLAYED, Step, decode
 from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
-from mlx_redrafter.target import check_draftable
+from mlx_redrafter.target import Target, check_draftable, sizes
 
 RUNNING = sorted(TREES | REPLAYED | set(CHAINS))
 CLOSE = 2e-3
@@ -64,6 +66,7 @@ def test_a_text_and_its_cache_are_what_they_are_without_a_drafter(name: str) -> 
         (3, "half", 2, 3, 0.9, 18, {}),
         (19, "right", 2, 3, 0.0, 12, {"prefill_step_size": 7}),
         (11, "wrong", 1, 4, 0.0, 14, {}),
+        (7, "random", 2, 3, 0.7, 8, {}),
     ]
     for size, kind, width, depth, temp, count, more in cases:
         prompt = [generator.randrange(spread) for _ in range(size)]
@@ -71,9 +74,12 @@ def test_a_text_and_its_cache_are_what_they_are_without_a_drafter(name: str) -> 
         ahead, _, _ = run(model, prompt, max_tokens=count + depth + 2, **options)
         plain, _, cache = run(model, prompt, max_tokens=count, **options)
         text = prompt + [step.token for step in ahead]
-        follower = Follower(model, text, size, script(kind, len(text), width), width, make_prompt_cache(model))
+        if kind == "random":
+            drafter: Any = Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1))
+        else:
+            drafter = Follower(model, text, size, script(kind, len(text), width), width, make_prompt_cache(model))
         beam = {"beam_width": width, "draft_depth": depth}
-        drafted, said, after = run(model, prompt, follower, max_tokens=count, **beam, **options)
+        drafted, said, after = run(model, prompt, drafter, max_tokens=count, **beam, **options)
         case = (name, size, kind, width, temp)
         assert [step.token for step in drafted] == [step.token for step in plain], case
         for one, other in zip(drafted, plain, strict=True):
@@ -150,3 +156,25 @@ def test_a_quantised_cache_gives_the_text_it_gives_without_a_drafter(name: str) 
     assert [step.token for step in drafted] == text[size : size + count]
     plain = [c for c in after if type(c) is KVCache and c.keys is not None]
     assert not plain, "every cache that can be is quantised by then"
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_every_node_of_a_tree_is_read_as_plain_decoding_reads_its_path(name: str) -> None:
+    """Behind prefixes within and beyond windows and chunks of 8, trees across their edges, all nodes, kept or not."""
+    model = make_family(name)
+    spread = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
+    generator = random.Random(2)
+    for size in (1, 6, 13, 29, 46):
+        parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 14)]
+        tree = planted([generator.randrange(spread) for _ in parents], parents)
+        target = Target(model)
+        target.forward(mx.array([generator.randrange(spread) for _ in range(size)]), tapped=False)
+        target.advance_(size)
+        target.evaluate()
+        caches, expected = [target.cache], []  # the prefix's, then that behind each node
+        for node, token in enumerate(tree.tokens.tolist()):
+            caches.append(copy.deepcopy(caches[parents[node] + 1 if node else 0]))
+            expected.append(model(mx.array([[token]]), cache=caches[-1])[0, -1])
+        together = target.verify(tree, branched=True).logits
+        far = mx.abs(together - mx.stack(expected)).max(axis=1)
+        assert far.max().item() < CLOSE, (name, size, far)  # type: ignore[operator]

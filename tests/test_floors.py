@@ -17,7 +17,11 @@ PACKAGE = Path(__file__).parent.parent / "mlx_redrafter"
 ROWS: dict[str, list[set[str]]] = {
     "values": [{"errors", "cards"}, {"types", "stats", "plan", "stops", "files"}],
     "pure": [{"beam", "tree", "accept"}],
-    "parts": [{"drafter", "kv", "sampling", "served"}, {"loss", "shapes", "seams"}, {"anatomy"}],
+    "parts": [
+        {"comparing", "drafter", "kv", "positions", "sampling", "served"},
+        {"loss", "shapes", "seams"},
+        {"anatomy"},
+    ],
     "adapters": [{"target"}, {"checkpoint"}, {"demo"}],
     "processes": [{"rounds"}, {"loop"}, {"generation", "trial"}, {"training"}],
     "doors": [{"flags"}, {"command"}, {"doors"}, {"generate", "cli", "convert", "train"}, {"__main__"}],

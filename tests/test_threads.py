@@ -17,7 +17,8 @@ from toys import assert_same_cache, ids, make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import generate_step, stream_generate
 from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.seams import ropes_by_node, tapped
+from mlx_redrafter.positions import Nodes, by_node
+from mlx_redrafter.seams import tapped
 
 COUNT = 16
 PROMPT = make_prompt(9)
@@ -142,7 +143,8 @@ def test_another_thread_may_run_a_batch_while_a_tree_is_being_built() -> None:
         return model(mx.array([[4], [5]]), cache=cache).tolist()
 
     expected = batch()
-    with workers(1) as (other,), tapped(anatomy(model).tap), ropes_by_node():
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    with workers(1) as (other,), tapped(anatomy(model).tap), by_node(nodes):
         assert other.submit(batch).result() == expected
 
 

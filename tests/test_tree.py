@@ -13,7 +13,7 @@ from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random
 
 from mlx_redrafter import kv
 from mlx_redrafter.beam import search
-from mlx_redrafter.seams import Nodes
+from mlx_redrafter.positions import Nodes
 from mlx_redrafter.tree import grow, line, prune
 from mlx_redrafter.types import Beams, Tree
 
