@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.loss import draft_loss
+from mlx_redrafter.training import fitting
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.distill import Batches, Recipe, train_drafter
 from mlx_redrafter.training.fitting import Course, fit_, save_
@@ -413,3 +415,20 @@ def test_a_drafter_or_a_checkpoint_of_another_size_is_refused(
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(CheckpointError, match="cannot go on from"):
         train_drafter(model, untrained(), batches, Course(2, checkpoint=path), recipe())
+
+
+def test_the_thread_beside_is_left_without_streams_whatever_ended_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream that outlives its thread makes the process abort at its exit."""
+    cleared: list[str] = []
+    monkeypatch.setattr(mx, "clear_streams", lambda: cleared.append(threading.current_thread().name))
+    with pytest.raises(RedrafterError), fitting.helper() as beside:
+        beside.submit(int).result()
+        raise RedrafterError("the loss is no number")
+    assert len(cleared) == 1 and cleared[0] != threading.current_thread().name
+
+
+def test_checkpoints_are_due_at_whole_updates_and_at_the_end() -> None:
+    course = Course(11, accumulate=3, save_every=4)
+    assert [done for done in range(1, 12) if course.saves(done)] == [6, 11]

@@ -80,6 +80,8 @@ def test_mlx_lms_formats_are_read_as_it_reads_them(form: str, chatty: Any, tmp_p
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "no directory": (lambda path: "", "expected a directory of train.jsonl and valid.jsonl"),
     "a file": (lambda path: str(path / "other" / "text.txt"), "expected a directory of train.jsonl"),
+    "a directory that is not there": (lambda path: str(path / "none"), "got '.*none': no such directory"),
+    "brackets in brackets": (lambda path: str(path / "deep"), "train.jsonl, line 1: expected a JSON object"),
     "an empty directory": (lambda path: str(path / "empty"), "expected texts in .*train.jsonl, .* got an empty file"),
     "no texts": (lambda path: str(path), "expected texts in .*train.jsonl, .* got no file"),
     "no JSON": (lambda path: str(path / "broken"), "train.jsonl, line 1: expected a JSON object, got '{'"),
@@ -89,7 +91,7 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_data_that_cannot_be_read_is_refused_in_one_line(case: str, demo: Any, tmp_path: Path) -> None:
-    for name, content in {"empty": "", "broken": "{", "other": '{"words": 3}\n'}.items():
+    for name, content in {"empty": "", "broken": "{", "deep": "[" * 10**5, "other": '{"words": 3}\n'}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text(content)
     (tmp_path / "other" / "text.txt").write_text("x")
@@ -116,6 +118,7 @@ def test_prompts_are_lines_or_objects(chatty: Any, demo: Any, tmp_path: Path) ->
         ("empty.txt", "\n \n", "expected prompts in .*, one a line, got an empty file"),
         ("bytes.txt", b"\xff\xfe", "cannot read the prompts"),
         ("broken.jsonl", "{\n", "broken.jsonl, line 1: expected a JSON object"),
+        ("deep.jsonl", "[" * 10**5, "deep.jsonl, line 1: expected a JSON object"),
         ("other.jsonl", '{"prompt": "x"}\n{"text": 3}\n', "other.jsonl, line 2: expected an object with 'prompt'"),
         ("numbers.jsonl", "3\n", "line 1: expected an object with 'prompt'"),
         ("nothing.jsonl", '{"messages": []}\n', "line 1: expected an object"),

@@ -90,7 +90,7 @@ def read(path: Path, asking: Asking, count: int) -> list[list[int]]:
         said = dict(json.loads(header))
         sizes = [len(json.loads(group)) for group in groups]
         done = [list(map(int, answer)) for group in groups for answer in json.loads(group)]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise RedrafterError(f"{path} holds no answers: {one_line(error)}; delete it to begin anew") from error
     wanted = json.loads(json.dumps(asking._asdict()))
     if odd := [key for key in wanted if said.get(key) != wanted[key]]:

@@ -48,6 +48,8 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
         raise RedrafterError(
             f"expected a directory of train.jsonl and valid.jsonl, or a dataset's hub id, got {data!r}"
         )
+    if not path.exists() and (path.is_absolute() or data.count("/") > 1 or data.startswith((".", "~"))):
+        raise RedrafterError(f"expected a directory of train.jsonl and valid.jsonl, got {data!r}: no such directory")
     for name in ("train.jsonl", "valid.jsonl"):
         file = path / name
         if path.is_dir() and (file.is_file() or name == "train.jsonl"):
@@ -81,7 +83,7 @@ def check_lines(file: Path) -> None:
     for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
         try:
             value = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, or beyond what Python reads
             value = None
         if not isinstance(value, dict):
             raise RedrafterError(f"{file}, line {number}: expected a JSON object, got {line[:40]!r}")
@@ -124,7 +126,7 @@ def parsed(line: str, path: Path, number: int) -> str | list[dict[str, Any]]:
         return line
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or beyond what Python reads
         raise RedrafterError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}") from error
     value = value if isinstance(value, dict) else {}
     prompt, messages = value.get("prompt"), value.get("messages")

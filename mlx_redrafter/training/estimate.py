@@ -54,6 +54,7 @@ def estimated(
     length: int,
     longest: int,
     answers: int = 0,
+    prompt_tokens: int = 1,
     answer_tokens: int = 0,
     at_once: int = 1,
 ) -> Estimate:
@@ -63,6 +64,7 @@ def estimated(
         length: tokens of the texts in a typical batch.
         longest: tokens of the longest text, which decides about memory.
         answers: how many answers the target still has to write.
+        prompt_tokens: of a typical prompt.
         answer_tokens: the most tokens of one.
         at_once: how many are written side by side.
     """
@@ -87,8 +89,11 @@ def estimated(
     if answers:
         rows = min(answers, at_once)
         cache = make_prompt_cache(model)
-        step = measured(lambda: model(mx.zeros((rows, 1), mx.int32), cache=cache))
-        answer_seconds = step.seconds * answer_tokens * -(-answers // rows)
+        started = time.perf_counter()
+        mx.eval(model(mx.zeros((rows, prompt_tokens), mx.int32), cache=cache))
+        reading = time.perf_counter() - started
+        step = measured(lambda: mx.argmax(model(mx.zeros((rows, 1), mx.int32), cache=cache), axis=-1))
+        answer_seconds = (reading + step.seconds * answer_tokens) * -(-answers // rows)
     # The next lesson is made beside the update of this one; two moments, and gradients that are added up.
     kept = 12 if course.accumulate > 1 else 8
     return Estimate(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -41,6 +42,11 @@ class Course(NamedTuple):
     checkpoint: Path | None = None
     save_every: int = 250
     dtype: mx.Dtype | None = None
+
+    def saves(self, done: int) -> bool:
+        """Whether a checkpoint is due after so many iterations: a multiple of `save_every`, or the last."""
+        every = self.accumulate * math.ceil(self.save_every / self.accumulate)
+        return done % every == 0 or done == self.iters
 
 
 def make_schedule(learning_rate: float, iters: int, warmup: float) -> Callable[[mx.array], mx.array]:
@@ -82,7 +88,6 @@ def fit_(
     optimizer.init(model.trainable_parameters())
     first = resume_(course.checkpoint, model, optimizer) if course.checkpoint else 0
     update = make_update(model, optimizer, loss, course)
-    save_every = course.accumulate * math.ceil(course.save_every / course.accumulate)
 
     def prepared(step: int) -> Sequence[mx.array]:
         arrays = batch(step) if step < course.iters else []
@@ -92,7 +97,7 @@ def fit_(
     saved, done, stop = first, first, False
     bar = tqdm(range(first, course.iters), initial=first, total=course.iters, desc=name, mininterval=10)
     smooth: dict[str, float] = {}
-    with ThreadPoolExecutor(max_workers=1) as beside:
+    with helper() as beside:
         following = beside.submit(prepared, first)
         for step in bar:
             arrays, following = following.result(), beside.submit(prepared, step + 1)
@@ -107,15 +112,24 @@ def fit_(
             done = step + 1
             stop = (after is not None and after(done, shown)) or stop  # kept until the next whole update
             whole = done % course.accumulate == 0 or done == course.iters
-            if course.checkpoint and whole and (done % save_every == 0 or done == course.iters or stop):
+            if course.checkpoint and whole and (course.saves(done) or stop):
                 save_(course.checkpoint, model, optimizer, done)
                 saved = done
             if stop and whole:
                 break
         bar.close()
         following.result()
-        beside.submit(mx.clear_streams).result()  # else a stream may outlive its thread, and the process abort at exit
     return done
+
+
+@contextmanager
+def helper() -> Iterator[ThreadPoolExecutor]:
+    """A thread beside this one; whatever happens, its streams go before it, else the process may abort at exit."""
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        try:
+            yield beside
+        finally:
+            beside.submit(mx.clear_streams).result()
 
 
 def make_update(
@@ -167,13 +181,14 @@ def save_(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -
     """
     state = {"model": model.parameters(), "optimizer": optimizer.state}
     arrays = dict(tree_flatten(state))
+    kept = "the checkpoint before it is kept" if path.exists() else "nothing was saved before"
     try:
         with replacing(path) as partly:
             mx.save_safetensors(str(partly), arrays, {"step": str(step)})
             if partly.stat().st_size < sum(array.nbytes for array in arrays.values()):
                 raise OSError("no space left on the device")
     except (OSError, RuntimeError) as error:
-        raise RedrafterError(f"cannot save {path}: {one_line(error)}; the checkpoint before it is kept") from error
+        raise RedrafterError(f"cannot save {path}: {one_line(error)}; {kept}") from error
 
 
 def iterations_in(path: Path) -> int:

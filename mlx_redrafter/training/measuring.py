@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from ..generation import encode_chat
 from ..stats import Stats
 from ..target import check_draftable
 from .evaluation import Manner, decoded, make_prompts
-from .settings import Settings, check_numbers
+from .settings import Settings, check_numbers, check_sources
 from .sources import open_target, read_prompts, read_texts
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
@@ -100,9 +99,8 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
     Raises:
         RedrafterError: no drafter, or nothing to decode.
     """
-    if settings.data and settings.prompts:
-        raise RedrafterError("give either --data or --prompts, got both")
-    check_numbers(replace(settings, draft_depth=1))
+    check_sources(settings)
+    check_numbers(settings)
     if settings.model and not drafter_name:
         raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
     model, tokenizer = open_target(settings)

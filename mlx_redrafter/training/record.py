@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -95,6 +96,11 @@ def open_record(settings: Settings, *, resume: bool) -> Record:
         RedrafterError: there is a run and it is not to go on, or it cannot with these settings.
     """
     path = settings.work / "run.json"
+    above = next(parent for parent in (settings.place, *settings.place.parents) if parent.exists())
+    if not above.is_dir():
+        raise RedrafterError(f"the output must be a directory, {above} is none: give another --output")
+    if not os.access(above, os.W_OK):
+        raise RedrafterError(f"the output {settings.place} cannot be written: no leave to write to {above}")
     if not resume:
         if not is_free(settings):
             raise RedrafterError(

@@ -97,8 +97,7 @@ def trained(settings: Settings, ground: Ground, record: Record, callbacks: Any, 
         if interrupted.is_set() and record.ended is None and done < settings.iters:
             say(f"stopped at iteration {done} of {settings.iters}; the same command with --resume goes on")
             return INTERRUPTED
-    finish(settings, ground, record, done, say)
-    return 0
+    return 0 if finish(settings, ground, record, done, say) else 1
 
 
 def askable(settings: Settings, prompts: list[list[int]], say: Say) -> list[list[int]]:
@@ -213,6 +212,7 @@ def expected(
         length=padded(sum(lengths) / len(lengths)),
         longest=padded(max(lengths)),
         answers=len(prompts) - written,
+        prompt_tokens=max(1, sum(map(len, prompts)) // max(1, len(prompts))),
         answer_tokens=settings.max_tokens,
         at_once=group_size(len(prompts), settings.temp),
     )
@@ -278,7 +278,7 @@ def fit(
             if stale(record, settings.patience):
                 say(f"stopping early: no more tokens per round for {settings.patience} validations")
                 record.ended, stop = done, True
-        if stop or due or done % settings.save_every == 0:
+        if stop or due or settings.course.saves(done):
             record.save_(settings.work / "run.json")
         return stop
 
@@ -286,8 +286,11 @@ def fit(
     return train_drafter(ground.model, ground.drafter, batches, settings.course, settings.recipe, after=after)
 
 
-def finish(settings: Settings, ground: Ground, record: Record, done: int, say: Say) -> None:
-    """Measures the finished drafter, with `patience` the best one that was validated, and writes its directory."""
+def finish(settings: Settings, ground: Ground, record: Record, done: int, say: Say) -> bool:
+    """Measures the finished drafter, with `patience` the best one that was validated, and writes its directory.
+
+    Whether every text it drafted is that of plain decoding.
+    """
     drafter = ground.drafter
     if settings.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
@@ -318,6 +321,9 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     if not drawn:
         say("no picture of the loss was drawn: pip install matplotlib")
     say(f"the drafter is in {place}; use it:\n{command}")
+    if not (same := all(row.same for row in rows)):
+        say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
+    return same
 
 
 def cast_to(dtype: mx.Dtype, drafter: Drafter) -> Any:

@@ -138,20 +138,34 @@ def check(settings: Settings) -> None:
     Raises:
         RedrafterError: naming the setting.
     """
-    if settings.data and settings.prompts:
-        raise RedrafterError("give either --data or --prompts, got both")
+    check_sources(settings)
     if settings.model and not (settings.data or settings.prompts):
         raise RedrafterError("expected --data or --prompts: texts, or prompts that the target answers")
-    if settings.adapter_path and not settings.model:
-        raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
-    if settings.mask_prompt and not settings.data:
-        raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
     sized = (settings.exit_dim, settings.num_draft_layers, settings.draft_vocab_size)
     if settings.size == "auto" and any(value is not None for value in sized):
         raise RedrafterError("--size auto chooses --exit-dim, --num-draft-layers and --draft-vocab-size itself")
     if settings.exit_dim is None and any(value is not None for value in sized):
         raise RedrafterError("give --exit-dim with --num-draft-layers and --draft-vocab-size, or none of them")
     check_numbers(settings)
+    if settings.max_tokens <= settings.draft_depth and not settings.data:
+        raise RedrafterError(
+            f"max_tokens must be above draft_depth {settings.draft_depth}: answers must be longer than a draft, "
+            f"got {settings.max_tokens}"
+        )
+
+
+def check_sources(settings: Settings) -> None:
+    """Refuses a target and texts that do not go together.
+
+    Raises:
+        RedrafterError: naming the settings.
+    """
+    if settings.data and settings.prompts:
+        raise RedrafterError("give either --data or --prompts, got both")
+    if settings.adapter_path and not settings.model:
+        raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
+    if settings.mask_prompt and not settings.data:
+        raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
 
 
 def check_numbers(settings: Settings) -> None:
@@ -184,11 +198,6 @@ def check_numbers(settings: Settings) -> None:
         if value is not None and not low <= value <= high:
             bound = f"from {low} to {high}" if value > high else f"at least {low}"
             raise RedrafterError(f"{name} must be {bound}, got {value}")
-    if settings.max_tokens <= settings.draft_depth and not settings.data:
-        raise RedrafterError(
-            f"max_tokens must be above draft_depth {settings.draft_depth}: answers must be longer than a draft, "
-            f"got {settings.max_tokens}"
-        )
     if settings.val_batches < 1 and settings.val_batches != -1:
         raise RedrafterError(f"val_batches must be at least 1, or -1 for all, got {settings.val_batches}")
     if not settings.temp:
