@@ -86,7 +86,7 @@ def decode(
     settings.chooser.sampler.check(vocab_size)
     if drafter is not None:
         assert settings.plan is not None
-        settings = replace(settings, plan=served(model, settings.plan))
+        settings = replace(settings, plan=served(model, settings.plan, settings.prompt_cache))
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization, settings.max_kv_size)
         outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
@@ -105,13 +105,13 @@ def decode(
                 mx.clear_cache()
 
 
-def served(model: nn.Module, plan: Plan) -> Plan:
+def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
     """The plan, or its chain where the model takes no trees; it is said why.
 
     Raises:
         UnsupportedModelError: see `check_draftable`.
     """
-    reason = check_draftable(model, tree=plan.width > 1)
+    reason = check_draftable(model, tree=plan.width > 1, cache=cache)
     if reason is None:
         return plan
     warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=3)
@@ -134,7 +134,7 @@ def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: boo
         mx.clear_cache()
     history = tokens[:done] if processors and done else None
     outcome = step(target, tokens[done:], settings.chooser, history, tapped=tapped)
-    mx.eval(outcome)
+    mx.eval(outcome, target.pending())
     report(total, total)
     return outcome, tokens if processors else None
 
@@ -145,13 +145,9 @@ def plain(
     """One token a step. The next forward is enqueued before this token is read, as mlx-lm does."""
     while True:
         with on_stream():
-            try:
-                following = step(target, outcome.report, settings.chooser, history)
-            except BaseException:
-                target.forget_()
-                raise
+            following = step(target, outcome.report, settings.chooser, history)
             history = extended(history, outcome.report.astype(mx.int32)) if settings.chooser.processors else None
-            mx.async_eval(following, history)
+            mx.async_eval(following, history, target.pending())
             (token,) = read(outcome.report)
         yield Step(token, outcome.logprobs[0], False, Stats())
         outcome = following
@@ -181,7 +177,7 @@ def drafted(
         while True:
             with on_stream():
                 target.keep_(rows, tokens)
-                rows, tokens, replayed = [], [], target.replayed
+                rows, tokens, replayed, last = [], [], target.replayed, cast(int, root)
                 drafts = replayed <= MOST_REPLAYED and target.room(plan.size)
                 if drafts:
                     limit = most_accepted(target, settings, emitted)
@@ -189,17 +185,18 @@ def drafted(
                     behind = outcome.report[0] + (target.length + 2)
                 else:
                     outcome = step(target, mx.array([root]), chooser, history, tapped=True)
+                    root = None
                     behind = mx.array(target.length + 1)
-                mx.async_eval(outcome)
+                mx.async_eval(outcome, target.pending())
                 assert outcome.tip is not None
                 ahead = draft(outcome.tip, behind)
                 report = read(outcome.report)
                 n_accepted, path, chosen = understood(report, plan.depth) if drafts else (0, [], report)
                 if history is not None:
-                    history = extended(history, mx.array([root, *chosen[:n_accepted]]))
+                    history = extended(history, mx.array([last, *chosen[:n_accepted]]))
                     mx.async_eval(history)
             stats = stats.after(plan.size - 1 if drafts else 0, n_accepted, plan.depth if drafts else 0, replayed)
-            seen: list[int] = [cast(int, root), *chosen]
+            seen = [last, *chosen]
             for i in range(n_accepted + 1):
                 rows = path[: i + 2]
                 tokens, root = seen[: len(rows)], chosen[i] if i == n_accepted else None

@@ -116,18 +116,24 @@ def step(
 ) -> Outcome:
     """One step of plain decoding: the target on `token` (T,), all of whose rows are kept, and its choice at the end.
 
+    If a processor or the sampler raises, nothing is kept.
+
     Args:
         history: (T',) tokens before `token`, for the processors.
         tapped: whether the tip's hidden state is wanted; without, there is no tip.
     """
-    logits, hidden = target.forward(token, tapped=tapped)
-    row = logits[-1:]
-    if chooser.processors:
-        row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
-    logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
-    draws = chooser.sampler.draws(mx.array(target.length + token.shape[0]), 1, logprobs.shape[-1])
-    chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
-    target.advance_(token.shape[0])  # last: what raises above commits nothing
+    try:
+        logits, hidden = target.forward(token, tapped=tapped)
+        row = logits[-1:]
+        if chooser.processors:
+            row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
+        logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
+        draws = chooser.sampler.draws(mx.array(target.length + token.shape[0]), 1, logprobs.shape[-1])
+        chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
+    except BaseException:
+        target.forget_()
+        raise
+    target.advance_(token.shape[0])
     return Outcome(chosen, [logprobs[0]], None if hidden is None else Tip(hidden[-1], chosen[0]))
 
 

@@ -38,8 +38,7 @@ class View:
     """
 
     def __init__(self, cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> None:
-        self._cache, self._nodes, self._first, self._made = cache, nodes, first, made
-        self.offsets_read = 0
+        vars(self).update(_cache=cache, _nodes=nodes, _first=first, _made=made, offsets_read=0)
 
     @property
     def offset(self) -> Any:
@@ -59,6 +58,12 @@ class View:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self._cache, name, value)
 
 
 class Views:

@@ -25,11 +25,13 @@ TREES = names(
 )
 """Modules that verify several continuations at once."""
 
+TURNING = "its rope turns with the length of the text"
+
 CHAINS = {
     "gpt2": "its learned positions are counted on from the first one",
     "gpt_bigcode": "its learned positions are counted on from the first one",
-    "internlm2": "its rope turns with the length of the text",
-    "internlm3": "its rope turns with the length of the text",
+    "internlm2": TURNING,
+    "internlm3": TURNING,
     "minimax_m3_vl": "it cuts its blocks over the rows of the cache, where nodes stand beside each other",
 }
 """Modules that could forget rows but take tokens in a line only, and why."""

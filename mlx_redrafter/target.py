@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from . import kv
 from .anatomy import Anatomy, anatomy
 from .errors import RedrafterError, UnsupportedModelError, one_line
 from .positions import Nodes
 from .seams import reading, tapped
-from .served import CHAINS, REFUSED, REPLAYED, TREES
+from .served import CHAINS, REFUSED, REPLAYED, TREES, TURNING
 from .types import Tree
 
 SMALLEST_RING = 8
@@ -94,8 +94,10 @@ class Target:
         self._forgets = not kv.others(self.cache, kv.REWINDABLE)
         self._ringed = kv.rings(self.cache)
         self._rows = 0  # of the last forward that verified
-        self._marks: list[dict[str, Any]] | None = None
-        self._replayed: list[int] = []  # committed, but behind the mark
+        self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
+        self._marks: list[dict[str, Any]] | None = None  # what the cache goes back to if nothing of a round is kept
+        self._replayed: list[int] = []  # committed, but behind the marks
+        self._before: tuple[list[dict[str, Any]], list[int]] | None = None  # a forward that is not committed
 
     @cached_property
     def _anatomy(self) -> Anatomy:
@@ -120,7 +122,9 @@ class Target:
         count = tokens.shape[0]
         if self._replayed:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
-            self._replayed, self._marks = [], None
+        if not self._forgets:
+            self._before = (kv.mark(self.cache), self._replayed)
+        self._replayed, self._marks = [], None
         if not tapped:
             logits = self._model(tokens[None], cache=self.cache)
             return Forward(logits[0, -count:], None)
@@ -134,11 +138,10 @@ class Target:
             branched: whether it is more than a line.
         """
         count = tree.tokens.shape[0]
+        if self._marks is None:
+            self._marks = kv.mark(self.cache)
         self._rows = count
-        if not self._forgets:
-            if self._marks is None:
-                self._marks = kv.mark(self.cache)
-            tree = behind(self._replayed, tree)
+        tree = behind(self._replayed, tree)
         if not branched and not self._ringed:
             return self._tapped(tree.tokens, self.cache, count)
         nodes = Nodes(self.length - self.replayed, tree.depths, tree.ancestors, branched)
@@ -159,19 +162,24 @@ class Target:
         """
         if not self._rows:
             return
-        if self._marks is None:
+        assert self._marks is not None
+        if self._forgets and path:
             kv.compact_(self.cache, self._rows, path)
-        elif len(path) == self._rows:
-            self._replayed, self._marks = [], None
-        else:
+        elif len(path) < self._rows:
             kv.restore_(self.cache, self._marks)
+        if self._forgets:
+            self._marks = None
+        elif len(path) < self._rows:
             self._replayed = self._replayed + tokens
+        else:
+            self._replayed, self._marks = [], None
         self._rows = 0
         self.advance_(len(path))
 
     def advance_(self, count: int) -> None:
         """Commits all `count` rows of a forward that drafted nothing; then quantises if it is time."""
         self.length += count
+        self._before = None
         bits, group_size, start = self._quantization
         if bits is None:
             return
@@ -190,8 +198,11 @@ class Target:
             self._model(tokens[None], cache=self.cache)
 
     def forget_(self) -> None:
-        """Drops the rows that are not committed, where the cache can drop rows."""
-        if not kv.others(self.cache, kv.LINEAR):
+        """Drops what a forward has read and nobody has committed; a ring that it wrote a single row into keeps that."""
+        if self._before is not None:
+            marks, self._replayed = self._before
+            kv.restore_(self.cache, marks)
+        elif not kv.others(self.cache, kv.LINEAR):
             kv.compact_(self.cache, kv.length(self.cache) - self.length, [])
 
     def until_quantized(self) -> int | None:
@@ -199,6 +210,10 @@ class Target:
         if self._quantization.bits is None or self.length >= self._quantization.start:
             return None
         return self._quantization.start - self.length
+
+    def pending(self) -> list[Any]:
+        """What a forward may leave unevaluated beside its logits: states that only the next one reads."""
+        return [] if self._feeds else [c.state for c in self.cache]
 
     def enqueue(self) -> None:
         """Has the cache computed, without waiting for it."""
@@ -293,13 +308,14 @@ def check_request(
     return vocab_size
 
 
-def check_draftable(model: nn.Module, *, tree: bool) -> str | None:
+def check_draftable(model: nn.Module, *, tree: bool, cache: kv.Cache | None = None) -> str | None:
     """Refuses a model whose rounds could not be exact, before any prompt is read; why it takes no trees, if so.
 
     What it asks of its cache is looked at on a forward that is built but never computed.
 
     Args:
         tree: whether rounds are to branch.
+        cache: a prompt cache of the caller's, whose rings may be others than the model's own.
 
     Raises:
         UnsupportedModelError: with the reason.
@@ -308,11 +324,19 @@ def check_draftable(model: nn.Module, *, tree: bool) -> str | None:
     if reason := REFUSED.get(kind):
         raise UnsupportedModelError(f"cannot draft for {kind}: {reason}")
     table, place = anatomy(model)
-    cache = make_prompt_cache(model)
-    if (unknown := kv.others(cache, kv.KNOWN)) and kind not in REPLAYED:
+    probe = make_prompt_cache(model)
+    if (unknown := kv.others(probe, kv.KNOWN)) and kind not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {kind}: its cache ({', '.join(unknown)}) is not known")
+    if cache is not None and kv.rings(cache):
+        like = [
+            RotatingKVCache(c.max_size, c.keep) if isinstance(c, RotatingKVCache) else own
+            for c, own in zip(cache, make_prompt_cache(model), strict=True)
+        ]
+        line = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), branched=False)
+        with reading(like, line) as (views, _, _):
+            model(mx.zeros((1, 2), mx.int32), cache=views)
     with tapped(place) as tap:
-        model(mx.zeros((1, 1), mx.int32), cache=cache)
+        model(mx.zeros((1, 1), mx.int32), cache=probe)
     hidden = tap.kept[-1].shape[-1] if tap.kept else None
     width = table(mx.zeros((1,), mx.int32)).shape[-1]
     if hidden != width:
@@ -326,6 +350,8 @@ def why_no_trees(model: nn.Module, kind: str) -> str | None:
     """Why this model takes chains only; None when it takes trees."""
     if reason := CHAINS.get(kind):
         return reason
+    if exact_until(model) is not None:
+        return TURNING
     if kind not in TREES:
         return "trees are not tested for it"
     cache = make_prompt_cache(model)

@@ -85,6 +85,7 @@ class Follower(Scripted):
         self._hidden = mx.concatenate(kept)
         self._tokens = mx.arange(logits.shape[-1])
         self._rows = table(self._tokens)
+        mx.eval(self._text, self._ranks, self._hidden, self._tokens, self._rows)
         dims = self._hidden.shape[-1]
         self.args = DrafterArgs(dims, logits.shape[-1], 2 * dims, 0)
 

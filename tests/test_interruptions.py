@@ -1,0 +1,118 @@
+"""What becomes of a prompt cache when a round is broken off, driven from several threads, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import Follower, contents, make_family, script
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from test_round_cost import nodes
+from test_threads import workers
+
+from mlx_redrafter import kv, loop
+from mlx_redrafter.errors import UnsupportedModelError
+from mlx_redrafter.generation import make_settings
+from mlx_redrafter.loop import decode
+from mlx_redrafter.target import check_draftable
+
+PROMPT = [(7 * i + 3) % 50 for i in range(20)]
+CLOSE = 2e-3
+
+
+def new_cache(model: nn.Module, keep: int | None = None) -> kv.Cache:
+    """The model's own, or rings of 12 rows that keep the first `keep`."""
+    own = make_prompt_cache(model)
+    return own if keep is None else [RotatingKVCache(12, keep) for _ in own]
+
+
+def plainly(model: nn.Module, prompt: list[int], cache: kv.Cache, count: int) -> list[int]:
+    """`count` tokens of plain decoding."""
+    return [step.token for step in decode(prompt, model, None, make_settings(prompt_cache=cache, max_tokens=count))]
+
+
+def follower(model: nn.Module, width: int, keep: int | None = None) -> Follower:
+    """A drafter that is right half of the time behind `PROMPT`."""
+    text = PROMPT + plainly(model, PROMPT, new_cache(model, keep), 60)
+    return Follower(model, text, len(PROMPT), script("half", len(text), width), width, new_cache(model, keep))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("gemma3_text", None), ("gpt_oss", None), ("falcon_h1", None)],
+)
+@pytest.mark.filterwarnings("ignore:drafting chains, not trees")
+def test_a_round_that_is_broken_off_leaves_the_cache_with_what_was_yielded(
+    name: str, keep: int | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(name)
+    drafter, cache = follower(model, width, keep), new_cache(model, keep)
+    tokens: list[int] = []
+    read = loop.read
+
+    def interrupted(report: mx.array) -> list[int]:
+        if len(tokens) > 8:
+            raise KeyboardInterrupt
+        return read(report)
+
+    monkeypatch.setattr(loop, "read", interrupted)
+    settings = make_settings(drafter, prompt_cache=cache, max_tokens=40, beam_width=width, draft_depth=3)
+    with pytest.raises(KeyboardInterrupt):
+        for step in decode(PROMPT, model, drafter, settings):
+            tokens.append(step.token)
+    monkeypatch.undo()
+    expected = new_cache(model, keep)
+    assert tokens == plainly(model, PROMPT, expected, len(tokens)) and len(tokens) < 40
+    for one, other in zip(contents(cache), contents(expected), strict=True):
+        assert one.shape == other.shape and mx.allclose(one, other, atol=CLOSE, rtol=CLOSE)
+    assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+@pytest.mark.parametrize("width", [None, 1, 2])
+@pytest.mark.parametrize("name", ["deepseek_v32", "falcon_h1", "baichuan_m1", "qwen3_next"])
+@pytest.mark.filterwarnings("ignore:drafting chains, not trees")
+def test_every_next_may_come_from_another_thread_whatever_the_cache(name: str, width: int | None) -> None:
+    """States that only the next forward reads must not stay unevaluated: a stream belongs to its thread."""
+    model = make_family(name)
+    drafter = None if width is None else follower(model, width)
+    beam = {} if width is None else {"beam_width": width, "draft_depth": 3}
+    expected = plainly(model, PROMPT, new_cache(model), 24)
+    steps = decode(PROMPT, model, drafter, make_settings(drafter, max_tokens=24, **beam))
+    with workers(3) as pools:
+        try:
+            assert [pools[i % 3].submit(next, steps).result().token for i in range(24)] == expected
+        finally:
+            pools[0].submit(steps.close).result()
+
+
+@pytest.mark.parametrize("topk", [8, 2048])
+def test_what_a_model_writes_to_its_cache_itself_reaches_the_cache(topk: int, tmp_path: Path) -> None:
+    """deepseek_v32 does so lest the graph behind its keys grow with the text."""
+    model = make_family("deepseek_v32")
+    for layer in model.layers:
+        layer.self_attn.indexer.index_topk = topk
+    cache = new_cache(model)
+    drafter = follower(model, 2)
+    settings = make_settings(drafter, prompt_cache=cache, max_tokens=50, beam_width=2, draft_depth=3)
+    sizes = []
+    for _ in decode(PROMPT, model, drafter, settings):
+        arrays = [array for c in kv.leaves(cache) for array in (c.keys, c.values)]
+        sizes.append(nodes(arrays, tmp_path / "graph"))
+    assert max(sizes[40:]) <= max(sizes[:20])
+
+
+@pytest.mark.parametrize("name", ["olmo3", "muse_glimmer"])
+def test_rings_that_no_round_can_use_are_refused_before_the_prompt_is_read(name: str) -> None:
+    model = make_family(name)
+    cache = [RotatingKVCache(20, 4) if isinstance(c, RotatingKVCache) else KVCache() for c in make_prompt_cache(model)]
+    drafter = follower(model, 1)
+    with pytest.raises(UnsupportedModelError, match="a cache of 20 rows that keeps its first 4"):
+        next(decode(PROMPT, model, drafter, make_settings(drafter, prompt_cache=cache)))
+    assert [c.offset for c in cache] == [0] * len(cache)
+
+
+def test_a_rope_that_turns_with_the_length_of_the_text_is_said_to_be_the_reason() -> None:
+    assert check_draftable(make_family("internlm2"), tree=True) == "its rope turns with the length of the text"
