@@ -288,8 +288,9 @@ def test_an_existing_result_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in", "other", "out"}
 
 
-SLOW = """import sys, time
+SLOW = """import signal, sys, time
 from mlx_redrafter.convert import conversion
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
 name = sys.argv[3]
 real = getattr(conversion, name)
 def slow(*args):
