@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_redrafter.beam import keep_top
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import Settings
+from mlx_redrafter.plan import Plan
 from mlx_redrafter.rounds import Chooser
 from mlx_redrafter.sampling import Draws, Sampler
 from mlx_redrafter.trial import try_out
@@ -66,7 +67,7 @@ def measure(
     """
     settings: Settings = make_settings(bench.drafter, max_tokens=max_tokens, temp=temp, seed=seed, **beam(numbers))
     plan = settings.plan
-    assert plan is not None
+    assert isinstance(plan, Plan)
     if without_noise or count:
         sampler = Ranked(settings.chooser.sampler, count)
         settings = Settings(Chooser(sampler, ()), plan, max_tokens)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import json
-import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,6 +17,7 @@ from mlx_redrafter.checkpoint import load, load_drafter
 from mlx_redrafter.demo import demo_prompts, load_demo
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode
+from mlx_redrafter.machine import about
 from mlx_redrafter.training.data import load_prompts
 
 
@@ -116,16 +113,8 @@ def cell(value: Any) -> str:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Everything a number depends on."""
-    preload = os.environ.get("LD_PRELOAD", "")
-    return {
-        **{name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
-        "device": str(mx.default_device()),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "blas": preload or ctypes.util.find_library("blas"),
-        **{name: value for name, value in os.environ.items() if name.startswith("OPENBLAS_")},
-        **{name: version(name) for name in ("mlx", "mlx-lm")},
-    }
+    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return named | about()
 
 
 __all__ = ["Bench", "beam", "make_parser", "median", "milliseconds", "open_bench", "shape", "show", "timed"]

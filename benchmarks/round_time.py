@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.generation import make_settings
+from mlx_redrafter.plan import Plan
 from mlx_redrafter.rounds import Draft, make_draft, verify
 from mlx_redrafter.target import Target
 from mlx_redrafter.types import Tip
@@ -26,7 +27,7 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
     """One row: the parts of a round of this shape behind the first prompt."""
     settings = make_settings(bench.drafter, temp=args.temp, seed=args.seed, **beam(numbers))
     plan, chooser = settings.plan, settings.chooser
-    assert plan is not None
+    assert isinstance(plan, Plan)
     prompt = mx.array(bench.prompts[0])
     target = Target(bench.model)
     hidden = target.forward(prompt, tapped=True).hidden

@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed
 
-For each prompt the sides alternate: mlx-lm's `generate_step`, plain, each beam shape, and again, `--repeats` times.
+For each prompt the sides alternate: mlx-lm's `generate_step`, plain, each beam shape, `plan="auto"`, the same with a
+drafter that knows nothing, and again, `--repeats` times.
 A ratio is the median over prompts of (best time of plain) / (best time of the side). Every token of a drafted side
 is held against plain decoding's.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.loop import decode
 
@@ -24,20 +27,23 @@ from .common import Bench, beam, make_parser, median, open_bench, show, timed
 
 def sides(
     bench: Bench, options: dict[str, Any], shapes: list[tuple[int, ...]]
-) -> dict[str, Callable[..., Iterator[Any]]]:
+) -> dict[str, Callable[[list[int]], Iterator[Any]]]:
     """name -> prompt -> the steps of that side."""
-    named: dict[str, Callable[..., Iterator[Any]]] = {
+    named: dict[str, Callable[[list[int]], Iterator[Any]]] = {
         "plain": lambda prompt: generate_step(prompt, bench.model, **options)
     }
     if not options["temp"]:
         named["mlx-lm"] = lambda prompt: mlx_lm_generate_step(
             mx.array(prompt), bench.model, max_tokens=options["max_tokens"]
         )
-    for numbers in shapes:
-        settings = make_settings(bench.drafter, **options, **beam(numbers))
-        named[f"drafted {numbers}"] = lambda prompt, settings=settings: decode(
-            prompt, bench.model, bench.drafter, settings
-        )
+    ignorant = Drafter(bench.drafter.args)
+    ignorant.set_dtype(bench.drafter.dtype)
+    mx.eval(ignorant.parameters())
+    plans = {f"drafted {numbers}": (bench.drafter, beam(numbers)) for numbers in shapes}
+    plans |= {"auto": (bench.drafter, {}), "auto, random drafter": (ignorant, {})}
+    for name, (drafter, asked) in plans.items():
+        settings = make_settings(drafter, **options, **asked)
+        named[name] = partial(decode, model=bench.model, drafter=drafter, settings=settings)
     return named
 
 

@@ -25,7 +25,7 @@ from .demo import load_demo
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser
-from .generation import DRAFT_DEPTH, GenerationResponse, Options, is_text, own_depth, stream_generate, summary
+from .generation import GenerationResponse, Options, is_text, stream_generate, summary
 
 DEMO_PROMPT = "def main("
 PACKAGES = ("mlx", "mlx-lm")
@@ -38,8 +38,6 @@ def run() -> int:
     prompt_cache, metadata = read_cache(args)
     model, tokenizer, drafter = read_models(args, metadata)
     prompt = make_prompt(args, tokenizer, metadata)
-    if args.draft_depth is None:
-        args.draft_depth = own_depth(drafter) if drafter else DRAFT_DEPTH
     options: Options = {name: getattr(args, name) for name, _, _ in OPTIONS}  # type: ignore[assignment]
     if prompt_cache is not None:
         options["prompt_cache"] = prompt_cache

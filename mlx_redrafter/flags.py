@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from .generation import DRAFT_DEPTH, make_settings
+from .generation import make_settings
+from .plan import AUTO, DRAFT_DEPTH, OFF
 
 OPTIONS = (
     ("max_tokens", int, "how many tokens to make; -1 for no limit"),
@@ -17,13 +18,14 @@ OPTIONS = (
     ("xtc_probability", float, "probability of XTC at each token"),
     ("xtc_threshold", float, "probability a token needs for XTC to remove it"),
     ("seed", int, "equal seeds give equal text, with and without a drafter; drawn when not given"),
-    ("beam_width", int, "W, how many continuations are drafted"),
+    ("plan", str, "auto measures this machine once and chooses round by round; off decodes plainly"),
+    ("beam_width", int, "W, how many continuations are drafted, in every round instead of a plan"),
     (
         "draft_depth",
         int,
-        f"K, how many tokens each continuation is long; the drafter's own, or {DRAFT_DEPTH}, when not given",
+        f"K, how many tokens each continuation is long; then the drafter's own, or {DRAFT_DEPTH}, when not given",
     ),
-    ("tree_size", int, "N, how many nodes the target verifies, the root included; all when not given"),
+    ("tree_size", int, "N, how many nodes the target verifies, the root included; then all when not given"),
     ("prefill_step_size", int, "prompt tokens to read in one forward"),
     ("max_kv_size", int, "rows of the KV cache at most, where the model leaves that open; the first 4 stay"),
     ("kv_bits", int, "bits of a quantised KV cache; not quantised when not given"),
@@ -66,5 +68,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name, kind, text in OPTIONS:
         flags = [f"--{name.replace('_', '-')}"] + (["-m"] if name == "max_tokens" else [])
         shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
-        add(*flags, type=kind, default=defaults[name], help=text + shown)
+        choices = (AUTO, OFF) if name == "plan" else None
+        add(*flags, type=kind, choices=choices, default=defaults[name], help=text + shown)
     return parser

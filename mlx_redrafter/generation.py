@@ -22,20 +22,17 @@ from .checkpoint import check_fit
 from .drafter import Drafter
 from .errors import RedrafterError
 from .loop import Settings, Step, check_prompt, decode
-from .plan import make_plan
+from .plan import AUTO, DRAFT_DEPTH, Plan, make_plan, read_plan
 from .rounds import Chooser, Processor
 from .sampling import make_sampler
 from .stats import Stats
 from .stops import StopStrings
 from .target import KVQuantization
 
-SILENT_ROUNDS = 32
+SILENT_ROUNDS = 16
 """After this many rounds without one accepted token the drafter is reported as useless."""
 
-DRAFT_DEPTH = 3
-"""K, when neither the caller nor the drafter says."""
-
-OPTIONAL = ("seed", "draft_depth", "tree_size", "max_kv_size", "kv_bits")
+OPTIONAL = ("seed", "beam_width", "draft_depth", "tree_size", "max_kv_size", "kv_bits")
 """The integers of `make_settings` that may be None."""
 
 
@@ -52,7 +49,8 @@ class Options(TypedDict, total=False):
     xtc_threshold: float
     xtc_special_tokens: Sequence[int]
     seed: int | None
-    beam_width: int
+    plan: str | Sequence[int]
+    beam_width: int | None
     draft_depth: int | None
     tree_size: int | None
     sampler: Callable[[mx.array], mx.array] | None
@@ -79,7 +77,8 @@ def make_settings(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
     seed: int | None = None,
-    beam_width: int = 1,
+    plan: str | Sequence[int] = AUTO,
+    beam_width: int | None = None,
     draft_depth: int | None = None,
     tree_size: int | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
@@ -95,13 +94,15 @@ def make_settings(
     """Every keyword of the three functions, checked.
 
     Args:
-        drafter: None for plain decoding; the beam's three keywords then do not matter.
+        drafter: None for plain decoding; the plan and the beam's three keywords then do not matter.
         max_tokens: how many tokens to make; -1 for no limit.
         temp: sampling temperature; 0 takes the likeliest token.
         top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: mlx-lm's
             filters, applied in mlx-lm's order.
         seed: equal seeds give equal tokens, with and without a drafter. None draws one.
-        beam_width: W, how many continuations are drafted.
+        plan: "auto" measures this machine once and chooses round by round, plain decoding included; "off" decodes
+            plainly; (W, K) or (W, K, N) is the plan of every round.
+        beam_width: W, how many continuations are drafted; 1 where only the others are given.
         draft_depth: K, how many tokens each is long; None for what the drafter's config says, or else DRAFT_DEPTH.
         tree_size: N, how many nodes the target verifies, the root included; None for all 1 + W * K.
         sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities.
@@ -160,18 +161,14 @@ def make_settings(
         xtc_special_tokens=xtc_special_tokens,
         sampler=sampler,
     )
-    plan = None
-    if drafter is not None:
-        if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
-            raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
-        depth = own_depth(drafter) if draft_depth is None else int(draft_depth)
-        size = None if tree_size is None else int(tree_size)
-        plan = make_plan(int(beam_width), depth, size, drafter.args.vocab_size)
-        if logits_processors and plan.width > 1:
-            plan = make_plan(plan.width, plan.depth, None, drafter.args.vocab_size)
+    asked = read_plan(plan, beam_width, draft_depth, tree_size)
+    if drafter is None:
+        asked = None
+    elif not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
+        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
     return Settings(
         chooser=Chooser(chosen, tuple(logits_processors or ())),
-        plan=plan,
+        plan=AUTO if asked == AUTO else whole_plan(drafter, asked, bool(logits_processors)) if asked else None,
         max_tokens=int(max_tokens),
         prompt_cache=prompt_cache,
         max_kv_size=None if max_kv_size is None else int(max_kv_size),
@@ -181,6 +178,21 @@ def make_settings(
         ).check(),
         prompt_progress_callback=prompt_progress_callback,
     )
+
+
+def whole_plan(drafter: Drafter | None, asked: tuple[int, int | None, int | None], ordered: bool) -> Plan:
+    """The plan that is asked for, with the drafter's own depth where none is.
+
+    Args:
+        ordered: every node must be kept.
+
+    Raises:
+        RedrafterError: see `make_plan`.
+    """
+    assert drafter is not None
+    width, depth, size = asked
+    plan = make_plan(width, own_depth(drafter) if depth is None else depth, size, drafter.args.vocab_size)
+    return make_plan(plan.width, plan.depth, None, drafter.args.vocab_size) if ordered and plan.width > 1 else plan
 
 
 def fresh_seed() -> int:
@@ -234,6 +246,7 @@ class GenerationResponse(MlxLmResponse):
         tokens_per_round: 1 + accepted / rounds.
         acceptance_per_depth: share of rounds that kept a drafted token at depth 1, 2, ...
         rows_per_round: tokens the target read in a round: root, drafted, and those it has to read again.
+        plain_steps: rounds that drafted nothing, because it did not pay.
         seed: the seed in use, also when it was drawn.
     """
 
@@ -243,6 +256,7 @@ class GenerationResponse(MlxLmResponse):
     tokens_per_round: float = 1.0
     acceptance_per_depth: tuple[float, ...] = ()
     rows_per_round: float = 0.0
+    plain_steps: int = 0
     seed: int = 0
 
 
@@ -308,6 +322,7 @@ def stream_generate(
             tokens_per_round=stats.tokens_per_round,
             acceptance_per_depth=stats.acceptance_per_depth,
             rows_per_round=stats.rows_per_round,
+            plain_steps=stats.skipped,
             seed=options["seed"] or 0,
         )
 
@@ -402,9 +417,10 @@ def is_text(text: str) -> bool:
 
 def warn_if_useless(stats: Stats, before: Stats | None) -> None:
     """Says once that nothing is being accepted."""
-    if stats.rounds == SILENT_ROUNDS and stats.accepted == 0 and before is not None and before.rounds < stats.rounds:
+    tried = stats.rounds - stats.skipped
+    if tried == SILENT_ROUNDS and stats.accepted == 0 and before is not None and before.rounds < stats.rounds:
         warnings.warn(
-            f"the drafter has guessed no token right in {SILENT_ROUNDS} rounds: it slows this target down. "
+            f"the drafter has guessed no token right in {SILENT_ROUNDS} rounds. "
             "Is it trained for this model, and are its weights sound in this dtype?",
             stacklevel=3,
         )

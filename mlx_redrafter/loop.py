@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,9 +17,11 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from . import kv
+from .autopilot import flight_of
 from .drafter import Drafter
 from .errors import RedrafterError
-from .plan import Plan
+from .pilot import Fixed, Flight, Pilot
+from .plan import AUTO, DRAFT_DEPTH, Plan
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
 from .target import KVQuantization, Target, check_draftable, check_request, model_name
@@ -53,7 +55,7 @@ class Settings:
     """How to decode. The names are mlx-lm's where it has one."""
 
     chooser: Chooser
-    plan: Plan | None = None
+    plan: Plan | Flight | Literal["auto"] | None = None
     max_tokens: int = 256
     prompt_cache: kv.Cache | None = None
     max_kv_size: int | None = None
@@ -85,8 +87,8 @@ def decode(
     vocab_size = check_request(model, tokens, settings.prompt_cache, settings.quantization, settings.max_kv_size)
     settings.chooser.sampler.check(vocab_size)
     if drafter is not None:
-        assert settings.plan is not None
-        settings = replace(settings, plan=served(model, settings.plan, settings.prompt_cache))
+        settings = replace(settings, plan=planned(model, drafter, settings))
+        drafter = None if settings.plan is None else drafter
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization, settings.max_kv_size)
         outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
@@ -103,6 +105,25 @@ def decode(
                 return
             if count % CLEAR_EVERY == 0:
                 mx.clear_cache()
+
+
+def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Flight | None:
+    """What decides about each round; None decodes plainly.
+
+    Raises:
+        UnsupportedModelError: see `check_draftable`.
+    """
+    plan = settings.plan
+    if isinstance(plan, Plan):
+        return served(model, plan, settings.prompt_cache)
+    if plan == AUTO:
+        takes_trees = check_draftable(model, tree=True, cache=settings.prompt_cache) is None
+        if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
+            depth = drafter.args.draft_depth or DRAFT_DEPTH  # what other ranks measure is not known here
+            return Plan(1, depth, 1 + depth)
+        flight = flight_of(model, drafter, trees=takes_trees and not settings.chooser.processors)
+        return flight if flight.plans else None
+    return plan
 
 
 def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
@@ -142,69 +163,153 @@ def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: boo
 def plain(
     target: Target, outcome: Outcome, history: mx.array | None, settings: Settings
 ) -> Generator[Step, None, None]:
-    """One token a step. The next forward is enqueued before this token is read, as mlx-lm does."""
+    """One token a step."""
     while True:
-        with on_stream():
-            following = step(target, outcome.report, settings.chooser, history)
-            history = extended(history, outcome.report.astype(mx.int32)) if settings.chooser.processors else None
-            mx.async_eval(following, history, target.pending())
-            (token,) = read(outcome.report)
+        token, following, history = onward(target, outcome, history, settings.chooser)
         yield Step(token, outcome.logprobs[0], False, Stats())
         outcome = following
+
+
+def onward(
+    target: Target, outcome: Outcome, history: mx.array | None, chooser: Chooser, *, tapped: bool = False
+) -> tuple[int, Outcome, mx.array | None]:
+    """(a plain step's token, the step behind it, the history before that one's).
+
+    The next forward is enqueued before this token is read, as mlx-lm does.
+    """
+    with on_stream():
+        following = step(target, outcome.report, chooser, history, tapped=tapped)
+        history = extended(history, outcome.report.astype(mx.int32)) if chooser.processors else None
+        mx.async_eval(following, history, target.pending())
+        (token,) = read(outcome.report)
+    return token, following, history
+
+
+@dataclass
+class Place:
+    """Where drafted decoding stands between two yields.
+
+    Attributes:
+        history: the tokens before the root, for logits processors.
+        stats: the rounds so far.
+        emitted: how many tokens were yielded.
+        rows: of the last forward's nodes, those whose tokens were yielded.
+        tokens: their tokens.
+        root: yielded, and in no row yet.
+    """
+
+    history: mx.array | None
+    stats: Stats = field(default_factory=Stats)
+    emitted: int = 0
+    rows: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    root: int | None = None
 
 
 def drafted(
     target: Target, drafter: Drafter, outcome: Outcome, history: mx.array | None, settings: Settings
 ) -> Generator[Step, None, None]:
-    """Round after round; the next draft is enqueued before the round is read."""
-    plan, chooser = settings.plan, settings.chooser
-    assert plan is not None and outcome.tip is not None
-    stats, emitted = Stats(), 1
-    rows: list[int] = []  # of the last forward's nodes, those whose tokens were yielded
-    tokens: list[int] = []  # their tokens
-    root: int | None  # yielded, and in no row yet
+    """Rounds while the pilot finds that they pay, and plain steps while they do not."""
+    assert isinstance(settings.plan, Plan | Flight)
+    pilot = Pilot(settings.plan) if isinstance(settings.plan, Flight) else Fixed(settings.plan)
+    place = Place(history)
+    try:
+        plan = pilot.choose(target.length)
+        while True:
+            # Here `outcome` is that of a plain step: its token is not read, and in no row.
+            if plan is None:
+                outcome = yield from coast(target, outcome, place, settings.chooser, pilot.pause)
+                pilot.saw(None, pilot.pause, target.length)
+                plan = pilot.choose(target.length)
+            else:
+                outcome = yield from fly(target, drafter, outcome, place, settings, pilot, plan)
+                plan = None
+    finally:
+        if settings.prompt_cache is not None:
+            settle_(target, place)
 
-    def draft(tip: Tip, behind: mx.array) -> Draft:
+
+def coast(
+    target: Target, outcome: Outcome, place: Place, chooser: Chooser, count: int
+) -> Generator[Step, None, Outcome]:
+    """So many plain steps; the outcome of the one behind them, from whose tip a draft may start."""
+    for left in reversed(range(count)):
+        token, following, place.history = onward(target, outcome, place.history, chooser, tapped=left == 0)
+        place.emitted += 1
+        yield Step(token, outcome.logprobs[0], False, place.stats)
+        outcome, place.stats = following, place.stats.after(0, 0, 0)
+    return outcome
+
+
+def fly(
+    target: Target,
+    drafter: Drafter,
+    outcome: Outcome,
+    place: Place,
+    settings: Settings,
+    pilot: Pilot | Fixed,
+    plan: Plan | None,
+) -> Generator[Step, None, Outcome]:
+    """Rounds until the pilot wants none; the outcome of the plain step behind them. The next draft is enqueued before
+    a round is read."""
+    chooser = settings.chooser
+
+    def draft(tip: Tip | None, behind: mx.array, plan: Plan) -> Draft:
+        assert tip is not None
         made = make_draft(drafter, target, chooser.sampler, tip, behind, plan, ordered=bool(chooser.processors))
         mx.async_eval(made)
         return made
 
+    assert plan is not None
     with on_stream():
-        ahead = draft(outcome.tip, mx.array(target.length + 1))
-        (root,) = read(outcome.report)
-    try:
-        yield Step(root, outcome.logprobs[0], False, stats)
-        while True:
-            with on_stream():
-                target.keep_(rows, tokens)
-                rows, tokens, replayed, last = [], [], target.replayed, cast(int, root)
-                drafts = replayed <= MOST_REPLAYED and target.room(plan.size)
-                if drafts:
-                    limit = most_accepted(target, settings, emitted)
-                    outcome = verify(target, ahead, chooser, history, plan, limit)
-                    behind = outcome.report[0] + (target.length + 2)
-                else:
-                    outcome = step(target, mx.array([root]), chooser, history, tapped=True)
-                    root = None
-                    behind = mx.array(target.length + 1)
-                mx.async_eval(outcome, target.pending())
-                assert outcome.tip is not None
-                ahead = draft(outcome.tip, behind)
-                report = read(outcome.report)
-                n_accepted, path, chosen = understood(report, plan.depth) if drafts else (0, [], report)
-                if history is not None:
-                    history = extended(history, mx.array([last, *chosen[:n_accepted]]))
-                    mx.async_eval(history)
-            stats = stats.after(plan.size - 1 if drafts else 0, n_accepted, plan.depth if drafts else 0, replayed)
-            seen = [last, *chosen]
-            for i in range(n_accepted + 1):
-                rows = path[: i + 2]
-                tokens, root = seen[: len(rows)], chosen[i] if i == n_accepted else None
-                emitted += 1
-                yield Step(chosen[i], outcome.logprobs[i], i < n_accepted, stats)
-    finally:
-        if settings.prompt_cache is not None:
-            settle_(target, rows, tokens, root)
+        ahead = draft(outcome.tip, mx.array(target.length + 1), plan)
+        (place.root,) = read(outcome.report)
+    place.emitted += 1
+    yield Step(place.root, outcome.logprobs[0], False, place.stats)
+    while plan is not None:
+        with on_stream():
+            target.keep_(place.rows, place.tokens)
+            place.rows, place.tokens = [], []
+            length, replayed, root = target.length, target.replayed, cast(int, place.root)
+            drafts = replayed <= MOST_REPLAYED and target.room(plan.size)
+            if drafts:
+                outcome = verify(
+                    target, ahead, chooser, place.history, plan, most_accepted(target, plan, settings, place)
+                )
+                behind = outcome.report[0] + (length + 2)
+            else:
+                outcome = step(target, mx.array([root]), chooser, place.history, tapped=True)
+                place.root = None
+                behind = mx.array(target.length + 1)
+            mx.async_eval(outcome, target.pending())
+            following = pilot.choose(length)
+            if following is not None:
+                ahead = draft(outcome.tip, behind, following)
+            report = read(outcome.report)
+            n_accepted, path, chosen = understood(report, plan.depth) if drafts else (0, [], report)
+            if place.history is not None:
+                place.history = extended(place.history, mx.array([root, *chosen[:n_accepted]]))
+                mx.async_eval(place.history)
+        pilot.saw(plan if drafts else None, n_accepted + 1, length, replayed)
+        drawn = (plan.size - 1, n_accepted, plan.depth) if drafts else (0, 0, 0)
+        place.stats = place.stats.after(*drawn, replayed)
+        seen = [root, *chosen]
+        for i in range(n_accepted + 1):
+            place.rows = path[: i + 2]
+            place.tokens, place.root = seen[: len(place.rows)], chosen[i] if i == n_accepted else None
+            place.emitted += 1
+            yield Step(chosen[i], outcome.logprobs[i], i < n_accepted, place.stats)
+        plan = following
+    with on_stream():
+        target.keep_(place.rows, place.tokens)
+        place.rows, place.tokens = [], []
+        token = mx.array([place.root])
+        outcome = step(target, token, chooser, place.history)
+        place.root = None
+        place.history = extended(place.history, token) if chooser.processors else None
+        mx.async_eval(outcome, place.history, target.pending())
+    place.stats = place.stats.after(0, 0, 0, 0)
+    return outcome
 
 
 def read(report: mx.array) -> list[int]:
@@ -218,25 +323,24 @@ def understood(report: list[int], depth: int) -> tuple[int, list[int], list[int]
     return n_accepted, rest[: n_accepted + 1], rest[depth + 1 :]
 
 
-def most_accepted(target: Target, settings: Settings, emitted: int) -> int:
+def most_accepted(target: Target, plan: Plan, settings: Settings, place: Place) -> int:
     """How many drafted tokens a round may keep: up to `max_tokens`, and up to where the cache is quantised."""
-    assert settings.plan is not None
-    limits = [settings.plan.depth]
+    limits = [plan.depth]
     if settings.max_tokens != -1:
-        limits.append(settings.max_tokens - emitted - 1)
+        limits.append(settings.max_tokens - place.emitted - 1)
     if (room := target.until_quantized()) is not None:
         limits.append(room - 1)
     return min(limits)
 
 
-def settle_(target: Target, rows: list[int], tokens: list[int], root: int | None) -> None:
-    """Leaves the cache with exactly what was yielded: these rows of the last forward, and then `root`."""
+def settle_(target: Target, place: Place) -> None:
+    """Leaves the cache with exactly what was yielded."""
     with on_stream():
-        target.keep_(rows, tokens)
-        if root is None:
+        target.keep_(place.rows, place.tokens)
+        if place.root is None:
             target.catch_up_()
         else:
-            target.forward(mx.array([root]), tapped=False)
+            target.forward(mx.array([place.root]), tapped=False)
             target.advance_(1)
         target.evaluate()
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Literal, NamedTuple
 
 from .errors import RedrafterError
 
+DRAFT_DEPTH = 3
+"""K, when neither the caller nor the drafter says."""
+
 DEEPEST = 256
 """The deepest draft: a round's graph grows with it."""
+
+
+AUTO: Literal["auto"] = "auto"
+"""Chosen round by round, from what was measured."""
+
+OFF = "off"
+"""Plain decoding, though there is a drafter."""
 
 
 class Plan(NamedTuple):
@@ -48,3 +60,26 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
     if beam_width == 1:
         draft_depth = size - 1
     return Plan(beam_width, draft_depth, size)
+
+
+def read_plan(
+    plan: str | Sequence[int], beam_width: int | None, draft_depth: int | None, tree_size: int | None
+) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
+    """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding.
+
+    Raises:
+        RedrafterError: none of these, or a plan and a beam at once.
+    """
+    beam_width, draft_depth, tree_size = (None if n is None else int(n) for n in (beam_width, draft_depth, tree_size))
+    beam = {"beam_width": beam_width, "draft_depth": draft_depth, "tree_size": tree_size}
+    given = [name for name, value in beam.items() if value is not None]
+    if plan == AUTO:
+        return (1 if beam_width is None else beam_width, draft_depth, tree_size) if given else AUTO
+    if given:
+        raise RedrafterError(f"give either plan or {given[0]}, got plan {plan!r} and {given[0]} {beam[given[0]]}")
+    if plan == OFF:
+        return None
+    numbers = list(plan) if isinstance(plan, Sequence) and not isinstance(plan, str) else []
+    if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
+        raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
+    return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None

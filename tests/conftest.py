@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import mlx.core as mx
 import pytest
 
@@ -10,3 +12,11 @@ import pytest
 def seeded() -> None:
     """The global random state, which only a caller's own sampler uses."""
     mx.random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured of this machine goes to a folder of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield

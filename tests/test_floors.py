@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "mlx_redrafter"
 # Lowest first. A row is one or more steps: files on one step do not import each other, those on a later step may
 # import those on an earlier one.
 ROWS: dict[str, list[set[str]]] = {
-    "values": [{"errors", "cards"}, {"types", "stats", "plan", "stops", "files"}],
+    "values": [{"errors", "cards", "machine"}, {"types", "stats", "plan", "stops", "files"}, {"costs"}],
     "pure": [{"beam", "tree", "accept"}],
     "parts": [
-        {"comparing", "drafter", "kv", "positions", "sampling", "served"},
-        {"loss", "shapes", "seams"},
+        {"comparing", "drafter", "kv", "planner", "positions", "sampling", "served"},
+        {"loss", "pilot", "shapes", "seams"},
         {"anatomy"},
     ],
     "adapters": [{"target"}, {"checkpoint"}, {"demo"}],
-    "processes": [{"rounds"}, {"loop"}, {"generation", "trial"}, {"training"}],
+    "processes": [{"rounds"}, {"meter"}, {"autopilot"}, {"loop"}, {"generation", "trial"}, {"training"}],
     "doors": [{"flags"}, {"command"}, {"doors"}, {"generate", "cli", "convert", "train"}, {"__main__"}],
 }
 FLOOR = {file: at for at, step in enumerate(step for row in ROWS.values() for step in row) for file in step}

@@ -92,12 +92,12 @@ def test_a_drafter_that_guesses_nothing_is_said_out_loud_once(parts: tuple[Any, 
     head.weight = mx.zeros_like(head.weight)
     only = mx.where(mx.arange(VOCAB) == wrong, 0.0, -1e9)
     never.logits = lambda hidden, state: mx.broadcast_to(only, (*state.shape[:-1], VOCAB))  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="guessed no token right in 32 rounds") as caught:
-        list(stream_generate(model, tokenizer, PROMPT, drafter=never, max_tokens=100))
+    with pytest.warns(UserWarning, match="guessed no token right in 16 rounds") as caught:
+        list(stream_generate(model, tokenizer, PROMPT, drafter=never, max_tokens=60, plan=(1, 3)))
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        list(stream_generate(model, tokenizer, PROMPT, drafter=never, max_tokens=30))
+        list(stream_generate(model, tokenizer, PROMPT, drafter=never, max_tokens=14, plan=(1, 3)))
 
 
 def test_a_samplers_own_randomness_is_the_callers(parts: tuple[Any, Any, Any]) -> None:

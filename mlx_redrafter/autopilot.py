@@ -1,0 +1,104 @@
+"""What a pilot is given for a pair of models: the drafter's acceptance, and costs measured once on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .costs import Costs
+from .drafter import Drafter
+from .errors import RedrafterError, one_line
+from .files import write_text
+from .machine import about, cache_directory
+from .meter import measure
+from .pilot import Flight
+from .planner import UNKNOWN, few_plans
+from .target import model_name
+
+FORMAT = 1
+"""Of the kept files; another number makes them all stale."""
+
+_measured: list[tuple[weakref.ref[Any], weakref.ref[Any], bool, Flight]] = []
+"""What this process has measured or read, for models that still live."""
+
+
+def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Flight:
+    """Costs, acceptance and plans of a pair; measured when that was not done on this machine before.
+
+    Args:
+        trees: whether rounds may branch.
+        refresh: measure anew.
+    """
+    _measured[:] = [entry for entry in _measured if entry[0]() is not None and entry[1]() is not None]
+    if not refresh:
+        for one, other, branched, flight in _measured:
+            if one() is model and other() is drafter and branched is trees:
+                return flight
+    costs = known(model, drafter, trees=trees, refresh=refresh)
+    acceptance = drafter.args.acceptance or UNKNOWN
+    flight = Flight(costs, acceptance, few_plans(costs, acceptance, trees=trees))
+    _measured.append((weakref.ref(model), weakref.ref(drafter), trees, flight))
+    return flight
+
+
+def known(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Costs:
+    """The costs that are kept for this pair and this machine, or else measured now, and kept."""
+    described = describe(model, drafter, trees=trees)
+    path = cache_directory() / "costs" / f"{fingerprint(described)}.json"
+    if not refresh and (costs := read(path, described)) is not None:
+        return costs
+    costs = measure(model, drafter, trees=trees)
+    try:
+        write_text(path, json.dumps({"of": described, "costs": costs._asdict()}, indent=1) + "\n")
+    except OSError as error:
+        warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
+    return costs
+
+
+def read(path: Path, described: dict[str, Any]) -> Costs | None:
+    """The costs in a file; None when there is none, when it is damaged, or of something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["of"] != described:
+            return None
+        fields = {name: tuples(found["costs"][name]) for name in Costs._fields}
+        return Costs(**fields).check()
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, RedrafterError):
+        return None
+
+
+def tuples(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
+def describe(model: nn.Module, drafter: Drafter, *, trees: bool) -> dict[str, Any]:
+    """What costs depend on: the machine, and every tensor's name, shape and dtype in both models."""
+    return {
+        "format": FORMAT,
+        "machine": about(),
+        "model": model_name(model),
+        "model_tensors": tensors(model),
+        "drafter_tensors": tensors(drafter),
+        "trees": trees,
+    }
+
+
+def tensors(module: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of its tensors."""
+    flat = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    told = sorted((name, list(array.shape), str(array.dtype)) for name, array in flat)
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def fingerprint(described: dict[str, Any]) -> str:
+    """A name for a file."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]

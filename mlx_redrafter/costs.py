@@ -1,0 +1,91 @@
+"""What the parts of a round take on one machine, for one pair of models: measured numbers, and nothing in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .errors import RedrafterError
+from .plan import Plan
+
+
+class Costs(NamedTuple):
+    """Milliseconds.
+
+    Attributes:
+        contexts: (C,) ascending, how long the text was when it was measured.
+        counts: (M,) ascending from 1, how many nodes a forward had; a count that is not here was not measured.
+        verify: C rows of M, a forward of the target over so many nodes.
+        plain: (C,) a step of plain decoding, with the next one enqueued before this one is read.
+        widths: (B,) ascending, how many hypotheses a level of a draft had.
+        level: (B,) a level of a draft, that many hypotheses wide.
+        rest: what else a round takes, when it verifies a line and when it verifies a tree; it may be hidden, and less
+            than nothing.
+        again: each token that a round reads again; 0 where the model can forget what it has rejected.
+    """
+
+    contexts: tuple[int, ...]
+    counts: tuple[int, ...]
+    verify: tuple[tuple[float, ...], ...]
+    plain: tuple[float, ...]
+    widths: tuple[int, ...]
+    level: tuple[float, ...]
+    rest: tuple[float, float]
+    again: float = 0.0
+
+    def check(self) -> Costs:
+        """Itself.
+
+        Raises:
+            RedrafterError: it is no such table.
+        """
+        contexts, counts = len(self.contexts), len(self.counts)
+        rows = (self.contexts, self.counts, self.widths)
+        numbers = [*self.plain, *self.level, *(ms for row in self.verify for ms in row)]
+        sound = (
+            contexts >= 1
+            and all(list(row) == sorted(set(row)) for row in rows)
+            and self.counts[:1] == (1,)
+            and len(self.verify) == len(self.plain) == contexts
+            and all(len(row) == counts for row in self.verify)
+            and len(self.widths) == len(self.level) >= 1
+            and self.widths[0] == 1
+            and len(self.rest) == 2
+            and all(0 < number < float("inf") for number in numbers)
+            and all(abs(number) < float("inf") for number in (*self.rest, self.again))
+        )
+        if not sound:
+            raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
+        return self
+
+    def plain_at(self, length: int) -> float:
+        """A step of plain decoding behind a text of that length."""
+        return along(self.contexts, self.plain, length)
+
+    def round_at(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
+        """A round of that plan behind a text of that length, which reads so many tokens again.
+
+        Raises:
+            RedrafterError: its size or its width was not measured.
+        """
+        if plan.size not in self.counts or plan.width not in self.widths:
+            raise RedrafterError(f"a round of {plan.size} nodes, {plan.width} wide, was not measured")
+        column = self.counts.index(plan.size)
+        verify = along(self.contexts, [row[column] for row in self.verify], length)
+        draft = plan.depth * self.level[self.widths.index(plan.width)]
+        return verify + draft + self.rest[plan.width > 1] + replayed * self.again
+
+
+def along(places: Sequence[int], values: Sequence[float], place: int) -> float:
+    """The line through two neighbouring measurements, and the last one's onwards; before the first, the first.
+
+    What is read of a context grows in proportion to it; less than the first is never assumed.
+    """
+    if place <= places[0] or len(places) == 1:
+        return values[0]
+    right = next((i for i, at in enumerate(places) if at >= place), len(places) - 1)
+    left = right - 1
+    slope = (values[right] - values[left]) / (places[right] - places[left])
+    if place > places[-1]:
+        return values[-1] + max(slope, 0.0) * (place - places[-1])
+    return values[left] + slope * (place - places[left])

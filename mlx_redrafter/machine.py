@@ -1,0 +1,48 @@
+"""What this machine is, as far as speed depends on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+PACKAGES = ("mlx", "mlx-lm")
+
+
+def about() -> dict[str, Any]:
+    """Device, system, versions and, on a CPU, the BLAS that runs."""
+    device = mx.default_device()
+    info: dict[str, Any] = dict(mx.device_info(device))
+    found = {
+        "device": str(device),
+        "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(info["memory_size"] / 1e9, 1) if "memory_size" in info else None,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+    if device.type == mx.cpu:
+        found |= {"blas": blas(), **{k: v for k, v in os.environ.items() if k.startswith(("OPENBLAS_", "OMP_"))}}
+    return found
+
+
+def blas() -> str:
+    """The BLAS library in this process; "unknown" where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    names = sorted({Path(line.split()[-1]).name for line in lines if "blas" in line.split()[-1].lower()})
+    return ", ".join(names) or "unknown"
+
+
+def cache_directory() -> Path:
+    """Where a user's caches of this package are."""
+    if platform.system() == "Darwin":
+        return Path.home() / "Library" / "Caches" / "mlx_redrafter"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_redrafter"

@@ -1,0 +1,212 @@
+"""Measures, once, what the parts of a round take on this machine for a pair of models.
+
+Nothing is read of a real text: the cache is filled with zeros, of which a forward takes as long. Every part is run once
+before any is measured, and then all take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from . import kv
+from .costs import Costs
+from .drafter import Drafter
+from .plan import Plan
+from .rounds import Chooser, Draft, make_draft, step, verify
+from .sampling import make_sampler
+from .target import Target
+from .tree import line
+from .types import Tip
+
+CONTEXTS = (64, 1024)
+"""The lengths of the text at which is measured."""
+
+COUNTS = tuple(range(1, 17))
+"""How many nodes the forwards have that are measured."""
+
+WIDTHS = (1, 2, 4)
+"""How wide the drafts are that are measured."""
+
+SECONDS, STEPS = 10.0, 200
+"""It takes so long at most, or as long as so many plain steps, whichever is less: one turn of everything aside."""
+
+LEVELS, IN_A_ROW = 4, 4
+"""How deep a measured draft is, and how many plain steps or rounds are measured in a row."""
+
+LINE, TREE = Plan(1, 2, 3), Plan(2, 2, 5)
+"""The rounds that are measured whole."""
+
+Part = tuple[str, int, int]
+"""(what is measured, the index of the context, a count or a width)."""
+
+
+class Bed:
+    """A target behind a text of zeros.
+
+    Args:
+        model, drafter: the pair.
+        context: how long the text is.
+    """
+
+    def __init__(self, model: nn.Module, drafter: Drafter, context: int) -> None:
+        self.drafter, self.context = drafter, context
+        self.target = Target(model, filled(model, context))
+        self.chooser = Chooser(make_sampler(seed=0), ())
+        self.tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), mx.zeros((), mx.int32))
+        self.behind = mx.array(context + 1)
+        self.tokens = (mx.arange(max(COUNTS)) * 7919) % drafter.args.vocab_size  # experts differ by token
+        mx.eval(self.tip, self.behind, self.tokens)
+        self._marks = kv.mark(self.target.cache)
+
+    def rewind(self) -> None:
+        """Back to the text of zeros."""
+        kv.restore_(self.target.cache, self._marks)
+        self.target.length = self.context
+
+    def plain(self, count: int) -> None:
+        """So many steps of plain decoding, each enqueued before the one before it is read."""
+        outcome = step(self.target, self.tip.token.reshape(1), self.chooser, None)
+        mx.async_eval(outcome)
+        for _ in range(count - 1):
+            following = step(self.target, outcome.report, self.chooser, None)
+            mx.async_eval(following)
+            outcome.report.tolist()
+            outcome = following
+        outcome.report.tolist()
+
+    def forward(self, count: int) -> None:
+        """One forward of `count` nodes in a line, and what it means."""
+        if count == 1:
+            step(self.target, self.tip.token.reshape(1), self.chooser, None, tapped=True).report.tolist()
+            return
+        draft = Draft(line(self.tip.token, self.tokens[: count - 1]), None)
+        plan = Plan(1, count - 1, count)
+        verify(self.target, draft, self.chooser, None, plan, plan.depth).report.tolist()
+        self.target.keep_([], [])
+
+    def draft(self, plan: Plan, tip: Tip) -> Draft:
+        """A draft of that plan."""
+        return make_draft(self.drafter, self.target, self.chooser.sampler, tip, self.behind, plan, ordered=False)
+
+    def level(self, width: int) -> None:
+        """A draft of `LEVELS` levels."""
+        mx.eval(self.draft(Plan(width, LEVELS, 1 + width * LEVELS), self.tip))
+
+    def rounds(self, plan: Plan) -> None:
+        """`IN_A_ROW` rounds as the loop has them, of which nothing is kept."""
+        ahead = self.draft(plan, self.tip)
+        for _ in range(IN_A_ROW):
+            outcome = verify(self.target, ahead, self.chooser, None, plan, plan.depth)
+            mx.async_eval(outcome)
+            assert outcome.tip is not None
+            ahead = self.draft(plan, outcome.tip)
+            mx.async_eval(ahead)
+            outcome.report.tolist()
+            self.target.keep_([], [])
+        mx.eval(ahead)
+
+
+def filled(model: nn.Module, context: int) -> kv.Cache:
+    """A cache that holds `context` tokens; of the keys and values all but the first are zeros."""
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=cache)
+    for c in kv.leaves(cache):
+        if isinstance(c, kv.REWINDABLE) and c.keys is not None:
+            rows: list[Any] = [c.keys, c.values]
+            more = [mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows]
+            c.update_and_fetch(*more)
+    mx.eval([c.state for c in cache])
+    return cache
+
+
+def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
+    """What the parts of a round take, in milliseconds.
+
+    Args:
+        trees: whether the model takes them.
+    """
+    with mx.stream(generation_stream):
+        beds = [Bed(model, drafter, context) for context in CONTEXTS]
+        beds[0].plain(2)
+        beds[0].rewind()
+        started = time.perf_counter()
+        beds[0].plain(IN_A_ROW)
+        beds[0].rewind()
+        plain = (time.perf_counter() - started) / IN_A_ROW
+        times = taken(beds, min(SECONDS, STEPS * plain), trees=trees)
+    return table(times, kv.others(beds[0].target.cache, kv.REWINDABLE) != [])
+
+
+def taken(beds: list[Bed], budget: float, *, trees: bool) -> dict[Part, list[float]]:
+    """Part -> its times in milliseconds; the larger counts are left out when there is no time for them."""
+    started, parts = time.perf_counter(), []
+    for name, at, number, work in works(beds, trees=trees):
+        elapsed = time.perf_counter() - started
+        if name == "verify" and number > 4 and elapsed > budget / 3:
+            continue  # this one and all larger ones
+        clock(beds[at], work)
+        parts.append((name, at, number, work))
+    measured = {number for name, at, number, _ in parts if name == "verify" and at == len(beds) - 1}
+    parts = [part for part in parts if part[0] != "verify" or part[2] in measured]
+    times: dict[Part, list[float]] = defaultdict(list)
+    while not times or time.perf_counter() - started < budget:
+        for name, at, number, work in parts:
+            times[name, at, number].append(clock(beds[at], work))
+    return times
+
+
+def works(beds: list[Bed], *, trees: bool) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
+    """(part, its context's index, its number, the work); the verify forwards come last, the larger ones behind."""
+    for at, bed in enumerate(beds):
+        yield "plain", at, 1, lambda bed=bed: bed.plain(IN_A_ROW)  # type: ignore[misc]
+    for width in WIDTHS if trees else (1,):
+        yield "level", 0, width, lambda width=width: beds[0].level(width)  # type: ignore[misc]
+    for plan in (LINE, TREE) if trees else (LINE,):
+        yield "rounds", 0, plan.width, lambda plan=plan: beds[0].rounds(plan)  # type: ignore[misc]
+    for count in COUNTS:
+        for at, bed in enumerate(beds):
+            yield "verify", at, count, lambda bed=bed, count=count: bed.forward(count)  # type: ignore[misc]
+
+
+def clock(bed: Bed, work: Callable[[], Any]) -> float:
+    """How long it takes, in milliseconds."""
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    bed.rewind()
+    return seconds * 1e3
+
+
+def table(times: dict[Part, list[float]], replays: bool) -> Costs:
+    """The shortest times as costs: what other processes take is left out of all alike."""
+    least = {part: min(values) for part, values in times.items()}
+    contexts = range(len(CONTEXTS))
+    counts = tuple(number for name, at, number in least if name == "verify" and at == 0)
+    verify = tuple(tuple(least["verify", at, count] for count in counts) for at in contexts)
+    widths = tuple(number for name, _, number in least if name == "level")
+    level = tuple(least["level", 0, width] / LEVELS for width in widths)
+
+    def rest(plan: Plan) -> float:
+        if plan.width not in widths:
+            return 0.0
+        parts = verify[0][counts.index(plan.size)] + plan.depth * level[widths.index(plan.width)]
+        return least["rounds", 0, plan.width] / IN_A_ROW - parts
+
+    return Costs(
+        CONTEXTS,
+        counts,
+        verify,
+        tuple(least["plain", at, 1] / IN_A_ROW for at in contexts),
+        widths,
+        level,
+        (rest(LINE), rest(TREE) if TREE.size in counts else rest(LINE)),
+        max(0.0, (verify[0][-1] - verify[0][0]) / (counts[-1] - 1)) if replays else 0.0,
+    ).check()

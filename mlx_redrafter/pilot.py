@@ -1,0 +1,177 @@
+"""Decides, round by round, which plan is next or that the target decodes plainly; it knows only what was read already.
+
+Two things hold it. A belief of how much of the drafter's acceptance this text grants, from the rounds so far. And an
+account of what rounds have brought and cost against plain decoding: no round is begun that could take it below what is
+allowed, so however the text turns, the whole is hardly slower than plain decoding.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from .costs import Costs
+from .plan import Plan
+from .planner import Acceptance, Prospect, best, prospect, speed_of
+
+ALLOWED = 0.02
+"""Of plain decoding's time, so much may be lost; of the first `SHORTEST` tokens' time where there are fewer."""
+
+SHORTEST = 256
+
+MARGIN = 0.02
+"""So much faster than plain decoding, or than the plan in use, a plan must be expected to be to take its place."""
+
+STAYS = 0.03
+"""The plan in use is left for plain decoding when it is expected to be so much slower: a few bad rounds are chance."""
+
+PAUSE, LONGEST_PAUSE = 48, 1024
+"""Plain steps between two trials while no plan pays; each trial that fails doubles the pause."""
+
+TRIAL = 3
+"""Rounds of a trial; its last one is begun before the one before it is read."""
+
+LASTING, PASSING = 0.997, 0.96
+"""How much of what was seen is still believed a round later: for the text as a whole, and for the moment."""
+
+PATIENCE = 6.0
+"""How many expected hits weigh as much as what is believed already."""
+
+
+class Flight(NamedTuple):
+    """What a pilot is given for a text.
+
+    Attributes:
+        costs: of this machine, for these models.
+        acceptance: the drafter's own.
+        plans: those it may choose.
+    """
+
+    costs: Costs
+    acceptance: Acceptance
+    plans: tuple[Plan, ...]
+
+
+class Fixed:
+    """The same plan for every round.
+
+    Args:
+        plan: that one.
+    """
+
+    pause = 1
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def choose(self, length: int) -> Plan | None:
+        """The plan."""
+        return self._plan
+
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+        """Nothing is learned."""
+
+
+class Mode(Enum):
+    """What a pilot is doing."""
+
+    BEGINS = 0
+    FLIES = 1
+    COASTS = 2
+    TRIES = 3
+
+
+class Pilot:
+    """Chooses plans for one text.
+
+    Args:
+        flight: what it chooses from.
+    """
+
+    def __init__(self, flight: Flight) -> None:
+        self._costs = flight.costs
+        self._prospects = {plan: prospect(flight.acceptance, plan) for plan in flight.plans}
+        self._lasting, self._passing = Evidence(LASTING), Evidence(PASSING)
+        self._mode = Mode.BEGINS
+        self._flown: Prospect | None = None
+        self._trials = 0
+        self.pause = PAUSE
+        self.tokens, self.balance = 0, 0.0
+
+    @property
+    def share(self) -> float:
+        """How much of the drafter's acceptance this text grants now."""
+        return self._passing.share(self._lasting.share(1.0))
+
+    def choose(self, length: int) -> Plan | None:
+        """The plan of the next round behind a text of that length; None: `pause` plain steps, and then ask again."""
+        if self._mode is Mode.COASTS:
+            self._mode, self._trials = Mode.TRIES, TRIAL
+        if self._mode is Mode.TRIES and self._trials:
+            self._trials -= 1
+            chosen, _ = self._best(length, -1.0)
+        elif self._mode is Mode.FLIES:
+            chosen = self._kept(length)
+        else:
+            chosen, _ = self._best(length, MARGIN)
+            failed = self._mode is Mode.TRIES and chosen is None
+            self.pause = min(2 * self.pause, LONGEST_PAUSE) if failed else PAUSE
+            self._mode = Mode.FLIES
+        if chosen is not None and not self._affordable(chosen.plan, length):
+            chosen = None
+        if chosen is None:
+            self._mode = Mode.COASTS
+        self._flown = chosen
+        return chosen and chosen.plan
+
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+        """A round has made `tokens` behind a text of that length; without a plan, plain steps have.
+
+        Args:
+            replayed: how many tokens were read again for it.
+        """
+        self.tokens += tokens
+        if plan is None:
+            self.balance -= replayed * self._costs.again
+            return
+        self.balance += tokens * self._costs.plain_at(length) - self._costs.round_at(plan, length, replayed)
+        tried = sum(self._prospects[plan].rates[:tokens])
+        for evidence in (self._lasting, self._passing):
+            evidence.add(tokens - 1, tried)
+
+    def _best(self, length: int, margin: float) -> tuple[Prospect | None, float]:
+        return best(self._costs, list(self._prospects.values()), length, self.share, margin)
+
+    def _kept(self, length: int) -> Prospect | None:
+        """The plan in use, unless another is so much faster, or plain decoding is."""
+        found, speed = self._best(length, -STAYS)
+        if found is None or self._flown is None or found is self._flown:
+            return found
+        now = speed_of(self._costs, self._flown, length, self.share)
+        return found if speed > now * (1 + MARGIN) else self._flown
+
+    def _affordable(self, plan: Plan, length: int) -> bool:
+        """Whether the account may bear two rounds that bring one token each: one is under way unread."""
+        plain = self._costs.plain_at(length)
+        allowed = ALLOWED * plain * max(self.tokens, SHORTEST)
+        return self.balance - 2 * max(0.0, self._costs.round_at(plan, length) - plain) >= -allowed
+
+
+class Evidence:
+    """Hits against those expected, the older the lighter.
+
+    Args:
+        kept: how much of its weight is left a round later.
+    """
+
+    def __init__(self, kept: float) -> None:
+        self._kept, self._hits, self._expected = kept, 0.0, 0.0
+
+    def add(self, hits: float, expected: float) -> None:
+        """One more round."""
+        self._hits = self._kept * self._hits + hits
+        self._expected = self._kept * self._expected + expected
+
+    def share(self, before: float) -> float:
+        """Hits for each expected one, with what was believed `before` as if it had been seen."""
+        return (PATIENCE * before + self._hits) / (PATIENCE + self._expected)

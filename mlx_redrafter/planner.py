@@ -1,0 +1,145 @@
+"""Which plan makes the most tokens in a millisecond, or that none beats plain decoding. Numbers in, numbers out.
+
+Acceptance is the drafter's own table, as training measured it: how often its first, second, ... guess was right at each
+depth, given that everything before was. How much of that a text grants is one number, its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from .costs import Costs
+from .plan import Plan
+
+Acceptance = Sequence[Sequence[float]]
+"""(K, R): at depth d + 1, how often the guess of rank r is right."""
+
+UNKNOWN: Acceptance = ((0.6, 0.1, 0.05, 0.03),)
+"""What is assumed of a drafter that does not say."""
+
+MOST = 0.98
+"""Of all guesses at a depth, so many are right at most."""
+
+DEEPEST = 16
+"""The deepest plan that is thought of."""
+
+SHARES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
+"""What a text may grant, when plans are thought of beforehand."""
+
+STEPS = 20
+"""Expected tokens are known for shares that are so many to one apart, up to `LARGEST`, and interpolated between."""
+
+LARGEST = 1.6
+
+
+class Prospect(NamedTuple):
+    """A plan, and what it promises.
+
+    Attributes:
+        plan: (W, K, N).
+        tokens: per round, at shares 0, 1 / STEPS, ..., LARGEST.
+        rates: (K,) how often a round that has come so far finds the next token, at share 1.
+    """
+
+    plan: Plan
+    tokens: tuple[float, ...]
+    rates: tuple[float, ...]
+
+    def tokens_at(self, share: float) -> float:
+        """Per round, root included."""
+        place = min(max(share, 0.0), LARGEST) * STEPS
+        left = min(int(place), len(self.tokens) - 2)
+        return self.tokens[left] + (place - left) * (self.tokens[left + 1] - self.tokens[left])
+
+
+def ranks(acceptance: Acceptance, depth: int, share: float) -> list[float]:
+    """How often each rank is right at a depth (from 0); deeper than is known it is as at the last known depth."""
+    scaled = [share * chance for chance in acceptance[min(depth, len(acceptance) - 1)]]
+    total = sum(scaled)
+    return [chance * MOST / total for chance in scaled] if total > MOST else scaled
+
+
+def levels(acceptance: Acceptance, width: int, depth: int, share: float = 1.0) -> list[list[float]]:
+    """The chances of the nodes that a beam search keeps at each depth, the best first."""
+    found: list[list[float]] = []
+    above = [1.0]
+    for level in range(depth):
+        here = ranks(acceptance, level, share)
+        above = sorted((chance * rank for chance in above for rank in here), reverse=True)[:width]
+        found.append(above)
+    return found
+
+
+def expected_tokens(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> float:
+    """1 and the chances of the likeliest nodes of the plan's tree: the tokens a round makes on the mean."""
+    nodes = sorted(chance for level in levels(acceptance, plan.width, plan.depth, share) for chance in level)
+    return 1.0 + sum(nodes[::-1][: plan.size - 1])
+
+
+def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:
+    """What a plan promises."""
+    nodes = sorted(
+        ((chance, depth) for depth, level in enumerate(levels(acceptance, plan.width, plan.depth)) for chance in level),
+        reverse=True,
+    )
+    found = [1.0] + [0.0] * plan.depth
+    for chance, depth in nodes[: plan.size - 1]:
+        found[depth + 1] += chance
+    rates = tuple(now / before if before else 0.0 for before, now in pairwise(found))
+    shares = (step / STEPS for step in range(round(LARGEST * STEPS) + 1))
+    return Prospect(plan, tuple(expected_tokens(acceptance, plan, share) for share in shares), rates)
+
+
+def rated(
+    costs: Costs, acceptance: Acceptance, length: int, share: float, widths: Sequence[int]
+) -> Iterator[tuple[float, Plan]]:
+    """(tokens per millisecond, plan) of every plan of these widths whose size was measured."""
+    for width in widths:
+        made = levels(acceptance, width, DEEPEST, share)
+        for depth in range(1, DEEPEST + 1):
+            nodes = sorted((chance for level in made[:depth] for chance in level), reverse=True)
+            tokens = list(accumulate(nodes, initial=1.0))
+            for size in costs.counts:
+                if size == 1 + depth if width == 1 else max(depth, width) < size <= 1 + width * depth:
+                    plan = Plan(width, depth, size)
+                    made_here = tokens[min(size, len(tokens)) - 1]
+                    yield made_here / costs.round_at(plan, length, made_here - 1), plan
+
+
+def few_plans(costs: Costs, acceptance: Acceptance, *, trees: bool) -> tuple[Plan, ...]:
+    """The plans that beat plain decoding and all others for some share and some length.
+
+    They are few, so that what is built for one is used again.
+    """
+    widths = costs.widths if trees else (1,)
+    found = set()
+    for length in sorted({*costs.contexts, 2 * costs.contexts[-1]}):
+        for share in SHARES:
+            speed, plan = max(rated(costs, acceptance, length, share, widths), default=(0.0, None))
+            if plan is not None and speed > 1.0 / costs.plain_at(length):
+                found.add(plan)
+    return tuple(sorted(found))
+
+
+def speed_of(costs: Costs, each: Prospect, length: int, share: float) -> float:
+    """Tokens per millisecond; where accepted tokens must be read again, each is, once."""
+    tokens = each.tokens_at(share)
+    return tokens / costs.round_at(each.plan, length, tokens - 1)
+
+
+def best(
+    costs: Costs, prospects: Sequence[Prospect], length: int, share: float, margin: float = 0.0
+) -> tuple[Prospect | None, float]:
+    """(the fastest behind a text of that length, its tokens per millisecond); None is plain decoding.
+
+    Args:
+        margin: by how much of plain decoding's speed it must be faster.
+    """
+    found, fastest = None, (1.0 + margin) / costs.plain_at(length)
+    for each in prospects:
+        speed = speed_of(costs, each, length, share)
+        if speed > fastest:
+            found, fastest = each, speed
+    return found, fastest

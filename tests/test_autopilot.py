@@ -1,0 +1,194 @@
+"""Plans that change while a text is made leave every token as it is; what is measured is kept, or measured again."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import Follower, contents, make_family, script
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from toys import make_model
+
+from mlx_redrafter import autopilot, kv, loop
+from mlx_redrafter.autopilot import flight_of, known
+from mlx_redrafter.costs import Costs
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generation import generate_step, make_settings
+from mlx_redrafter.loop import decode
+from mlx_redrafter.pilot import Flight, Pilot
+from mlx_redrafter.plan import Plan
+from mlx_redrafter.planner import UNKNOWN
+from mlx_redrafter.target import sizes
+
+PROMPT = [(7 * i + 3) % 50 for i in range(9)]
+CHEAP = Costs((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
+PLANS = (Plan(1, 1, 2), Plan(1, 3, 4), Plan(2, 2, 5), Plan(2, 3, 5))
+
+
+class Wild:
+    """A pilot that takes any plan at any time."""
+
+    def __init__(self, plans: tuple[Plan, ...], seed: int) -> None:
+        self._plans, self._generator = plans, random.Random(seed)
+        self.pause = 1
+        self.seen: list[tuple[Plan | None, int]] = []
+
+    def choose(self, length: int) -> Plan | None:
+        self.pause = self._generator.randrange(1, 4)
+        return self._generator.choice([None, *self._plans])
+
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+        self.seen.append((plan, tokens))
+
+
+@pytest.mark.parametrize("close", [None, 1, 7, 20])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "falcon_h1", "llama4"])
+@pytest.mark.parametrize("processed", [False, True])
+def test_plans_that_change_in_mid_generation_change_no_token(
+    name: str, processed: bool, close: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(name)
+    options: dict[str, Any] = {"temp": 0.8, "seed": 5, "max_tokens": 40}
+    if processed:
+        options["logits_processors"] = make_logits_processors(repetition_penalty=1.2)
+    ahead = [s.token for s in decode(PROMPT, model, None, make_settings(**options | {"max_tokens": 60}))]
+    text = PROMPT + ahead
+    drafter = Follower(model, text, len(PROMPT), script("half", len(text), 2), 2, make_prompt_cache(model))
+    trees = name != "falcon_h1" and not processed
+    plans = PLANS if trees else PLANS[:2]
+    for seed in range(3):
+        pilot = Wild(plans, seed)
+        monkeypatch.setattr(loop, "Pilot", lambda flight, pilot=pilot: pilot)
+        cache = make_prompt_cache(model)
+        settings = make_settings(drafter, prompt_cache=cache, **options)
+        settings = replace(settings, plan=Flight(CHEAP, UNKNOWN, plans))
+        steps = decode(PROMPT, model, drafter, settings)
+        count = 40 if close is None else close
+        assert [next(steps).token for _ in range(count)] == ahead[:count]
+        steps.close()
+        expected = make_prompt_cache(model)
+        list(decode(PROMPT, model, None, make_settings(prompt_cache=expected, **options | {"max_tokens": count})))
+        assert kv.length(cache) == kv.length(expected)
+        for one, other in zip(contents(cache), contents(expected), strict=True):
+            if name != "llama4":  # chunks are trimmed by the next forward
+                assert one.shape == other.shape and mx.allclose(one, other, atol=2e-3, rtol=2e-3)
+        if close is None:
+            flown = {plan for plan, _ in pilot.seen}
+            assert flown & set(plans) and None in flown
+
+
+def pair(acceptance: list[list[float]] | None = None) -> tuple[Any, Drafter]:
+    """A model, and a drafter that knows nothing."""
+    model = make_model()
+    return model, Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1, acceptance=acceptance))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How often something was measured, with an empty folder to keep it in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(autopilot, "_measured", [])
+    calls: list[int] = []
+    measure = autopilot.measure
+    monkeypatch.setattr(autopilot, "measure", lambda *a, **k: calls.append(1) or measure(*a, **k))
+    return calls
+
+
+def test_a_pair_is_measured_once_and_remembered_by_the_machine(counted: list[int], tmp_path: Path) -> None:
+    model, drafter = pair()
+    first = flight_of(model, drafter, trees=True)
+    assert flight_of(model, drafter, trees=True) is first and len(counted) == 1
+    autopilot._measured.clear()
+    assert flight_of(model, drafter, trees=True).costs == first.costs and len(counted) == 1, "read from the file"
+    flight_of(model, drafter, trees=False)
+    assert len(counted) == 2, "another question"
+    flight_of(model, drafter, trees=True, refresh=True)
+    assert len(counted) == 3
+    assert first.costs.counts[:4] == (1, 2, 3, 4) and first.costs.widths == (1, 2, 4)
+    assert len(list((tmp_path / "caches").rglob("*.json"))) == 2 and not list((tmp_path / "caches").rglob("*partial*"))
+
+
+@pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "a list"])
+def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(
+    counted: list[int], tmp_path: Path, damage: str
+) -> None:
+    model, drafter = pair()
+    costs = known(model, drafter, trees=False)
+    (file,) = (tmp_path / "caches").rglob("*.json")
+    text, found = file.read_text(), json.loads(file.read_text())
+    if damage == "half":
+        text = text[: len(text) // 2]
+    elif damage == "nothing":
+        text = ""
+    elif damage == "another machine":
+        found["of"]["machine"]["chip"] = "M9"
+        text = json.dumps(found)
+    elif damage == "negative":
+        found["costs"]["plain"][0] = -1
+        text = json.dumps(found)
+    elif damage == "no costs":
+        del found["costs"]["level"]
+        text = json.dumps(found)
+    else:
+        text = "[1]"
+    file.write_text(text)
+    again = known(model, drafter, trees=False)
+    assert len(counted) == 2 and again.contexts == costs.contexts
+    assert json.loads(file.read_text())["costs"]["plain"] == list(again.plain), "and kept"
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    counted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="what was measured cannot be kept"):
+        known(*pair(), trees=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [({}, "auto"), ({"plan": "off"}, "off"), ({"plan": (1, 2)}, (1, 2, 3)), ({"plan": (2, 3, 5)}, (2, 3, 5)),
+     ({"beam_width": 2}, (2, 3, 7)), ({"draft_depth": 2}, (1, 2, 3)), ({"beam_width": 2, "tree_size": 4}, (2, 3, 4))],
+)  # fmt: skip
+def test_a_plan_is_what_the_caller_asks_for(options: dict[str, Any], same: Any) -> None:
+    plan = make_settings(pair()[1], **options).plan
+    assert plan == (None if same == "off" else same)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"plan": "on"}, "plan must be 'auto', 'off', .* got 'on'"),
+        ({"plan": (1,)}, "plan must be"),
+        ({"plan": (1, 2.5)}, "plan must be"),
+        ({"plan": "off", "beam_width": 2}, "give either plan or beam_width, got plan 'off' and beam_width 2"),
+        ({"plan": (1, 2), "draft_depth": 2}, "give either plan or draft_depth"),
+        ({"plan": (0, 2)}, "beam_width must be from 1"),
+        ({"plan": (2, 2, 9)}, "tree_size counts the root"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RedrafterError, match=reason):
+        make_settings(pair()[1], **options)
+
+
+@pytest.mark.parametrize("plan", ["auto", "off"])
+def test_the_text_is_that_of_plain_decoding_whatever_the_plan(counted: list[int], plan: str) -> None:
+    model, drafter = pair([[0.9, 0.05]])
+    options: dict[str, Any] = {"temp": 0.9, "seed": 2, "max_tokens": 60}
+    plain = [token for token, _, _ in generate_step(PROMPT[:3], model, None, **options)]
+    assert [token for token, _, _ in generate_step(PROMPT[:3], model, drafter, plan=plan, **options)] == plain
+    assert len(counted) == (plan == "auto")
+
+
+def test_a_pilot_without_a_plan_that_pays_coasts() -> None:
+    pilot = Pilot(Flight(CHEAP, UNKNOWN, ()))
+    assert pilot.choose(10) is None and pilot.pause > 0

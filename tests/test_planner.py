@@ -1,0 +1,184 @@
+"""Plans from numbers alone: the best one is the best one, and no text makes the whole slower than is allowed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from mlx_redrafter.costs import Costs, along
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.pilot import ALLOWED, Flight, Pilot
+from mlx_redrafter.plan import Plan
+from mlx_redrafter.planner import DEEPEST, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
+
+ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda n: 1.0 + 0.01 * (n - 1),
+    "gentle": lambda n: 1.0 + 0.05 * (n - 1),
+    "every row is paid for": lambda n: float(n),
+    "half of every row": lambda n: 1.0 + 0.5 * (n - 1),
+    "a step at once, and a cliff": lambda n: 1.0 if n == 1 else 1.37 + 0.013 * (n - 2) if n < 16 else 2.2,
+    "a cliff at 6": lambda n: 1.0 + 0.02 * (n - 1) if n < 6 else 1.8 + 0.02 * n,
+    "dearer at 12 than at 16": lambda n: 1.0 + 0.06 * (n - 1) if n < 9 else 2.5 if n < 16 else 1.6,
+}
+
+
+def costs_of(curve: str, level: float = 0.05) -> Costs:
+    """Plain steps of a millisecond, a fifth more behind 1,024 tokens."""
+    counts = tuple(range(1, 17))
+    row = tuple(CURVES[curve](count) for count in counts)
+    slow = tuple(1.2 * cost for cost in row)
+    return Costs(
+        (64, 1024), counts, (row, slow), (1.0, 1.2), (1, 2, 4), (level, 1.2 * level, 1.5 * level), (0.03, 0.05)
+    ).check()
+
+
+def accepted(plan: Plan, share: float, generator: random.Random) -> int:
+    """What a round keeps, drawn by the same law that the planner assumes."""
+    made = levels(ACCEPTANCE, plan.width, plan.depth, share)
+    nodes = sorted(((chance, depth) for depth, level in enumerate(made) for chance in level), reverse=True)
+    right = [0.0] * plan.depth
+    for chance, depth in nodes[: plan.size - 1]:
+        right[depth] += chance
+    drawn = generator.random()
+    return next((depth for depth, chance in enumerate(right) if drawn >= chance), plan.depth)
+
+
+def fly(costs: Costs, share: Callable[[int], float], tokens: int, seed: int) -> float:
+    """Speed against plain decoding: the next plan is chosen before the round before it is read, as the loop does."""
+    pilot = Pilot(Flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True)))
+    generator, made, took, start = random.Random(seed), 0, 0.0, 100
+    plan = pilot.choose(start)
+    while made < tokens:
+        if plan is None:
+            count = min(pilot.pause, tokens - made)
+            took += sum(costs.plain_at(start + made + i) for i in range(count))
+            pilot.saw(None, count, start + made)
+            made += count
+            plan = pilot.choose(start + made)
+            continue
+        now, plan = plan, pilot.choose(start + made)
+        took += costs.round_at(now, start + made)
+        count = 1 + accepted(now, share(made), generator)
+        pilot.saw(now, count, start + made)
+        made += count
+    return sum(costs.plain_at(start + i) for i in range(made)) / took
+
+
+def test_expected_tokens_of_the_running_example() -> None:
+    table = [[0.5, 0.25], [0.4, 0.2]]
+    assert expected_tokens(table, Plan(1, 2, 3)) == pytest.approx(1 + 0.5 + 0.5 * 0.4)
+    # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
+    assert expected_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
+    assert expected_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
+    assert expected_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), "as at depth 2"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_expected_tokens_are_the_mean_of_what_is_drawn(seed: int) -> None:
+    generator = random.Random(seed)
+    width, depth = generator.randrange(1, 5), generator.randrange(1, 6)
+    plan = Plan(
+        width, depth, 1 + depth if width == 1 else generator.randrange(max(width, depth) + 1, 2 + width * depth)
+    )
+    share = generator.choice([0.3, 0.8, 1.2])
+    mean = sum(1 + accepted(plan, share, generator) for _ in range(20000)) / 20000
+    assert mean == pytest.approx(expected_tokens(ACCEPTANCE, plan, share), abs=0.03)
+    between = prospect(ACCEPTANCE, plan).tokens_at(share + 0.011)
+    assert between == pytest.approx(expected_tokens(ACCEPTANCE, plan, share + 0.011), abs=0.01)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_best_plan_is_that_of_brute_force(curve: str) -> None:
+    costs = costs_of(curve)
+    for length in (10, 500, 4000):
+        for share in (0.3, 0.7, 1.0, 1.3):
+            plans = [Plan(1, depth, 1 + depth) for depth in range(1, 16)] + [
+                Plan(width, depth, size)
+                for width in (2, 4)
+                for depth in range(1, DEEPEST + 1)
+                for size in range(2, 17)
+                if size <= 1 + width * depth
+            ]
+            speeds = {plan: expected_tokens(ACCEPTANCE, plan, share) / costs.round_at(plan, length) for plan in plans}
+            fastest = max(speeds.values())
+            speed, plan = max(rated(costs, ACCEPTANCE, length, share, costs.widths))
+            assert speed == pytest.approx(fastest) and speeds[plan] == pytest.approx(fastest)
+            few = [prospect(ACCEPTANCE, plan) for plan in few_plans(costs, ACCEPTANCE, trees=True)]
+            found, reached = best(costs, few, length, share)
+            plain = 1.0 / costs.plain_at(length)
+            assert reached >= 0.97 * max(fastest, plain), "few plans lose little"
+            assert (found is None) is (reached == plain)
+
+
+def test_few_plans_are_few_and_of_measured_sizes_alone() -> None:
+    for curve in CURVES:
+        costs = costs_of(curve)
+        gaps = costs._replace(
+            counts=(1, 2, 4, 9), verify=tuple(tuple(row[n - 1] for n in (1, 2, 4, 9)) for row in costs.verify)
+        )
+        for table in (costs, gaps.check()):
+            plans = few_plans(table, ACCEPTANCE, trees=True)
+            assert len(plans) <= 10 and all(plan.size in table.counts for plan in plans)
+            assert all(plan.width == 1 for plan in few_plans(table, ACCEPTANCE, trees=False))
+    assert few_plans(costs_of("every row is paid for"), ACCEPTANCE, trees=True) == ()
+    assert few_plans(costs_of("gentle"), UNKNOWN, trees=True)
+    with pytest.raises(RedrafterError, match="a round of 3 nodes, 1 wide, was not measured"):
+        gaps.round_at(Plan(1, 2, 3), 10)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_no_text_makes_the_whole_slower_than_is_allowed(curve: str) -> None:
+    costs = costs_of(curve)
+    texts: list[Callable[[int], float]] = [
+        lambda at: 0.0,
+        lambda at: 0.3,
+        lambda at: 1.2 if at % 80 < 40 else 0.0,
+        lambda at: 1.2 if at < 60 else 0.0,
+        lambda at: 1.2 if at > 200 else 0.0,
+        lambda at: float(at % 7 == 0),
+    ]
+    for text in texts:
+        for tokens in (256, 700):
+            assert fly(costs, text, tokens, seed=tokens) > 1 - ALLOWED - 0.005
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_on_a_steady_text_it_is_near_the_best_fixed_plan(curve: str) -> None:
+    costs = costs_of(curve)
+    for share in (0.6, 1.0):
+        mean = sum(fly(costs, lambda at, share=share: share, 1500, seed) for seed in range(6)) / 6  # type: ignore[misc]
+        speed, _ = max(rated(costs, ACCEPTANCE, 800, share, costs.widths))
+        assert mean > 0.93 * max(1.0, speed * costs.plain_at(800))
+
+
+def test_a_text_that_turns_good_is_noticed() -> None:
+    costs = costs_of("flat")
+    never = fly(costs, lambda at: 0.0, 3000, seed=1)
+    later = fly(costs, lambda at: 0.0 if at < 500 else 1.0, 3000, seed=1)
+    assert never > 0.98 and later > 1.5
+
+
+def test_between_measured_contexts_lies_a_line_and_less_than_the_first_is_never_assumed() -> None:
+    assert [along((64, 1024), (1.0, 2.0), place) for place in (0, 64, 544, 1024, 1984)] == [1, 1, 1.5, 2, 3]
+    assert along((64, 1024), (2.0, 1.0), 5000) == 1.0
+    assert along((64,), (2.0,), 5000) == 2.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plain": (1.0,)},
+        {"plain": (1.0, float("nan"))},
+        {"counts": tuple(range(2, 18))},
+        {"widths": (2, 1, 4)},
+        {"verify": ((1.0,) * 16, (-1.0,) * 16)},
+        {"rest": (0.1,)},
+        {"contexts": ()},
+    ],
+)
+def test_a_table_that_is_none_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(RedrafterError, match="costs must be a table"):
+        costs_of("flat")._replace(**change).check()  # type: ignore[arg-type]
