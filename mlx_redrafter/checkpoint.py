@@ -16,6 +16,7 @@ from mlx_lm.utils import load as load_target
 
 from .drafter import MODEL_TYPE, Drafter, DrafterArgs
 from .errors import CheckpointError, one_line
+from .files import expanded
 from .shapes import check_weights, derive_args, disagreements, name_of
 from .target import sizes
 
@@ -34,6 +35,8 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     """
     path = find(path_or_hf_repo)
     check_directory(path)
+    if adapter := options.get("adapter_path"):
+        options["adapter_path"] = str(expanded(adapter))
     try:
         model, tokenizer, *_ = load_target(str(path), **options)
     except Exception as error:  # whatever a damaged directory makes mlx-lm, transformers and their like say

@@ -362,6 +362,28 @@ def test_a_run_goes_on_with_its_own_settings_only(whole: tuple[Path, str], tmp_p
     assert status == 1 and "cannot go on with other settings: learning_rate was 0.004, got 0.5" in said
 
 
+def test_a_run_that_another_process_has_moved_on_meanwhile_is_left_to_it(
+    whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read before the model was loaded, which takes time."""
+    place = tmp_path / "drafter"
+    shutil.copytree(whole[0], place)
+    record = place / "training" / "run.json"
+    open_target = run.open_target
+
+    def slowly(settings: Settings) -> Any:
+        record.write_text(record.read_text() + "\n")
+        return open_target(settings)
+
+    monkeypatch.setattr(run, "open_target", slowly)
+    flags = ("--prompts", whole[0].parent / "prompts.jsonl", "--output", place, *QUICK, "--resume")
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, flags)])
+    before = {path: path.stat().st_mtime_ns for path in place.iterdir() if path.is_file()}
+    with pytest.raises(RedrafterError, match="another process has gone on with the run"):
+        command.run()
+    assert {path: path.stat().st_mtime_ns for path in place.iterdir() if path.is_file()} == before
+
+
 def test_a_run_goes_on_with_its_own_prompts_only(whole: tuple[Path, str], tmp_path: Path) -> None:
     place = shutil.copytree(whole[0], tmp_path / "drafter")
     (place / "training" / "answers.jsonl").unlink()

@@ -42,8 +42,10 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
     Raises:
         RedrafterError: there is no such data, or it is in no form that mlx-lm reads.
     """
-    settings = SimpleNamespace(data=data, train=True, test=False, mask_prompt=mask_prompt)
     path = expanded(data)
+    settings = SimpleNamespace(
+        data=str(path) if path.exists() else data, train=True, test=False, mask_prompt=mask_prompt
+    )
     if not data or (path.exists() and not path.is_dir()):
         raise RedrafterError(
             f"expected a directory of train.jsonl and valid.jsonl, or a dataset's hub id, got {data!r}"

@@ -61,6 +61,8 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     """
     check(settings)
     check_recipe(settings.recipe, settings.course)
+    written = settings.work / "run.json"
+    found = written.read_bytes() if written.exists() else b""
     record = open_record(settings, resume=resume)
     callbacks = get_callbacks(settings) if not dry_run else None
     model, tokenizer = open_target(settings)
@@ -77,7 +79,9 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     if dry_run:
         return 0
     with held(settings.work / "lock"):
-        record.save_(settings.work / "run.json")
+        if (written.read_bytes() if written.exists() else b"") != found:
+            raise RedrafterError(f"another process has gone on with the run in {settings.place} meanwhile: start anew")
+        record.save_(written)
         try:
             if texts is None:
                 answers = answered(model, tokenizer, prompts, asking_of(settings, prompts), settings.answers)
