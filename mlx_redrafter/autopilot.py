@@ -52,14 +52,18 @@ def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool 
 def known(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Costs:
     """The costs that are kept for this pair and this machine, or else measured now, and kept."""
     described = describe(model, drafter, trees=trees)
-    path = cache_directory() / "costs" / f"{fingerprint(described)}.json"
+    try:
+        path = cache_directory() / "costs" / f"{fingerprint(described)}.json"
+    except RuntimeError:  # nobody's home
+        return measure(model, drafter, trees=trees)
     if not refresh and (costs := read(path, described)) is not None:
         return costs
     costs = measure(model, drafter, trees=trees)
     try:
         write_text(path, json.dumps({"of": described, "costs": costs._asdict()}, indent=1) + "\n")
     except OSError as error:
-        warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
+        if not path.exists():  # else another process has kept it at the same moment
+            warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
     return costs
 
 

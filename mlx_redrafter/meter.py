@@ -134,7 +134,7 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
         trees: whether the model takes them.
     """
     with mx.stream(generation_stream):
-        beds = [Bed(model, drafter, context) for context in CONTEXTS]
+        beds = [Bed(model, drafter, context) for context in contexts_of(model)]
         beds[0].plain(2)
         beds[0].rewind()
         started = time.perf_counter()
@@ -142,7 +142,17 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
         beds[0].rewind()
         plain = (time.perf_counter() - started) / IN_A_ROW
         times = taken(beds, min(SECONDS, STEPS * plain), trees=trees)
-    return table(times, kv.others(beds[0].target.cache, kv.REWINDABLE) != [])
+    contexts = tuple(bed.context for bed in beds)
+    return table(times, contexts, kv.others(beds[0].target.cache, kv.REWINDABLE) != [])
+
+
+def contexts_of(model: nn.Module) -> tuple[int, ...]:
+    """Those of `CONTEXTS` that leave room for the largest forward where positions are learned, in a table."""
+    longest = getattr(getattr(model, "args", None), "n_positions", None)
+    if not isinstance(longest, int):
+        return CONTEXTS
+    room = longest - max(COUNTS)
+    return tuple(context for context in CONTEXTS if context <= room) or (max(1, room),)
 
 
 def taken(beds: list[Bed], budget: float, *, trees: bool) -> dict[Part, list[float]]:
@@ -185,10 +195,10 @@ def clock(bed: Bed, work: Callable[[], Any]) -> float:
     return seconds * 1e3
 
 
-def table(times: dict[Part, list[float]], replays: bool) -> Costs:
+def table(times: dict[Part, list[float]], lengths: tuple[int, ...], replays: bool) -> Costs:
     """The shortest times as costs: what other processes take is left out of all alike."""
     least = {part: min(values) for part, values in times.items()}
-    contexts = range(len(CONTEXTS))
+    contexts = range(len(lengths))
     counts = tuple(number for name, at, number in least if name == "verify" and at == 0)
     verify = tuple(tuple(least["verify", at, count] for count in counts) for at in contexts)
     widths = tuple(number for name, _, number in least if name == "level")
@@ -201,7 +211,7 @@ def table(times: dict[Part, list[float]], replays: bool) -> Costs:
         return least["rounds", 0, plan.width] / IN_A_ROW - parts
 
     return Costs(
-        CONTEXTS,
+        lengths,
         counts,
         verify,
         tuple(least["plain", at, 1] / IN_A_ROW for at in contexts),

@@ -22,6 +22,7 @@ from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.loop import decode
+from mlx_redrafter.meter import CONTEXTS, contexts_of
 from mlx_redrafter.pilot import Flight, Pilot
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import UNKNOWN
@@ -192,3 +193,20 @@ def test_the_text_is_that_of_plain_decoding_whatever_the_plan(counted: list[int]
 def test_a_pilot_without_a_plan_that_pays_coasts() -> None:
     pilot = Pilot(Flight(CHEAP, UNKNOWN, ()))
     assert pilot.choose(10) is None and pilot.pause > 0
+
+
+@pytest.mark.parametrize("positions", [1024, 200, 30])
+def test_nothing_is_measured_behind_the_end_of_a_table_of_positions(positions: int) -> None:
+    model = make_family("gpt2")
+    model.args.n_positions = positions
+    contexts = contexts_of(model)
+    assert contexts == {1024: (64,), 200: (64,), 30: (14,)}[positions]
+    assert contexts_of(make_family("qwen2")) == CONTEXTS
+
+
+def test_where_nobody_is_at_home_nothing_is_kept(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(autopilot, "cache_directory", nobody)
+    assert known(*pair(), trees=False).counts and len(counted) == 1
