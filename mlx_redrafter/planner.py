@@ -6,7 +6,7 @@ depth, given that everything before was. How much of that a text grants is one n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -72,20 +72,22 @@ def levels(acceptance: Acceptance, width: int, depth: int, share: float = 1.0) -
     return found
 
 
+def likeliest(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> list[tuple[float, int]]:
+    """(chance, depth from 0) of the nodes of the plan's pruned tree but its root, the best first."""
+    made = levels(acceptance, plan.width, plan.depth, share)
+    nodes = sorted(((chance, depth) for depth, level in enumerate(made) for chance in level), reverse=True)
+    return nodes[: plan.size - 1]
+
+
 def expected_tokens(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> float:
-    """1 and the chances of the likeliest nodes of the plan's tree: the tokens a round makes on the mean."""
-    nodes = sorted(chance for level in levels(acceptance, plan.width, plan.depth, share) for chance in level)
-    return 1.0 + sum(nodes[::-1][: plan.size - 1])
+    """1 and the chances of the nodes of the plan's tree: the tokens a round makes on the mean."""
+    return 1.0 + sum(chance for chance, _ in likeliest(acceptance, plan, share))
 
 
 def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:
     """What a plan promises."""
-    nodes = sorted(
-        ((chance, depth) for depth, level in enumerate(levels(acceptance, plan.width, plan.depth)) for chance in level),
-        reverse=True,
-    )
     found = [1.0] + [0.0] * plan.depth
-    for chance, depth in nodes[: plan.size - 1]:
+    for chance, depth in likeliest(acceptance, plan):
         found[depth + 1] += chance
     rates = tuple(now / before if before else 0.0 for before, now in pairwise(found))
     shares = (step / STEPS for step in range(round(LARGEST * STEPS) + 1))
@@ -130,7 +132,7 @@ def speed_of(costs: Costs, each: Prospect, length: int, share: float) -> float:
 
 
 def best(
-    costs: Costs, prospects: Sequence[Prospect], length: int, share: float, margin: float = 0.0
+    costs: Costs, prospects: Iterable[Prospect], length: int, share: float, margin: float = 0.0
 ) -> tuple[Prospect | None, float]:
     """(the fastest behind a text of that length, its tokens per millisecond); None is plain decoding.
 
