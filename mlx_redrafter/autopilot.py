@@ -19,7 +19,7 @@ from .errors import RedrafterError, one_line
 from .files import write_text
 from .machine import about, cache_directory
 from .meter import measure
-from .pilot import Flight
+from .pilot import Flight, make_flight
 from .planner import UNKNOWN, few_plans
 from .target import model_name
 
@@ -44,7 +44,7 @@ def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool 
                 return flight
     costs = known(model, drafter, trees=trees, refresh=refresh)
     acceptance = drafter.args.acceptance or UNKNOWN
-    flight = Flight(costs, acceptance, few_plans(costs, acceptance, trees=trees))
+    flight = make_flight(costs, acceptance, few_plans(costs, acceptance, trees=trees))
     _measured.append((weakref.ref(model), weakref.ref(drafter), trees, flight))
     return flight
 

@@ -7,6 +7,7 @@ allowed, so however the text turns, the whole is hardly slower than plain decodi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -43,13 +44,21 @@ class Flight(NamedTuple):
 
     Attributes:
         costs: of this machine, for these models.
-        acceptance: the drafter's own.
-        plans: those it may choose.
+        prospects: the plans it may choose, and what they promise.
     """
 
     costs: Costs
-    acceptance: Acceptance
-    plans: tuple[Plan, ...]
+    prospects: tuple[Prospect, ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those it may choose."""
+        return tuple(each.plan for each in self.prospects)
+
+
+def make_flight(costs: Costs, acceptance: Acceptance, plans: Iterable[Plan]) -> Flight:
+    """These plans with what they promise, of a drafter of that acceptance."""
+    return Flight(costs, tuple(prospect(acceptance, plan) for plan in plans))
 
 
 class Fixed:
@@ -90,7 +99,7 @@ class Pilot:
 
     def __init__(self, flight: Flight) -> None:
         self._costs = flight.costs
-        self._prospects = {plan: prospect(flight.acceptance, plan) for plan in flight.plans}
+        self._prospects = {each.plan: each for each in flight.prospects}
         self._lasting, self._passing = Evidence(LASTING), Evidence(PASSING)
         self._mode = Mode.BEGINS
         self._flown: Prospect | None = None
@@ -140,7 +149,7 @@ class Pilot:
             evidence.add(tokens - 1, tried)
 
     def _best(self, length: int, margin: float) -> tuple[Prospect | None, float]:
-        return best(self._costs, list(self._prospects.values()), length, self.share, margin)
+        return best(self._costs, self._prospects.values(), length, self.share, margin)
 
     def _kept(self, length: int) -> Prospect | None:
         """The plan in use, unless another is so much faster, or plain decoding is."""

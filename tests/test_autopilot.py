@@ -23,7 +23,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.loop import decode
 from mlx_redrafter.meter import CONTEXTS, contexts_of
-from mlx_redrafter.pilot import Flight, Pilot
+from mlx_redrafter.pilot import Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import UNKNOWN
 from mlx_redrafter.target import sizes
@@ -69,7 +69,7 @@ def test_plans_that_change_in_mid_generation_change_no_token(
         monkeypatch.setattr(loop, "Pilot", lambda flight, pilot=pilot: pilot)
         cache = make_prompt_cache(model)
         settings = make_settings(drafter, prompt_cache=cache, **options)
-        settings = replace(settings, plan=Flight(CHEAP, UNKNOWN, plans))
+        settings = replace(settings, plan=make_flight(CHEAP, UNKNOWN, plans))
         steps = decode(PROMPT, model, drafter, settings)
         count = 40 if close is None else close
         assert [next(steps).token for _ in range(count)] == ahead[:count]
@@ -191,7 +191,7 @@ def test_the_text_is_that_of_plain_decoding_whatever_the_plan(counted: list[int]
 
 
 def test_a_pilot_without_a_plan_that_pays_coasts() -> None:
-    pilot = Pilot(Flight(CHEAP, UNKNOWN, ()))
+    pilot = Pilot(make_flight(CHEAP, UNKNOWN, ()))
     assert pilot.choose(10) is None and pilot.pause > 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import ALLOWED, Flight, Pilot
+from mlx_redrafter.pilot import ALLOWED, Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import DEEPEST, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
 
@@ -48,7 +48,7 @@ def accepted(plan: Plan, share: float, generator: random.Random) -> int:
 
 def fly(costs: Costs, share: Callable[[int], float], tokens: int, seed: int) -> float:
     """Speed against plain decoding: the next plan is chosen before the round before it is read, as the loop does."""
-    pilot = Pilot(Flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True)))
+    pilot = Pilot(make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True)))
     generator, made, took, start = random.Random(seed), 0, 0.0, 100
     plan = pilot.choose(start)
     while made < tokens:
