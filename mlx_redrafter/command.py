@@ -26,9 +26,9 @@ from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser
 from .generation import GenerationResponse, Options, is_text, stream_generate, summary
+from .machine import PACKAGES
 
 DEMO_PROMPT = "def main("
-PACKAGES = ("mlx", "mlx-lm")
 
 
 def run() -> int:

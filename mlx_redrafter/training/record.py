@@ -66,7 +66,7 @@ def is_free(settings: Settings) -> bool:
     left = {path.name for path in place.iterdir()}
     begun = {path.name for path in work.iterdir()} if work.is_dir() else set()
     begun = {name.replace(PARTLY, "") for name in begun}
-    return left <= {"training"} and begun <= {"run.json", "answers.jsonl", "lock"}
+    return left <= {"training"} and begun <= {settings.record.name, settings.answers.name, "lock"}
 
 
 def check(record: Record) -> None:
@@ -95,7 +95,7 @@ def open_record(settings: Settings, *, resume: bool) -> Record:
     Raises:
         RedrafterError: there is a run and it is not to go on, or it cannot with these settings.
     """
-    path = settings.work / "run.json"
+    path = settings.record
     above = next(parent for parent in (settings.place, *settings.place.parents) if parent.exists())
     if not above.is_dir():
         raise RedrafterError(f"the output must be a directory, {above} is none: give another --output")

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -61,8 +62,7 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     """
     check(settings)
     check_recipe(settings.recipe, settings.course)
-    written = settings.work / "run.json"
-    found = written.read_bytes() if written.exists() else b""
+    found = content(settings.record)
     record = open_record(settings, resume=resume)
     callbacks = get_callbacks(settings) if not dry_run else None
     model, tokenizer = open_target(settings)
@@ -79,9 +79,9 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     if dry_run:
         return 0
     with held(settings.work / "lock"):
-        if (written.read_bytes() if written.exists() else b"") != found:
+        if content(settings.record) != found:
             raise RedrafterError(f"another process has gone on with the run in {settings.place} meanwhile: start anew")
-        record.save_(written)
+        record.save_(settings.record)
         try:
             if texts is None:
                 answers = answered(model, tokenizer, prompts, asking_of(settings, prompts), settings.answers)
@@ -90,6 +90,11 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
         except KeyboardInterrupt:
             say("stopped; the same command with --resume goes on")
             return INTERRUPTED
+
+
+def content(path: Path) -> bytes:
+    """What a file holds; nothing where there is none."""
+    return path.read_bytes() if path.exists() else b""
 
 
 def trained(settings: Settings, ground: Ground, record: Record, callbacks: Any, say: Say) -> int:
@@ -283,7 +288,7 @@ def fit(
                 say(f"stopping early: no more tokens per round for {settings.patience} validations")
                 record.ended, stop = done, True
         if stop or due or settings.course.saves(done):
-            record.save_(settings.work / "run.json")
+            record.save_(settings.record)
         return stop
 
     batches = make_batches(ground.training, settings.batch_size, settings.seed)

@@ -115,6 +115,11 @@ class Settings:
         return self.work / "answers.jsonl"
 
     @property
+    def record(self) -> Path:
+        """The file of what the run has done so far."""
+        return self.work / "run.json"
+
+    @property
     def work(self) -> Path:
         """Where a run keeps what it needs to go on."""
         return self.place / "training"
