@@ -22,13 +22,18 @@ def about() -> dict[str, Any]:
         "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "memory_gb": round(info["memory_size"] / 1e9, 1) if "memory_size" in info else None,
+        "memory_gb": round(info.get("memory_size", memory()) / 1e9, 1),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
     }
     if device.type == mx.cpu:
         found |= {"blas": blas(), **{k: v for k, v in os.environ.items() if k.startswith(("OPENBLAS_", "OMP_"))}}
     return found
+
+
+def memory() -> int:
+    """Bytes that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def blas() -> str:
