@@ -52,9 +52,8 @@ def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool 
 def known(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Costs:
     """The costs that are kept for this pair and this machine, or else measured now, and kept."""
     described = describe(model, drafter, trees=trees)
-    try:
-        path = cache_directory() / "costs" / f"{fingerprint(described)}.json"
-    except RuntimeError:  # nobody's home
+    path = place(described)
+    if path is None:
         return measure(model, drafter, trees=trees)
     if not refresh and (costs := read(path, described)) is not None:
         return costs
@@ -65,6 +64,21 @@ def known(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = Fa
         if not path.exists():  # else another process has kept it at the same moment
             warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
     return costs
+
+
+def is_known(model: nn.Module, drafter: Drafter, *, trees: bool) -> bool:
+    """Whether `known` would find the costs of this pair on this machine."""
+    described = describe(model, drafter, trees=trees)
+    path = place(described)
+    return path is not None and read(path, described) is not None
+
+
+def place(described: dict[str, Any]) -> Path | None:
+    """The file for costs of that description; None where nobody is at home."""
+    try:
+        return cache_directory() / "costs" / f"{fingerprint(described)}.json"
+    except RuntimeError:
+        return None
 
 
 def read(path: Path, described: dict[str, Any]) -> Costs | None:
