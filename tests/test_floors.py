@@ -20,11 +20,28 @@ ROWS: dict[str, list[set[str]]] = {
     "parts": [
         {"comparing", "drafter", "kv", "planner", "positions", "sampling", "served"},
         {"loss", "pilot", "shapes", "seams"},
-        {"anatomy"},
+        {"anatomy", "prognosis"},
+        {"picture"},
     ],
-    "adapters": [{"target"}, {"checkpoint"}, {"demo"}],
-    "processes": [{"rounds"}, {"meter"}, {"autopilot"}, {"loop"}, {"generation", "trial"}, {"training"}],
-    "doors": [{"flags"}, {"command"}, {"doors"}, {"generate", "cli", "convert", "train"}, {"__main__"}],
+    "adapters": [{"target"}, {"checkpoint", "patient"}, {"demo"}],
+    "processes": [
+        {"rounds"},
+        {"meter"},
+        {"autopilot"},
+        {"loop"},
+        {"generation", "trial"},
+        {"training"},
+        {"advice"},
+        {"diagnosis"},
+    ],
+    "doors": [
+        {"flags", "page"},
+        {"command"},
+        {"checkup"},
+        {"doors"},
+        {"generate", "cli", "convert", "train", "doctor"},
+        {"__main__"},
+    ],
 }
 FLOOR = {file: at for at, step in enumerate(step for row in ROWS.values() for step in row) for file in step}
 PURE = ROWS["pure"][0]

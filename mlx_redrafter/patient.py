@@ -1,0 +1,76 @@
+"""The two models of a pair as far as costs depend on them, and whether a drafter's numbers are sound."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .anatomy import anatomy
+from .drafter import Drafter
+from .target import Target, model_name
+
+
+class Patient(NamedTuple):
+    """A model as far as its costs depend on it.
+
+    Attributes:
+        name: of the target its module in mlx-lm, of a drafter its sizes.
+        dtype: it computes in.
+        quantized: whether some of its weights are.
+        weight_bytes: of all its tensors.
+    """
+
+    name: str
+    dtype: str
+    quantized: bool
+    weight_bytes: int
+
+
+def target_of(model: nn.Module) -> Patient:
+    """A target, as a patient."""
+    return Patient(model_name(model), name_of(dtype_of(model)), *weights(model))
+
+
+def drafter_of(drafter: Drafter) -> Patient:
+    """A drafter, as a patient."""
+    return Patient(sizes_told(drafter), name_of(drafter.dtype), *weights(drafter))
+
+
+def dtype_of(model: nn.Module) -> mx.Dtype:
+    """What a model computes in: its embedding's rows."""
+    dtype: mx.Dtype = anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype
+    return dtype
+
+
+def name_of(dtype: mx.Dtype) -> str:
+    """As configs have it: float16."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def weights(module: nn.Module) -> tuple[bool, int]:
+    """(whether some are quantised, their bytes)."""
+    flat = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    return any(name.endswith(".scales") for name, _ in flat), sum(array.nbytes for _, array in flat)
+
+
+def sizes_told(drafter: Drafter) -> str:
+    """The sizes of a drafter in words."""
+    args = drafter.args
+    blocks = f"{args.num_draft_layers} block{'s' * (args.num_draft_layers != 1)}"
+    guessed = "" if args.draft_vocab_size is None else f", draft vocabulary {args.draft_vocab_size}"
+    return f"exit_dim {args.exit_dim}, {blocks}{guessed}"
+
+
+def is_sound(model: nn.Module, drafter: Drafter) -> bool:
+    """Whether the drafter's guesses behind a few tokens of this model are numbers, in the dtype it has."""
+    target = Target(model)
+    tokens = mx.arange(16) % drafter.args.vocab_size
+    hidden = target.forward(tokens, tapped=True).hidden
+    assert hidden is not None
+    embedded = target.embed(tokens).astype(drafter.dtype)
+    state = drafter.advance(embedded, drafter.advance(embedded, None))
+    made = drafter.lm_head[-1](drafter.features(hidden.astype(drafter.dtype), state))
+    return bool(mx.isfinite(made).all().item())
