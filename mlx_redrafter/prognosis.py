@@ -162,9 +162,9 @@ def quality(tokens: float) -> Acceptance:
 
 
 def guesses(rate: float) -> Acceptance:
-    """The acceptance of a drafter whose first guess is right at that rate, at any depth."""
+    """The acceptance of a drafter whose first guess is right at that rate, at any depth, and no other more often."""
     first, *others = UNKNOWN[0]
-    return ((rate, *((1 - rate) * other / (1 - first) for other in others)),)
+    return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
 def outlooks(costs: Costs, *, trees: bool, qualities: Sequence[float] = QUALITIES) -> tuple[tuple[Outlook, ...], ...]:
