@@ -134,7 +134,7 @@ def diagnose(
     no_trees = check_draftable(model, tree=True)
     trees, stand_in, acceptance = no_trees is None, None, None
     if drafter is None:
-        say("no --drafter given: a random one of the size that training would choose stands in for its costs")
+        say("no drafter given: a random one of the size that training would choose stands in for its costs")
         drafter, stand_in = random_drafter(model)
     else:
         check_fit(drafter, model)

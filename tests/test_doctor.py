@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -49,6 +50,8 @@ from mlx_redrafter.prognosis import (
 )
 from mlx_redrafter.served import REFUSED
 from mlx_redrafter.target import sizes
+
+ROOT = Path(__file__).parent.parent
 
 CURVES: dict[str, Callable[[int], float]] = {
     "flat": lambda n: 1.0 + 0.02 * (n - 1),
@@ -327,6 +330,11 @@ def test_a_part_that_took_less_than_one_that_does_less_gives_a_disturbance_away(
     assert not any(is_disturbed(costs_of(curve)) for curve in CURVES)
     assert is_disturbed(flat._replace(plain=(1.0, 0.5)))
     assert is_disturbed(flat._replace(level=(0.03, 0.08, 0.05)))
+    one, two = list(flat.verify[0]), list(flat.verify[0])
+    one[12:] = [0.8 * ms for ms in one[12:]]
+    two[4] = two[8] = 2.0
+    assert not is_disturbed(flat._replace(verify=(tuple(one), flat.verify[1]))), "kernels change"
+    assert is_disturbed(flat._replace(verify=(tuple(two), flat.verify[1])))
 
 
 @pytest.fixture
@@ -527,7 +535,7 @@ def test_models_of_a_users_own_are_examined(
     model = small_llama(vocab=64)
     monkeypatch.setattr("mlx_redrafter.checkup.load", lambda name, **options: (model, None))
     status, out, err = run("--model", "mine")
-    assert status == 0 and "no --drafter given: a random one" in err and "random, it stands in" in " ".join(out.split())
+    assert status == 0 and "no drafter given: a random one" in err and "random, it stands in" in " ".join(out.split())
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
     status, out, err = run("--model", "mine", "--drafter", tmp_path / "drafter")
     assert status == 0 and "was trained for another, not for mine" in err
@@ -567,3 +575,12 @@ def test_without_matplotlib_no_picture_is_promised(
     assert (status, out, measured) == (1, "", []) and not (tmp_path / "curve.png").exists()
     assert len(err.splitlines()) == 1 and "--plot needs matplotlib: pip install matplotlib" in err
     assert run()[0] == 0, "nothing else needs it"
+
+
+@pytest.mark.parametrize("command", [["mlx_redrafter.doctor"], ["mlx_redrafter", "doctor"]])
+def test_both_doors_lead_to_it(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: mlx_redrafter.doctor") and "--plot PNG" in done.stdout
