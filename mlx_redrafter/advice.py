@@ -16,9 +16,6 @@ from .training.sizing import CHEAP
 FAST = ("openblas", "mkl", "blis", "atlas", "armpl", "nvpl")
 """Parts of the names of libraries that multiply several rows for less than each row alone."""
 
-RENAMED = ("scipy_openblas", "openblas64")
-"""Parts of the names of libraries whose symbols numpy has renamed for itself: MLX does not call them."""
-
 DOUBTFUL = re.compile(r"\bM[12]\b")
 """Apple's chips on which drafters in float16 were reported to have no token accepted."""
 
@@ -100,8 +97,7 @@ def notes_on_cpu(machine: dict[str, Any], target: Patient) -> Iterator[str]:
 
 def has_fast_blas(blas: str) -> bool:
     """Whether one of these libraries, joined by commas, is a fast one that MLX calls."""
-    names = [name for name in blas.lower().split(", ") if not any(part in name for part in RENAMED)]
-    return any(part in name for name in names for part in FAST)
+    return any(part in blas.lower() for part in FAST)
 
 
 def is_disturbed(costs: Costs) -> bool:

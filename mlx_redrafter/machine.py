@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 PACKAGES = ("mlx", "mlx-lm")
+
+RENAMED = ("libscipy_openblas", "libopenblas64")
+"""How the names of BLAS libraries begin whose functions have other names, for numpy and scipy alone."""
 
 
 def about() -> dict[str, Any]:
@@ -37,13 +41,18 @@ def memory() -> int:
 
 
 def blas() -> str:
-    """The BLAS library in this process; "unknown" where the system does not tell."""
+    """The BLAS libraries in this process that MLX may call; "unknown" where the system does not tell."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
         return "unknown"
-    names = sorted({Path(line.split()[-1]).name for line in lines if "blas" in line.split()[-1].lower()})
-    return ", ".join(names) or "unknown"
+    return ", ".join(blas_among(line.split()[-1] for line in lines)) or "unknown"
+
+
+def blas_among(paths: Iterable[str]) -> list[str]:
+    """The names of those files that are a BLAS with the functions' own names."""
+    names = {Path(path).name for path in paths}
+    return sorted(name for name in names if "blas" in name.lower() and not name.startswith(RENAMED))
 
 
 def cache_directory() -> Path:

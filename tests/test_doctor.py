@@ -28,6 +28,7 @@ from mlx_redrafter.doors import guarded
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
 from mlx_redrafter.files import PARTLY
+from mlx_redrafter.machine import blas_among
 from mlx_redrafter.page import page
 from mlx_redrafter.patient import Patient, is_sound, target_of
 from mlx_redrafter.picture import bar, chart, encodes, plot
@@ -315,14 +316,18 @@ def test_of_the_blas_nothing_is_said_where_it_is_the_systems(system: str, monkey
     ("names", "fast"),
     [
         ("libopenblasp-r0.3.21.so", True),
-        ("libblas-bd8a282c.so.3.10.0, libopenblas.so.0, libscipy_openblas64_-32a4b2a6.so", True),
-        ("libblas-bd8a282c.so.3.10.0, libscipy_openblas64_-32a4b2a6.so", False),
-        ("libopenblas64_p-r0-0cf96a72.3.23.dev.so", False),
+        ("libblas-bd8a282c.so.3.10.0, libopenblas.so.0", True),
+        ("libblas-bd8a282c.so.3.10.0", False),
         ("unknown", False),
     ],
 )
-def test_a_fast_blas_is_one_that_mlx_calls(names: str, fast: bool) -> None:
+def test_a_fast_blas_is_known_by_its_name(names: str, fast: bool) -> None:
     assert has_fast_blas(names) is fast
+
+
+def test_a_blas_of_numpys_own_is_none_that_mlx_calls() -> None:
+    paths = ["/lib/libscipy_openblas64_-32a4b2a6.so", "/lib/libopenblas64_p-r0.so", "[heap]", "/lib/libblas.so.3"]
+    assert blas_among([*paths, "/lib/libopenblas.so.0"]) == ["libblas.so.3", "libopenblas.so.0"]
 
 
 def test_a_part_that_took_less_than_one_that_does_less_gives_a_disturbance_away() -> None:
