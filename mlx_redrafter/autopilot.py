@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .costs import Costs
+from .costs import Costs, costs_of
 from .drafter import Drafter
 from .errors import RedrafterError, one_line
 from .files import write_text
@@ -87,15 +87,9 @@ def read(path: Path, described: dict[str, Any]) -> Costs | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["of"] != described:
             return None
-        fields = {name: tuples(found["costs"][name]) for name in Costs._fields}
-        return Costs(**fields).check()
+        return costs_of(found["costs"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError, RedrafterError):
         return None
-
-
-def tuples(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def describe(model: nn.Module, drafter: Drafter, *, trees: bool) -> dict[str, Any]:

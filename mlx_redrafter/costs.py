@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import RedrafterError
 from .plan import Plan
@@ -74,6 +74,22 @@ class Costs(NamedTuple):
         verify = along(self.contexts, [row[column] for row in self.verify], length)
         draft = plan.depth * self.level[self.widths.index(plan.width)]
         return verify + draft + self.rest[plan.width > 1] + replayed * self.again
+
+
+def costs_of(fields: dict[str, Any]) -> Costs:
+    """The costs that JSON tells of, lists for tuples.
+
+    Raises:
+        RedrafterError: it is no such table.
+        KeyError: a field is missing.
+        TypeError: a field is no number, or no list of them.
+    """
+    return Costs(**{name: tuples(fields[name]) for name in Costs._fields}).check()
+
+
+def tuples(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def along(places: Sequence[int], values: Sequence[float], place: int) -> float:
