@@ -97,8 +97,8 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def predict(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each published target."""
-    return [predicted(target, args) for target in TARGETS]
+    """A row for each published target of one piece."""
+    return [predicted(target, args) for target in TARGETS if target.experts is None]
 
 
 def predicted(target: TargetShape, args: argparse.Namespace) -> dict[str, Any]:
