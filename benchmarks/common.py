@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -53,6 +53,13 @@ def shape(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
 def beam(numbers: Sequence[int]) -> dict[str, Any]:
     """A shape as keywords of `generate_step`."""
     width, depth, *size = numbers
@@ -73,14 +80,6 @@ def open_bench(args: argparse.Namespace) -> Bench:
             drafter.set_dtype(mx.float32)  # as the demo decodes
     prompts = load_prompts(args.prompts, tokenizer) if args.prompts else [encode(tokenizer, t) for t in demo_prompts()]
     return Bench(model, drafter, prompts)
-
-
-def timed(steps: Iterator[Any]) -> tuple[list[Any], float]:
-    """(what was yielded, seconds from the first item to the last)."""
-    items = [next(steps)]
-    started = time.perf_counter()
-    items += steps
-    return items, time.perf_counter() - started
 
 
 def milliseconds(work: Any, repeats: int) -> list[float]:
@@ -117,4 +116,4 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return named | about()
 
 
-__all__ = ["Bench", "beam", "make_parser", "median", "milliseconds", "open_bench", "shape", "show", "timed"]
+__all__ = ["Bench", "beam", "make_parser", "median", "milliseconds", "open_bench", "shape", "show"]

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_redrafter.costs import Costs
-from mlx_redrafter.doors import fail, silence
-from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import write_text
 from mlx_redrafter.plan import DRAFT_DEPTH, Plan, make_plan
 from mlx_redrafter.planner import Acceptance, expected_tokens
@@ -157,20 +156,3 @@ def plan_text(found: dict[str, Any]) -> str:
     """One plan as a table of two columns."""
     rows = [{"of": name.replace("_", " "), "is": value} for name, value in found.items() if name != "source"]
     return f"Source: {found['source']}.\n\n{table(rows)}"
-
-
-def main() -> int:
-    """`python -m benchmarks.predict`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args())
-    except BrokenPipeError:
-        silence()
-    except (RedrafterError, OSError) as error:
-        fail(one_line(error))
-    return 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -98,7 +98,7 @@ def test_what_cannot_be_predicted_is_refused(flags: str, message: str, tmp_path:
 
 def test_the_command_says_one_line_on_bad_input_and_writes_its_object(tmp_path: Path) -> None:
     def command(*flags: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "benchmarks.predict", *flags]
+        words = [sys.executable, "-m", "benchmarks", "predict", *flags]
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
     bad = command("--chip", "m9")

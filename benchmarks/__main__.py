@@ -1,0 +1,10 @@
+"""`python -m benchmarks COMMAND`: OpenBLAS is loaded first where MLX computes on a CPU."""
+
+from .blas import load_openblas
+
+load_openblas()
+
+from mlx_redrafter.doors import guarded  # noqa: E402
+
+if __name__ == "__main__":
+    guarded("benchmarks.command")

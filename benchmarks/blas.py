@@ -1,0 +1,29 @@
+"""Loads OpenBLAS before MLX, where MLX's own wheel links a slow BLAS. Imports nothing of MLX."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import sys
+
+NAME = "openblas"
+
+
+def load_openblas() -> str | None:
+    """The file name of the OpenBLAS that MLX's CPU backend will use; None where there is none, or no need of it.
+
+    MLX's wheels for Linux link the reference BLAS, in which a forward of N rows costs N times one of a row. What is
+    loaded before MLX, with global symbols, takes its place. It does nothing where a GPU does the work.
+
+    Raises:
+        RuntimeError: MLX is loaded already, so it would come too late.
+    """
+    if sys.platform != "linux":
+        return None
+    if "mlx.core" in sys.modules:
+        raise RuntimeError("OpenBLAS must be loaded before MLX")
+    found = ctypes.util.find_library(NAME)
+    if found is None:
+        return None
+    ctypes.CDLL(found, mode=ctypes.RTLD_GLOBAL)
+    return found

@@ -1,0 +1,216 @@
+"""The tables of the documents, each made of the results that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any
+
+from mlx_redrafter.costs import costs_of
+from mlx_redrafter.plan import Plan
+
+from .contest import DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
+from .record import Record
+from .results import Results
+from .study import study
+from .tables import by_contestant, markdown, summed
+
+DEMO, DEMO_SWEEP, SYNTHETIC = "demo", "demo-sweep", "synthetic"
+"""How the files of results are called, or how their names begin."""
+
+
+def machine_of(records: Iterable[Record]) -> str:
+    """The machine and the settings in a sentence."""
+    record = next(record for record in records if record["kind"] == "speed")
+    machine = record["machine"]
+    told = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
+    told += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
+    told += [str(machine["blas"])] if "blas" in machine else [machine["device"]]
+    told += [f"{name}={value}" for name, value in machine.items() if name.startswith(("OPENBLAS_", "OMP_"))]
+    how = [f"{record['max_tokens']} tokens", f"{record['repeats']} turns", f"temperature {record['temp']:g}"]
+    return f"{', '.join(told)}; {', '.join(how)}, seed {record['seed']}; {machine['when'][:10]}.\n"
+
+
+def demo(results: Results) -> str:
+    """Every contestant on the demo's own prompts."""
+    own = [record for record in results.files.get(DEMO, []) if record.get("category") == "demo"]
+    if not own:
+        return ""
+    lines = [
+        {
+            "": name,
+            "tokens per round": row["tokens/round"] if own_records[0]["contestant"] != PLAIN else None,
+            "tokens/s": row["tokens/s"],
+            "against plain decoding, median (least to most)": ratio(row),
+            "same tokens": row["same tokens"],
+        }
+        for name, own_records in by_contestant(own).items()
+        for row in [summed(own_records)]
+    ]
+    return f"{markdown(lines)}\n{machine_of(own)}"
+
+
+def ratio(row: dict[str, Any]) -> str:
+    """A median and how far it goes."""
+    return f"{row['x plain']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+
+
+def categories(results: Results) -> str:
+    """What each kind of prompt gives."""
+    records = [record for record in results.files.get(DEMO, []) if record["kind"] == "speed"]
+    names = list(dict.fromkeys(record["category"] for record in records))
+    lines = []
+    for name in names:
+        sides = by_contestant(record for record in records if record["category"] == name)
+        fixed = {
+            label: summed(own)
+            for label, own in sides.items()
+            if own[0]["contestant"] == DRAFTED and isinstance(own[0]["plan"], list)
+        }
+        best = max(fixed, key=lambda label: fixed[label]["x plain"])
+        lines.append(
+            {
+                "prompts": f"{name} ({len(sides[PLAIN])})",
+                "plain tokens/s": median(record["tokens_per_second"] for record in sides[PLAIN]),
+                "auto": ratio(summed(sides["auto"])),
+                "auto, random drafter": x_plain(sides, "auto, random drafter"),
+                "best fixed": f"{best}: {fixed[best]['x plain']:.2f}",
+                "tokens per round of it": fixed[best]["tokens/round"],
+                MLX_LM: x_plain(sides, MLX_LM),
+                MLX_LM_DRAFT: x_plain(sides, MLX_LM_DRAFT),
+            }
+        )
+    return markdown(lines) if lines else ""
+
+
+def x_plain(sides: dict[str, list[Record]], name: str) -> float | None:
+    """A contestant's median ratio; None where it did not take part."""
+    return summed(sides[name])["x plain"] if name in sides else None
+
+
+def synthetic(results: Results) -> str:
+    """Every contestant at real sizes."""
+    lines = []
+    for name, records in results.files.items():
+        if name.startswith(SYNTHETIC):
+            lines += [line for own in by_model(records).values() for line in sized(own)]
+    return f"{markdown(lines)}\n{machines(results)}" if lines else ""
+
+
+def machines(results: Results) -> str:
+    """The machines of the synthetic results, each once."""
+    told = {
+        machine_of(records): None for name, records in results.files.items() if name.startswith(SYNTHETIC) and records
+    }
+    return "".join(told)
+
+
+def by_model(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Model and bits -> its records."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(f"{record['model']}, {record['model_bits']:.3g} bits, {record['drafter']}", []).append(record)
+    return found
+
+
+def sized(records: list[Record]) -> Iterable[dict[str, Any]]:
+    """The rows of a model."""
+    costs = next((record for record in records if record["kind"] == "costs"), None)
+    for name, own in by_contestant(records).items():
+        first, row = own[0], summed(own)
+        yield {
+            "target": f"{first['model'].replace(', random weights', '')}, {first['model_bits']:.3g} bits",
+            "acceptance": (first["drafter"] or "").removeprefix("oracle, acceptance ").split(",")[0],
+            "": name,
+            "tokens/s": row["tokens/s"],
+            "tokens per round": row["tokens/round"],
+            "x plain": row["x plain"],
+            "limit": limit(costs, first["plan"], row["tokens/round"]),
+            "GB/s": median(record["bandwidth_gb_s"] or 0.0 for record in own) or None,
+        }
+
+
+def limits(results: Results) -> str:
+    """Tokens per round against what a round costs, beside what was measured."""
+    records = results.files.get(DEMO, [])
+    costs = next((record for record in records if record["kind"] == "costs"), None)
+    lines = []
+    for name, own in by_contestant(records).items():
+        row, plan = summed(own), own[0]["plan"]
+        highest = limit(costs, plan, row["tokens/round"])
+        if highest is None or own[0]["contestant"] != DRAFTED:
+            continue
+        lines.append(
+            {
+                "W x K": name,
+                "tokens per round": row["tokens/round"],
+                "verify + draft, in plain steps": row["tokens/round"] / highest,
+                "limit": highest,
+                "measured": row["x plain"],
+                "of the limit": f"{100 * row['x plain'] / highest:.0f}%",
+            }
+        )
+    return markdown(lines) if lines else ""
+
+
+def limit(record: Record | None, plan: Any, tokens: float | None) -> float | None:
+    """Tokens per round over verify forward and draft in plain steps, each measured alone: no round costs less.
+
+    None where the plan is not fixed, or was not measured.
+    """
+    if record is None or not isinstance(plan, list) or tokens is None:
+        return None
+    costs, made = costs_of(record["costs"]), Plan(*plan)
+    if made.size not in costs.counts or made.width not in costs.widths:
+        return None
+    parts = costs._replace(rest=(0.0, 0.0)).round_at(made, costs.contexts[0])
+    return tokens * costs.plain_at(costs.contexts[0]) / parts
+
+
+def predicted(results: Results) -> str:
+    """What changes would bring on Apple's chips of 2024: predicted, beside what Apple measured."""
+    found = study(None, None)
+    changes = found["predicted_changes"]
+    lines = []
+    for row in found["measured_by_apple"]:
+        own = [each for each in changes if (each["chip"], each["dtype"]) == (row["chip"], row["dtype"])]
+        lines.append(
+            {"chip": f"{row['chip']} {row['dtype']}", "measured by Apple: best": apples(row)}
+            | {f"predicted: {each['change']}": f"{each['predicted_x_plain']:.2f}" for each in own}
+        )
+    proof = found["proof"]
+    return (
+        f"{markdown(lines)}\nThe model's error on held-out cells, {proof['predictions']} predictions: median "
+        f"{100 * proof['predicted_speed_error_median']:.2f}%, 95th percentile "
+        f"{100 * proof['predicted_speed_error_95th_percentile']:.1f}%, worst "
+        f"{100 * proof['worst']['predicted_speed_error']:.1f}%.\n"
+    )
+
+
+def apples(row: dict[str, Any]) -> str:
+    """Apple's best shape, its tokens a second, and how often plain decoding's that is."""
+    width, depth = row["best_shape"]
+    return f"{width} x {depth}: {row['tokens_per_second']:.1f}, {row['x_plain']:.2f}"
+
+
+def contributed(results: Results) -> str:
+    """What others have measured."""
+    lines = []
+    for suite in results.contributed:
+        machine = suite["machine"]
+        for own in by_model(suite["records"]).values():
+            for line in sized(own):
+                place = f"{machine['chip']}, {machine.get('gpu_cores') or '?'} GPU cores, {machine['memory_gb']:g} GB"
+                lines.append({"measured by": suite["contributor"], "on": place} | line)
+    return markdown(lines) if lines else "None yet.\n"
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "demo": demo,
+    "categories": categories,
+    "limits": limits,
+    "synthetic": synthetic,
+    "predicted": predicted,
+    "contributed": contributed,
+}
+"""Name of a place in the documents -> what makes its table."""

@@ -1,0 +1,131 @@
+"""Pairs of models of published shapes with random weights, and the oracle that lets their drafts be right."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import _get_classes
+
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.machine import about
+from mlx_redrafter.rounds import Chooser
+from mlx_redrafter.training.sizing import candidates, n_weights
+
+from .oracle import Oracle, acceptance_of
+from .prompts import Prompt
+from .subject import Subject
+from .targets import TargetShape
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+GROUP_SIZE = 64
+
+PROMPT_TOKENS = 64
+
+CHEAP = 0.05
+"""Of the target's bytes, so many a drafter has at most."""
+
+
+def build(
+    shape: TargetShape,
+    bits: int,
+    dtype: str,
+    *,
+    layers: int,
+    acceptance: str = "0.7",
+    drafter_bits: int | None = None,
+    seed: int = 0,
+) -> Subject:
+    """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
+
+    Args:
+        bits: 16 or 32 for weights that are not quantised.
+        dtype: of what is not quantised.
+        layers: how many of the shape's.
+        acceptance: see `acceptance_of`.
+
+    Raises:
+        RedrafterError: it does not fit into this machine's memory.
+    """
+    oracle = Oracle(acceptance_of(acceptance), seed)
+    check_memory(shape, bits, layers)
+    mx.random.seed(seed)
+    model = make_target(shape._replace(num_hidden_layers=layers), bits, DTYPES[dtype])
+    drafter = make_drafter(shape, bits, layers, DTYPES[dtype], drafter_bits, oracle)
+    few = "" if layers == shape.num_hidden_layers else f", {layers} of {shape.num_hidden_layers} layers"
+    ids = cast(list[int], oracle.text(mx.arange(PROMPT_TOKENS), shape.vocab_size).tolist())
+    return Subject(
+        name=f"{shape.name}, random weights{few}",
+        model=model,
+        drafter=drafter,
+        drafter_name=f"oracle, acceptance {','.join(f'{chance:.3g}' for chance in oracle.acceptance[0])}",
+        draft_model=None,
+        draft_model_name=None,
+        prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
+        chooser=Chooser(oracle, ()),
+    )
+
+
+def weight_bytes(shape: TargetShape, bits: int, layers: int) -> float:
+    """What its weights take; a group of 64 quantised ones has a scale and a bias of 16 bits."""
+    numbers = shape._replace(num_hidden_layers=layers).n_weights
+    return numbers * (bits + (0 if bits >= 16 else 32 / GROUP_SIZE)) / 8
+
+
+def check_memory(shape: TargetShape, bits: int, layers: int) -> None:
+    """Refuses what would not fit.
+
+    Raises:
+        RedrafterError: how much it takes, and how much there is.
+    """
+    needed, memory = 1.25 * weight_bytes(shape, bits, layers) / 1e9, about()["memory_gb"]
+    if memory is not None and needed > memory:
+        raise RedrafterError(
+            f"{shape.name} of {layers} layers at {bits} bits takes about {needed:.1f} GB, "
+            f"this machine has {memory} GB: give fewer --layers or --bits"
+        )
+
+
+def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
+    """A model of mlx-lm's own class, layer by layer, so that no more than one is there before it is quantised."""
+    model_class, arguments = _get_classes(shape.config)
+    model: nn.Module = model_class(arguments.from_dict(shape.config))
+    model.set_dtype(dtype)
+    if bits < 16:
+        quantize(model, bits)
+    for _, module in model.named_modules():
+        own = [array for array in module.values() if isinstance(array, mx.array)]
+        mx.eval(own)
+    mx.clear_cache()
+    model.eval()
+    return model
+
+
+def quantize(model: nn.Module, bits: int) -> None:
+    """Quantises what groups divide, as mlx-lm does."""
+    nn.quantize(
+        model,
+        GROUP_SIZE,
+        bits,
+        class_predicate=lambda _, each: hasattr(each, "to_quantized") and each.weight.shape[-1] % GROUP_SIZE == 0,
+    )
+
+
+def make_drafter(
+    shape: TargetShape, bits: int, layers: int, dtype: mx.Dtype, drafter_bits: int | None, oracle: Oracle
+) -> Drafter:
+    """A drafter whose weights are a twentieth of the target's bytes at most, if there is one so small."""
+    limit = CHEAP * weight_bytes(shape, bits, layers)
+    width = dtype.size if drafter_bits is None else (drafter_bits + 32 / GROUP_SIZE) / 8
+    sizes = candidates(shape.hidden_size, shape.vocab_size)
+    args = next((each for each in sizes if n_weights(each) * width < limit), sizes[-1])
+    named: dict[str, Any] = {**vars(args), "acceptance": oracle.acceptance}
+    drafter = Drafter(DrafterArgs(**named))
+    drafter.set_dtype(dtype)
+    if drafter_bits is not None:
+        quantize(drafter, drafter_bits)
+    mx.eval(drafter.parameters())
+    return drafter

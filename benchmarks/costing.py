@@ -1,0 +1,26 @@
+"""What the parts of a round take for a pair of models, as a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_redrafter.autopilot import flight_of
+from mlx_redrafter.planner import UNKNOWN
+from mlx_redrafter.target import check_draftable
+
+from .record import SCHEMA
+from .subject import Subject
+
+
+def costs_record(subject: Subject) -> dict[str, Any]:
+    """Milliseconds by context, nodes and width, the drafter's acceptance, and the plans that may pay."""
+    assert subject.drafter is not None
+    trees = check_draftable(subject.model, tree=True) is None
+    flight = flight_of(subject.model, subject.drafter, trees=trees)
+    return subject.described | {
+        "schema": SCHEMA,
+        "kind": "costs",
+        "costs": flight.costs._asdict(),
+        "acceptance": [list(row) for row in subject.drafter.args.acceptance or UNKNOWN],
+        "plans": [list(plan) for plan in flight.plans],
+    }

@@ -1,0 +1,94 @@
+"""What `run`, `sweep` and `synthetic` share: how everybody decodes, the measuring itself, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import expanded
+
+from . import record
+from .common import positive, shape
+from .contest import Options, contestants, hold
+from .costing import costs_record
+from .stamp import stamp
+from .subject import Subject
+from .tables import printed, rows, told
+
+PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
+QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how everybody decodes, and where the results go."""
+    default = Options()
+    parser.add_argument("--max-tokens", type=positive, default=None, help=f"default: {default.max_tokens}")
+    parser.add_argument("--temp", type=float, default=default.temp)
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--repeats", type=positive, default=None, help=f"default: {default.repeats}")
+    parser.add_argument("--num-draft-tokens", type=positive, default=default.num_draft_tokens, help="of mlx-lm's own")
+    parser.add_argument("--quick", action="store_true", help="a prompt of each category, fewer tokens, once")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to keep the records")
+    parser.add_argument("--json", action="store_true", help="print records instead of a table")
+
+
+def plan(text: str) -> Any:
+    """`auto`, `W,K` or `W,K,N`."""
+    return text if text == "auto" else shape(text)
+
+
+def options(args: argparse.Namespace) -> Options:
+    """How everybody decodes."""
+    default = Options()
+    return Options(
+        args.max_tokens or (64 if args.quick else default.max_tokens),
+        args.temp,
+        args.seed,
+        args.repeats or (1 if args.quick else default.repeats),
+        args.num_draft_tokens,
+    )
+
+
+def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
+    """(exit status, records) of a subject, written and shown."""
+    asked = options(args)
+    machine = stamp()
+    found = [] if subject.drafter is None else [costs_record(subject) | {"machine": machine}]
+    sides = contestants(subject, plans, asked, random=args.random_drafter)
+    for number, records in enumerate(hold(subject, sides, asked), start=1):
+        found += [each | {"machine": machine} for each in records]
+        show_progress(number, len(subject.prompts), records)
+        if args.output:  # again and again: a run that is broken off leaves what it has
+            record.write(args.output, found)
+    if args.json:
+        record.print_lines(found)
+    else:
+        print(printed(rows(found)))
+        print(told(machine))
+    return (1 if any(each.get("same_tokens") is False for each in found) else 0), found
+
+
+def check_output(path: Path | None) -> None:
+    """Refuses a place that cannot be written to before anything is measured.
+
+    Raises:
+        RedrafterError: which, and why.
+    """
+    if path is None:
+        return
+    place = expanded(path)
+    if place.is_dir() or (place.parent.exists() and not place.parent.is_dir()):
+        raise RedrafterError(f"expected a file to write to, got {path}: it is a directory, or in a file")
+
+
+def show_progress(number: int, count: int, records: list[dict[str, Any]]) -> None:
+    """A line on stderr for each prompt."""
+    best = max(records[1:], key=lambda each: each["ratio"], default=records[0])
+    print(
+        f"{number} of {count}: {records[0]['prompt']}, plain {records[0]['tokens_per_second']:.1f} tokens/s, "
+        f"best {best['ratio']:.2f} times that",
+        file=sys.stderr,
+    )

@@ -1,0 +1,79 @@
+"""The files of results: a JSON object a line, each held against `record.schema.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.files import write_text
+
+SCHEMA = 1
+"""The number of the form that records have; another form gets another number."""
+
+FILE = Path(__file__).parent / "record.schema.json"
+
+Record = dict[str, Any]
+
+
+def problem(record: Any) -> str | None:
+    """What is wrong with a record, and where in it; None when nothing is.
+
+    Raises:
+        RedrafterError: the package that checks is not installed.
+    """
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise RedrafterError("results are checked with the package jsonschema: pip install '.[bench]'") from error
+    schema = json.loads(FILE.read_text(encoding="utf-8"))
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind not in schema["$defs"]["kinds"]["enum"]:
+        return f"its kind must be one of {', '.join(schema['$defs']['kinds']['enum'])}, got {kind!r}"
+    validator = jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"})
+    worst = jsonschema.exceptions.best_match(validator.iter_errors(record))
+    return None if worst is None else f"{worst.json_path}: {one_line(worst.message)[:200]}"
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a file.
+
+    Raises:
+        RedrafterError: it cannot be read, or a line of it is no record: which, and why.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read results from {path}: {one_line(error)}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RedrafterError(f"{path}, line {number}: expected a JSON object: {one_line(error)}") from error
+        if (wrong := problem(record)) is not None:
+            raise RedrafterError(f"{path}, line {number}: {wrong}")
+        found.append(record)
+    if not found:
+        raise RedrafterError(f"expected results in {path}, a JSON object a line, got an empty file")
+    return found
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Writes a file of records, whole or not at all.
+
+    Raises:
+        RedrafterError: it cannot be written.
+    """
+    try:
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    except OSError as error:
+        raise RedrafterError(f"cannot write results to {path}: {one_line(error)}") from error
+
+
+def print_lines(records: Iterable[Record]) -> None:
+    """Prints a JSON object a line."""
+    for record in records:
+        print(json.dumps(record))

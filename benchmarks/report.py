@@ -1,0 +1,90 @@
+"""Makes the tables of README.md and docs/performance.md, and the plots, from the results that are kept.
+
+    python -m benchmarks report
+    python -m benchmarks report --results my-results --plots plots
+    python -m benchmarks report --write
+
+Prints the tables in Markdown. `--write` puts each into its place in the documents of this repository, between the
+lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Nothing is left out: rows where
+drafting does not pay stay in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.files import write_text
+
+from . import blocks, heat
+from .results import RESULTS, Results, read_results
+
+ROOT = Path(__file__).parent.parent
+
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+PLOTS = ROOT / "docs" / "plots"
+
+PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- results: end -->\n)", re.DOTALL)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: those that are kept")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw the heat maps")
+    parser.add_argument("--write", action="store_true", help="into README.md, docs/performance.md and docs/plots")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints or writes the tables; the exit status."""
+    found = read_results(args.results)
+    if args.write:
+        for path in DOCUMENTS:
+            write(path, placed(path.read_text(encoding="utf-8"), found))
+    else:
+        for name, make in blocks.BLOCKS.items():
+            if text := make(found):
+                print(f"{name}\n\n{text}")
+    if directory := args.plots or (PLOTS if args.write else None):
+        draw(found, directory)
+    return 0
+
+
+def placed(text: str, found: Results) -> str:
+    """A document with the tables in their places.
+
+    Raises:
+        RedrafterError: a place has a name that no table has.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        if name not in blocks.BLOCKS:
+            raise RedrafterError(f"no table is called {name!r}: there are {', '.join(blocks.BLOCKS)}")
+        return begin + blocks.BLOCKS[name](found) + end
+
+    return PLACE.sub(table, text)
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a document, whole or not at all.
+
+    Raises:
+        RedrafterError: it cannot be written.
+    """
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise RedrafterError(f"cannot write {path}: {one_line(error)}") from error
+
+
+def draw(found: Results, directory: Path) -> None:
+    """Heat maps of every sweep."""
+    heat.check()
+    for name, records in found.files.items():
+        if name.endswith("sweep"):
+            heat.draw(records, directory / f"{name}.png")
+            print(f"drawn: {directory / name}.png", file=sys.stderr)

@@ -1,0 +1,57 @@
+"""The results that are kept: files of records, and what others have contributed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_redrafter.errors import RedrafterError, one_line
+
+from .record import Record, problem, read
+
+RESULTS = Path(__file__).parent / "results"
+
+CONTRIBUTED = "contributed"
+
+
+class Results(NamedTuple):
+    """What there is.
+
+    Attributes:
+        files: name of a file without its ending -> its records.
+        contributed: files of the suite, as their contributors sent them.
+    """
+
+    files: dict[str, list[Record]]
+    contributed: list[Record]
+
+
+def read_results(directory: Path) -> Results:
+    """The results in a directory.
+
+    Raises:
+        RedrafterError: there is none, or a file in it is damaged.
+    """
+    files = {path.stem: read(path) for path in sorted(directory.glob("*.jsonl"))}
+    contributed = [read_suite(path) for path in sorted((directory / CONTRIBUTED).glob("*.json"))]
+    if not files and not contributed:
+        raise RedrafterError(f"expected results in {directory}: files that end in .jsonl, or {CONTRIBUTED}/*.json")
+    return Results(files, contributed)
+
+
+def read_suite(path: Path) -> Record:
+    """A file of the suite.
+
+    Raises:
+        RedrafterError: it is damaged, or does not say who contributed it.
+    """
+    try:
+        found: Record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RedrafterError(f"cannot read {path}: {one_line(error)}") from error
+    if (wrong := problem(found)) is not None or found["kind"] != "suite":
+        raise RedrafterError(f"{path}: {wrong or 'expected the file of a suite'}")
+    if found["contributor"] is None:
+        raise RedrafterError(f"{path} does not say who measured it: fill in its 'contributor'")
+    return found

@@ -1,0 +1,144 @@
+"""What is measured: a target, its drafter, for mlx-lm's own speculation a draft model, and the prompts they decode."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.utils import compute_bits_per_weight
+
+from mlx_redrafter.anatomy import anatomy
+from mlx_redrafter.checkpoint import load, load_drafter
+from mlx_redrafter.demo import load_demo
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.rounds import Chooser
+
+from .prompts import Prompt, chosen, one_of_each
+
+DEMO_DRAFT_MODEL = Path(__file__).parent / "draft_model"
+"""A smaller llama, trained on the demo's files, for mlx-lm's own speculation."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Models and prompts.
+
+    Attributes:
+        name: of the model, as records say it.
+        model: the target.
+        drafter: its drafter; None where only plain decoding is measured.
+        drafter_name: as records say it.
+        draft_model: for mlx-lm's own speculation; None to leave that out.
+        draft_model_name: as records say it.
+        prompts: what is decoded.
+        chooser: how tokens are chosen, where that is not by `temp` and `seed`.
+    """
+
+    name: str
+    model: nn.Module
+    drafter: Drafter | None
+    drafter_name: str | None
+    draft_model: nn.Module | None
+    draft_model_name: str | None
+    prompts: list[Prompt]
+    chooser: Chooser | None = None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What records say of the models."""
+        return {
+            "model": self.name,
+            "model_bits": round(compute_bits_per_weight(self.model), 3),
+            "model_gb": n_bytes(self.model) / 1e9,
+            "drafter": self.drafter_name,
+            "drafter_bits": round(compute_bits_per_weight(self.drafter), 3) if self.drafter else None,
+            "drafter_gb": n_bytes(self.drafter) / 1e9 if self.drafter else None,
+        }
+
+
+def arrays(module: nn.Module) -> list[tuple[str, mx.array]]:
+    """The names and arrays of its parameters."""
+    return cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+
+
+def n_bytes(module: nn.Module) -> int:
+    """What its parameters take."""
+    return sum(array.nbytes for _, array in arrays(module))
+
+
+def bytes_per_forward(model: nn.Module) -> int | None:
+    """The weights that a forward of one token reads; None where only some experts are.
+
+    A table of tokens that is no head, too, is left out: one row of it is read.
+    """
+    if any(isinstance(each, (SwitchLinear, QuantizedSwitchLinear)) for _, each in model.named_modules()):
+        return None
+    try:
+        table = anatomy(model).embedding
+    except UnsupportedModelError:
+        return n_bytes(model)
+    headed = any(name.rpartition(".")[0].endswith(("lm_head", "output", "embed_out")) for name, _ in arrays(model))
+    return n_bytes(model) - (n_bytes(table) if headed else 0)
+
+
+def add_subject(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what is measured."""
+    parser.add_argument("--model", help="a directory or hub id; the packaged demo when not given")
+    parser.add_argument("--drafter", help="the drafter that was trained for it")
+    parser.add_argument("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="names or categories of prompts, 'all', 'demo', or files (default: %(default)s)",
+    )
+
+
+def open_subject(args: argparse.Namespace) -> Subject:
+    """The models and prompts of the flags; the packaged demo when there is no model.
+
+    Raises:
+        RedrafterError: a model, drafter or prompt that is not to be had.
+    """
+    if args.model:
+        model, tokenizer = load(args.model)
+        drafter = load_drafter(args.drafter, model) if args.drafter else None
+        draft_path = args.draft_model
+    else:
+        model, tokenizer, drafter = load_demo()
+        if args.drafter:
+            drafter = load_drafter(args.drafter, model)
+            drafter.set_dtype(mx.float32)  # as the demo decodes
+        draft_path = args.draft_model or (str(DEMO_DRAFT_MODEL) if DEMO_DRAFT_MODEL.exists() else None)
+    draft_model = None
+    if draft_path:
+        draft_model, draft_tokenizer = load(draft_path)
+        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+            raise RedrafterError(
+                f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
+                f"{draft_path} has {draft_tokenizer.vocab_size}"
+            )
+        if not args.model:
+            draft_model.set_dtype(mx.float32)
+            mx.eval(draft_model.parameters())
+    prompts = chosen(args.prompts, tokenizer)
+    if getattr(args, "quick", False):
+        keep = set(one_of_each([prompt.name for prompt in prompts]))
+        prompts = [prompt for prompt in prompts if prompt.name in keep]
+    return Subject(
+        name=args.model or "demo",
+        model=model,
+        drafter=drafter,
+        drafter_name=None if drafter is None else args.drafter or "demo",
+        draft_model=draft_model,
+        draft_model_name=(args.draft_model or "demo") if draft_model is not None else None,
+        prompts=prompts,
+    )
