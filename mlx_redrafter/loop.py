@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
@@ -218,8 +219,7 @@ def drafted(
         while True:
             # Here `outcome` is that of a plain step: its token is not read, and in no row.
             if plan is None:
-                outcome = yield from coast(target, outcome, place, settings.chooser, pilot.pause)
-                pilot.saw(None, pilot.pause, target.length)
+                outcome = yield from coast(target, outcome, place, settings.chooser, pilot)
                 plan = pilot.choose(target.length)
             else:
                 outcome = yield from fly(target, drafter, outcome, place, settings, pilot, plan)
@@ -230,11 +230,15 @@ def drafted(
 
 
 def coast(
-    target: Target, outcome: Outcome, place: Place, chooser: Chooser, count: int
+    target: Target, outcome: Outcome, place: Place, chooser: Chooser, pilot: Pilot | Fixed
 ) -> Generator[Step, None, Outcome]:
-    """So many plain steps; the outcome of the one behind them, from whose tip a draft may start."""
+    """A pause of plain steps; the outcome of the one behind them, from whose tip a draft may start."""
+    count = pilot.pause
     for left in reversed(range(count)):
+        started = perf_counter()
         token, following, place.history = onward(target, outcome, place.history, chooser, tapped=left == 0)
+        took = 1e3 * (perf_counter() - started)
+        pilot.saw(None, 1, target.length, took=None if left == count - 1 else took)  # the first one had begun before
         place.emitted += 1
         yield Step(token, outcome.logprobs[0], False, place.stats)
         outcome, place.stats = following, place.stats.after(0, 0, 0)
@@ -266,7 +270,9 @@ def fly(
         (place.root,) = read(outcome.report)
     place.emitted += 1
     yield Step(place.root, outcome.logprobs[0], False, place.stats)
+    steady = False
     while plan is not None:
+        started = perf_counter()
         with on_stream():
             target.keep_(place.rows, place.tokens)
             place.rows, place.tokens = [], []
@@ -290,7 +296,9 @@ def fly(
             if place.history is not None:
                 place.history = extended(place.history, mx.array([root, *chosen[:n_accepted]]))
                 mx.async_eval(place.history)
-        pilot.saw(plan if drafts else None, n_accepted + 1, length, replayed)
+        took = 1e3 * (perf_counter() - started) if steady and drafts else None  # before the first one nothing waited
+        pilot.saw(plan if drafts else None, n_accepted + 1, length, replayed, took)
+        steady = drafts
         drawn = (plan.size - 1, n_accepted, plan.depth) if drafts else (0, 0, 0)
         place.stats = place.stats.after(*drawn, replayed)
         seen = [root, *chosen]

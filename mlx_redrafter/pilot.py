@@ -2,11 +2,13 @@
 
 Two things hold it. A belief of how much of the drafter's acceptance this text grants, from the rounds so far. And an
 account of what rounds have brought and cost against plain decoding: no round is begun that could take it below what is
-allowed, so however the text turns, the whole is hardly slower than plain decoding.
+allowed, so however the text turns, the whole is hardly slower than plain decoding. What rounds and plain steps really
+take beside each other corrects the table of costs, which may have been measured at a bad moment.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
@@ -29,6 +31,9 @@ STAYS = 0.03
 PAUSE, LONGEST_PAUSE = 48, 1024
 """Plain steps between two trials while no plan pays; each trial that fails doubles the pause."""
 
+FIRST = 8
+"""Plain steps at the beginning of the first text of a pair, to hold the table's against."""
+
 TRIAL = 3
 """Rounds of a trial; its last one is begun before the one before it is read."""
 
@@ -39,16 +44,59 @@ PATIENCE = 6.0
 """How many expected hits weigh as much as what is believed already."""
 
 
+ENOUGH, FEW, KEPT = 5, 3, 15
+"""So many times of plain steps, and of rounds, are needed before they count, and so many of either are kept."""
+
+FARTHEST = 4.0
+"""Rounds are never thought to take so many times what the table says, nor so small a part of it, or more."""
+
+
+class Drift:
+    """How far rounds and plain steps are from what the table of costs says they take, one against the other.
+
+    What else the machine does makes a time longer and never shorter, so lower quartiles count. Of plain steps and of
+    rounds the time counts that the loop was at work, not what its caller did between two tokens, the same for both.
+    """
+
+    def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=KEPT)
+        self._rounds: deque[float] = deque(maxlen=KEPT)
+
+    def saw(self, milliseconds: float, said: float, *, plain: bool) -> None:
+        """A round, or a plain step, took that long where the table said something else."""
+        (self._plain if plain else self._rounds).append(milliseconds / said)
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether enough plain steps were seen."""
+        return len(self._plain) >= ENOUGH
+
+    @property
+    def factor(self) -> float:
+        """What the table's rounds are to be multiplied by, if its plain steps are right."""
+        if not self.knows_plain or len(self._rounds) < FEW:
+            return 1.0
+        return min(max(low(self._rounds) / low(self._plain), 1 / FARTHEST), FARTHEST)
+
+
+def low(values: Iterable[float]) -> float:
+    """The lower quartile."""
+    found = sorted(values)
+    return found[len(found) // 4]
+
+
 class Flight(NamedTuple):
     """What a pilot is given for a text.
 
     Attributes:
         costs: of this machine, for these models.
         prospects: the plans it may choose, and what they promise.
+        drift: what all texts of this pair have shown of the costs.
     """
 
     costs: Costs
     prospects: tuple[Prospect, ...]
+    drift: Drift
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -58,7 +106,7 @@ class Flight(NamedTuple):
 
 def make_flight(costs: Costs, acceptance: Acceptance, plans: Iterable[Plan]) -> Flight:
     """These plans with what they promise, of a drafter of that acceptance."""
-    return Flight(costs, tuple(prospect(acceptance, plan) for plan in plans))
+    return Flight(costs, tuple(prospect(acceptance, plan) for plan in plans), Drift())
 
 
 class Fixed:
@@ -77,7 +125,7 @@ class Fixed:
         """The plan."""
         return self._plan
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
         """Nothing is learned."""
 
 
@@ -98,7 +146,7 @@ class Pilot:
     """
 
     def __init__(self, flight: Flight) -> None:
-        self._costs = flight.costs
+        self._costs, self._drift = flight.costs, flight.drift
         self._prospects = {each.plan: each for each in flight.prospects}
         self._lasting, self._passing = Evidence(LASTING), Evidence(PASSING)
         self._mode = Mode.BEGINS
@@ -114,6 +162,9 @@ class Pilot:
 
     def choose(self, length: int) -> Plan | None:
         """The plan of the next round behind a text of that length; None: `pause` plain steps, and then ask again."""
+        if self._mode is Mode.BEGINS and not self._drift.knows_plain and not self.tokens:
+            self.pause = FIRST  # they cost nothing against plain decoding
+            return None
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL
         if self._mode is Mode.TRIES and self._trials:
@@ -133,37 +184,47 @@ class Pilot:
         self._flown = chosen
         return chosen and chosen.plan
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
-        """A round has made `tokens` behind a text of that length; without a plan, plain steps have.
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
+        """A round has made `tokens` behind a text of that length; without a plan, a plain step has.
 
         Args:
             replayed: how many tokens were read again for it.
+            took: milliseconds; None where it is not known, or says nothing.
         """
         self.tokens += tokens
+        said = self._costs.plain_at(length) if plan is None else self._costs.round_at(plan, length, replayed)
+        if took is not None:
+            self._drift.saw(took, said, plain=plan is None)
         if plan is None:
             self.balance -= replayed * self._costs.again
             return
-        self.balance += tokens * self._costs.plain_at(length) - self._costs.round_at(plan, length, replayed)
+        self.balance += tokens * self._costs.plain_at(length) - self._drift.factor * said
         tried = sum(self._prospects[plan].rates[:tokens])
         for evidence in (self._lasting, self._passing):
             evidence.add(tokens - 1, tried)
 
     def _best(self, length: int, margin: float) -> tuple[Prospect | None, float]:
-        return best(self._costs, self._prospects.values(), length, self.share, margin)
+        return best(self._costs, self._prospects.values(), length, self.share, margin, self._drift.factor)
 
     def _kept(self, length: int) -> Prospect | None:
         """The plan in use, unless another is so much faster, or plain decoding is."""
         found, speed = self._best(length, -STAYS)
         if found is None or self._flown is None or found is self._flown:
             return found
-        now = speed_of(self._costs, self._flown, length, self.share)
+        now = speed_of(self._costs, self._flown, length, self.share, self._drift.factor)
         return found if speed > now * (1 + MARGIN) else self._flown
 
     def _affordable(self, plan: Plan, length: int) -> bool:
-        """Whether the account may bear two rounds that bring one token each: one is under way unread."""
-        plain = self._costs.plain_at(length)
+        """Whether the account may bear two rounds that bring one token each: one is under way unread.
+
+        What was seen of the costs counts only so far that a text can bear it at its beginning, or else a bad moment
+        would turn drafting off for good.
+        """
+        plain, said = self._costs.plain_at(length), self._costs.round_at(plan, length)
         allowed = ALLOWED * plain * max(self.tokens, SHORTEST)
-        return self.balance - 2 * max(0.0, self._costs.round_at(plan, length) - plain) >= -allowed
+        bearable = plain * (1 + ALLOWED * SHORTEST / 2)
+        dearer = min(self._drift.factor * said, max(said, bearable)) - plain
+        return self.balance - 2 * max(0.0, dearer) >= -allowed
 
 
 class Evidence:

@@ -125,23 +125,28 @@ def few_plans(costs: Costs, acceptance: Acceptance, *, trees: bool) -> tuple[Pla
     return tuple(sorted(found))
 
 
-def speed_of(costs: Costs, each: Prospect, length: int, share: float) -> float:
-    """Tokens per millisecond; where accepted tokens must be read again, each is, once."""
+def speed_of(costs: Costs, each: Prospect, length: int, share: float, factor: float = 1.0) -> float:
+    """Tokens per millisecond; where accepted tokens must be read again, each is, once.
+
+    Args:
+        factor: what a round really takes, in what the table says.
+    """
     tokens = each.tokens_at(share)
-    return tokens / costs.round_at(each.plan, length, tokens - 1)
+    return tokens / (factor * costs.round_at(each.plan, length, tokens - 1))
 
 
 def best(
-    costs: Costs, prospects: Iterable[Prospect], length: int, share: float, margin: float = 0.0
+    costs: Costs, prospects: Iterable[Prospect], length: int, share: float, margin: float = 0.0, factor: float = 1.0
 ) -> tuple[Prospect | None, float]:
     """(the fastest behind a text of that length, its tokens per millisecond); None is plain decoding.
 
     Args:
         margin: by how much of plain decoding's speed it must be faster.
+        factor: see `speed_of`.
     """
     found, fastest = None, (1.0 + margin) / costs.plain_at(length)
     for each in prospects:
-        speed = speed_of(costs, each, length, share)
+        speed = speed_of(costs, each, length, share, factor)
         if speed > fastest:
             found, fastest = each, speed
     return found, fastest

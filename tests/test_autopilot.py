@@ -45,7 +45,7 @@ class Wild:
         self.pause = self._generator.randrange(1, 4)
         return self._generator.choice([None, *self._plans])
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
         self.seen.append((plan, tokens))
 
 

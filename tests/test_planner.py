@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import ALLOWED, Pilot, make_flight
+from mlx_redrafter.pilot import ALLOWED, Drift, Flight, Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import DEEPEST, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
 
@@ -46,25 +46,46 @@ def accepted(plan: Plan, share: float, generator: random.Random) -> int:
     return next((depth for depth, chance in enumerate(right) if drawn >= chance), plan.depth)
 
 
-def fly(costs: Costs, share: Callable[[int], float], tokens: int, seed: int) -> float:
-    """Speed against plain decoding: the next plan is chosen before the round before it is read, as the loop does."""
-    pilot = Pilot(make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True)))
+def fly(
+    costs: Costs,
+    share: Callable[[int], float],
+    tokens: int,
+    seed: int,
+    *,
+    truth: Costs | None = None,
+    stalls: float = 0.0,
+    flight: Flight | None = None,
+) -> float:
+    """Speed against plain decoding: the next plan is chosen before the round before it is read, as the loop does.
+
+    Args:
+        truth: what everything really takes, which the pilot is told as it goes; None for what the table says.
+        stalls: how often something takes five times as long.
+    """
+    pilot = Pilot(flight or make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True)))
     generator, made, took, start = random.Random(seed), 0, 0.0, 100
+    real = truth or costs
+
+    def stalled(milliseconds: float) -> float:
+        return milliseconds * (5.0 if generator.random() < stalls else 1.0)
+
     plan = pilot.choose(start)
     while made < tokens:
         if plan is None:
-            count = min(pilot.pause, tokens - made)
-            took += sum(costs.plain_at(start + made + i) for i in range(count))
-            pilot.saw(None, count, start + made)
-            made += count
+            for _ in range(min(pilot.pause, tokens - made)):
+                step = real.plain_at(start + made)
+                took += step
+                pilot.saw(None, 1, start + made, took=stalled(step))
+                made += 1
             plan = pilot.choose(start + made)
             continue
         now, plan = plan, pilot.choose(start + made)
-        took += costs.round_at(now, start + made)
+        step = real.round_at(now, start + made)
+        took += step
         count = 1 + accepted(now, share(made), generator)
-        pilot.saw(now, count, start + made)
+        pilot.saw(now, count, start + made, took=stalled(step))
         made += count
-    return sum(costs.plain_at(start + i) for i in range(made)) / took
+    return sum(real.plain_at(start + i) for i in range(made)) / took
 
 
 def test_expected_tokens_of_the_running_example() -> None:
@@ -143,6 +164,53 @@ def test_no_text_makes_the_whole_slower_than_is_allowed(curve: str) -> None:
     for text in texts:
         for tokens in (256, 700):
             assert fly(costs, text, tokens, seed=tokens) > 1 - ALLOWED - 0.005
+
+
+def dearer(costs: Costs, times: float) -> Costs:
+    """Costs with which everything of a round but its root takes so many times as long."""
+    return costs._replace(
+        verify=tuple((row[0], *(times * ms for ms in row[1:])) for row in costs.verify),
+        level=tuple(times * ms for ms in costs.level),
+    )
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_where_the_table_is_wrong_what_is_seen_corrects_it(curve: str, share: float) -> None:
+    costs = costs_of(curve)
+    for seed in range(3):
+        flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True))
+        truth = dearer(costs, 2.0)
+        speeds = [fly(costs, lambda at: share, 256, seed, truth=truth, stalls=0.05, flight=flight) for _ in range(3)]
+        assert speeds[0] > 0.955, "the first text has to find out"
+        assert min(speeds[1:]) > 1 - ALLOWED - 0.005
+    if curve == "flat" and share == 1.0:
+        cheaper = fly(costs, lambda at: share, 1500, 1, truth=dearer(costs, 0.6))
+        assert cheaper > 1.5 * fly(costs, lambda at: share, 1500, 1)
+
+
+def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
+    costs = costs_of("flat")
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True))
+    assert fly(costs, lambda at: 1.0, 40, seed=2, truth=dearer(costs, 9.0), flight=flight) < 1
+    assert flight.drift.factor > 3
+    assert max(fly(costs, lambda at: 1.0, 256, seed, flight=flight) for seed in range(3)) > 1.2
+
+
+def test_drift_is_that_of_lower_quartiles_of_rounds_and_of_plain_steps() -> None:
+    drift = Drift()
+    for took in (1.0, 2.0, 2.0, 2.0, 30.0):
+        assert drift.factor == 1.0
+        drift.saw(took, 1.0, plain=True)
+    for took, factor in ((9.0, 1.0), (3.0, 1.0), (3.0, 1.5), (30.0, 1.5), (30.0, 1.5)):
+        drift.saw(took, 1.0, plain=False)
+        assert drift.factor == factor
+
+
+def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
+    costs = costs_of("flat")
+    calm, stalled = (fly(costs, lambda at: 1.0, 1500, seed=2, stalls=stalls) for stalls in (0.0, 0.15))
+    assert stalled > 0.95 * calm > 1.5
 
 
 @pytest.mark.parametrize("curve", CURVES)
