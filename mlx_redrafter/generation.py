@@ -21,8 +21,9 @@ from . import kv
 from .checkpoint import check_fit
 from .drafter import Drafter
 from .errors import RedrafterError
-from .loop import Settings, Step, check_prompt, decode
+from .loop import Settings, Step, decode
 from .plan import AUTO, DRAFT_DEPTH, Plan, make_plan, read_plan
+from .prompts import check_prompt
 from .rounds import Chooser, Processor
 from .sampling import make_sampler
 from .stats import Stats

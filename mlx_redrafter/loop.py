@@ -6,15 +6,14 @@ What does not depend on that read is enqueued before it: the next draft, or, in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.generate import generation_stream
 
 from . import kv
@@ -23,6 +22,7 @@ from .drafter import Drafter
 from .errors import RedrafterError
 from .pilot import Fixed, Flight, Pilot
 from .plan import AUTO, DRAFT_DEPTH, Plan
+from .prompts import check_prompt
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
 from .target import KVQuantization, Target, check_draftable, check_request, model_name
@@ -31,8 +31,6 @@ from .types import Tip
 CLEAR_EVERY = 256
 MOST_REPLAYED = 8
 """How many committed tokens a round may read again and draft: behind more it drafts nothing, and the mark moves on."""
-
-LARGEST_ID = 2**31 - 1
 
 
 class Step(NamedTuple):
@@ -351,40 +349,6 @@ def settle_(target: Target, place: Place) -> None:
             target.forward(mx.array([place.root]), tapped=False)
             target.advance_(1)
         target.evaluate()
-
-
-def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
-    """The prompt as (T,) int32.
-
-    Raises:
-        RedrafterError: it is empty, or not one sequence of integers.
-    """
-    wanted = "the prompt must be one sequence of token ids"
-    if not isinstance(prompt, mx.array):
-        if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
-            raise RedrafterError(f"{wanted}, got {type(prompt).__name__} {prompt!r}")
-        try:
-            ids = np.array(list(prompt))
-        except ValueError:
-            raise RedrafterError(f"{wanted}, got parts of unequal length") from None
-        if ids.size and ids.dtype.kind not in "iufb":
-            raise RedrafterError(f"{wanted}, got {type(prompt).__name__} {prompt!r}")
-        if ids.dtype.kind in "iu" and ids.size and (odd := beyond(ids.min(), ids.max())) is not None:
-            raise RedrafterError(f"{wanted}, got {odd}")
-        prompt = mx.array(ids)
-    if prompt.size == 0:
-        raise RedrafterError("the prompt is empty: expected at least one token")
-    dtype = mx.int32 if mx.issubdtype(prompt.dtype, mx.integer) else prompt.dtype
-    if prompt.ndim != 1 or dtype != mx.int32:
-        raise RedrafterError(f"{wanted}, got shape {prompt.shape} of {dtype}")
-    if dtype == mx.int32 and (odd := beyond(prompt.min().item(), prompt.max().item())) is not None:
-        raise RedrafterError(f"{wanted}, got {odd}")
-    return prompt.astype(mx.int32)
-
-
-def beyond(least: Any, largest: Any) -> int | None:
-    """Of the least and the largest id, the one that int32 would turn into another; None when it holds both."""
-    return next((int(i) for i in (least, largest) if not -LARGEST_ID <= i <= LARGEST_ID), None)
 
 
 @contextmanager
