@@ -80,13 +80,18 @@ def compact_(cache: Cache, count: int, path: list[int]) -> None:
     Nothing moves for nodes that are in place already, as in a chain.
 
     Args:
-        cache: its leaves are `REWINDABLE`; if there is a ring among them, `count` was at least 2.
+        cache: its leaves are `REWINDABLE`.
         path: nodes from the root down.
     """
     still = next((i for i, node in enumerate(path) if node != i), len(path))
     for c in leaves(cache):
         if c.keys is None:
             continue  # a layer that does without
+        if count == 1 and isinstance(c, RotatingKVCache):
+            # A single row took the place of the oldest, which no later token sees: the next one takes that place too.
+            c._idx += len(path) - 1
+            c.offset += len(path) - 1
+            continue
         exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))
         first = c.keys.shape[-2] - count if exact else c.offset - getattr(c, "start_position", 0) - count
         end = first + len(path)

@@ -174,13 +174,19 @@ def onward(
 ) -> tuple[int, Outcome, mx.array | None]:
     """(a plain step's token, the step behind it, the history before that one's).
 
-    The next forward is enqueued before this token is read, as mlx-lm does.
+    The next forward is enqueued before this token is read, as mlx-lm does. If reading is broken off, the cache is what
+    it was.
     """
+    length = target.length
     with on_stream():
-        following = step(target, outcome.report, chooser, history, tapped=tapped)
-        history = extended(history, outcome.report.astype(mx.int32)) if chooser.processors else None
-        mx.async_eval(following, history, target.pending())
-        (token,) = read(outcome.report)
+        try:
+            following = step(target, outcome.report, chooser, history, tapped=tapped)
+            history = extended(history, outcome.report.astype(mx.int32)) if chooser.processors else None
+            mx.async_eval(following, history, target.pending())
+            (token,) = read(outcome.report)
+        except BaseException:
+            target.take_back_(length)
+            raise
     return token, following, history
 
 

@@ -97,7 +97,7 @@ class Target:
         self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
         self._marks: list[dict[str, Any]] | None = None  # what the cache goes back to if nothing of a round is kept
         self._replayed: list[int] = []  # committed, but behind the marks
-        self._before: tuple[list[dict[str, Any]], list[int]] | None = None  # a forward that is not committed
+        self._before: tuple[list[dict[str, Any]], list[int]] | None = None  # what a plain forward would go back to
 
     @cached_property
     def _anatomy(self) -> Anatomy:
@@ -138,6 +138,7 @@ class Target:
             branched: whether it is more than a line.
         """
         count = tree.tokens.shape[0]
+        self._before = None
         if self._marks is None:
             self._marks = kv.mark(self.cache)
         self._rows = count
@@ -179,7 +180,6 @@ class Target:
     def advance_(self, count: int) -> None:
         """Commits all `count` rows of a forward that drafted nothing; then quantises if it is time."""
         self.length += count
-        self._before = None
         bits, group_size, start = self._quantization
         if bits is None:
             return
@@ -188,6 +188,7 @@ class Target:
         before = list(self.cache)
         maybe_quantize_kv_cache(self.cache, start, group_size, bits)
         if any(old is not new for old, new in zip(before, self.cache, strict=True)):
+            self._before = None
             # The next forward, which reads it, may be asked for by another thread.
             self.enqueue()
 
@@ -198,12 +199,17 @@ class Target:
             self._model(tokens[None], cache=self.cache)
 
     def forget_(self) -> None:
-        """Drops what a forward has read and nobody has committed; a ring that it wrote a single row into keeps that."""
+        """Drops what a forward has read and nobody has committed."""
         if self._before is not None:
             marks, self._replayed = self._before
             kv.restore_(self.cache, marks)
-        elif not kv.others(self.cache, kv.LINEAR):
-            kv.compact_(self.cache, kv.length(self.cache) - self.length, [])
+        elif self._forgets and (count := kv.length(self.cache) - self.length):
+            kv.compact_(self.cache, count, [])
+
+    def take_back_(self, length: int) -> None:
+        """Drops what the last forward has read, committed or not: `length` tokens were committed before it."""
+        self.length = length
+        self.forget_()
 
     def until_quantized(self) -> int | None:
         """How many rows may still be committed in one piece before the cache is quantised; None for any number."""

@@ -115,7 +115,10 @@ def contents(cache: kv.Cache) -> list[mx.array]:
         if getattr(c, "keys", 0) is None:
             continue
         if isinstance(c, RotatingKVCache):
-            found += [c._temporal_order(x)[..., -min(c.offset, c.max_size - 1) :, :] for x in (c.keys, c.values)]
+            seen = min(c.offset, c.max_size - 1)
+            kept = min(c.keep, seen)
+            for x in (c._temporal_order(c.keys), c._temporal_order(c.values)):
+                found += [x[..., :kept, :], x[..., x.shape[-2] - (seen - kept) :, :]]
         elif isinstance(c, kv.LINEAR):
             rows = c.offset - getattr(c, "start_position", 0)
             flat: Any = tree_flatten([c.keys, c.values])

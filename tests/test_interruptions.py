@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +19,7 @@ from mlx_redrafter import kv, loop
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import decode
+from mlx_redrafter.plan import Plan
 from mlx_redrafter.target import check_draftable
 
 PROMPT = [(7 * i + 3) % 50 for i in range(20)]
@@ -66,9 +70,100 @@ def test_a_round_that_is_broken_off_leaves_the_cache_with_what_was_yielded(
     monkeypatch.undo()
     expected = new_cache(model, keep)
     assert tokens == plainly(model, PROMPT, expected, len(tokens)) and len(tokens) < 40
+    hold_the_same(cache, expected)
+    assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+class Changeable:
+    """Instead of a pilot: two rounds, then three plain steps, over and over.
+
+    Args:
+        plan: of the rounds.
+    """
+
+    pause = 3
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._asked = plan, 0
+
+    def choose(self, length: int) -> Plan | None:
+        self._asked += 1
+        return self._plan if self._asked % 3 else None
+
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+        pass
+
+
+def failing_at(place: int, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, whose call of that number is broken off; the first is 1."""
+    calls = itertools.count(1)
+
+    def call(*args: Any) -> Any:
+        if next(calls) == place:
+            raise KeyboardInterrupt
+        return work(*args)
+
+    return call
+
+
+def hold_the_same(cache: kv.Cache, expected: kv.Cache) -> None:
+    """Asserts that two caches have read the same tokens."""
     for one, other in zip(contents(cache), contents(expected), strict=True):
         assert one.shape == other.shape and mx.allclose(one, other, atol=CLOSE, rtol=CLOSE)
-    assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(
+    ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("gemma3_text", None), ("falcon_h1", None)]
+)
+def test_whichever_read_is_broken_off_the_cache_has_what_was_yielded(
+    name: str, keep: int | None, drafted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(name)
+    drafter = follower(model, 1, keep) if drafted else None
+    monkeypatch.setattr(loop, "Fixed", Changeable)
+    read = loop.read
+    for place in range(1, 13):
+        monkeypatch.setattr(loop, "read", failing_at(place, read))
+        cache, expected = new_cache(model, keep), new_cache(model, keep)
+        beam = {"beam_width": 1, "draft_depth": 3} if drafted else {}
+        tokens = []
+        with pytest.raises(KeyboardInterrupt):
+            for step in decode(PROMPT, model, drafter, make_settings(drafter, prompt_cache=cache, **beam)):
+                tokens.append(step.token)
+        monkeypatch.setattr(loop, "read", read)
+        assert len(tokens) >= place - 1
+        if tokens:
+            assert tokens == plainly(model, PROMPT, expected, len(tokens))
+        else:
+            next(decode(PROMPT, model, None, make_settings(prompt_cache=expected, max_tokens=0)), None)
+        hold_the_same(cache, expected)
+        assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+@pytest.mark.parametrize(("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("falcon_h1", None)])
+def test_whichever_call_of_a_processor_fails_the_cache_has_what_was_yielded(
+    name: str, keep: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds, the plain step that closes them and those behind it: a ring read its root twice."""
+    model = make_family(name)
+    drafter = follower(model, 1, keep)
+    monkeypatch.setattr(loop, "Fixed", Changeable)
+    for place in range(2, 20):
+        cache, expected = new_cache(model, keep), new_cache(model, keep)
+        processor = failing_at(place, lambda history, logits: logits)
+        settings = make_settings(
+            drafter, prompt_cache=cache, logits_processors=[processor], beam_width=1, draft_depth=3
+        )
+        tokens = []
+        with pytest.raises(KeyboardInterrupt):
+            for step in decode(PROMPT, model, drafter, settings):
+                tokens.append(step.token)
+        if tokens:
+            assert tokens == plainly(model, PROMPT, expected, len(tokens))
+        else:
+            next(decode(PROMPT, model, None, make_settings(prompt_cache=expected, max_tokens=0)), None)
+        hold_the_same(cache, expected)
 
 
 @pytest.mark.parametrize("width", [None, 1, 2])
