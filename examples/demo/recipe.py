@@ -31,7 +31,9 @@ from . import corpus, drafter, report, target
 VOCAB_SIZE = 2048
 ROWS_PER_STEP = 2
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-PACKAGE = Path(__file__).parents[2] / "mlx_redrafter" / "demo"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mlx_redrafter" / "demo"
+DRAFT_MODEL = ROOT / "benchmarks" / "draft_model"
 
 
 def make_corpus(out: Path) -> None:
@@ -49,6 +51,17 @@ def make_target(out: Path, steps: int) -> None:
     """The target, in the directory that already has the tokenizer."""
     if not (out / "target" / "model.safetensors").exists():
         target.train(np.load(out / "train.npy"), target.config(VOCAB_SIZE, 0), steps, out / "target")
+
+
+def make_draft_model(out: Path, steps: int) -> None:
+    """A smaller model of the same text, with the same tokenizer, for mlx-lm's own speculation."""
+    place = out / "draft_model"
+    if (place / "model.safetensors").exists():
+        return
+    place.mkdir(exist_ok=True)
+    target.train(np.load(out / "train.npy"), target.draft_config(VOCAB_SIZE, 0), steps, place)
+    for file in TOKENIZER_FILES:
+        shutil.copyfile(out / "target" / file, place / file)
 
 
 def make_drafter(out: Path, steps: int) -> None:
@@ -81,13 +94,17 @@ def print_report(out: Path) -> None:
 
 
 def package(out: Path) -> None:
-    """Copies what is needed at run time into the package."""
+    """Copies what is needed at run time into the package, and the draft model to the benchmarks."""
     _, tokenizer = trained(out)
-    for name in ("target", "drafter"):
-        files = ("config.json", "model.safetensors", *(TOKENIZER_FILES if name == "target" else ()))
-        (PACKAGE / name).mkdir(parents=True, exist_ok=True)
+    weights = ("config.json", "model.safetensors")
+    for name, place, files in (
+        ("target", PACKAGE / "target", (*weights, *TOKENIZER_FILES)),
+        ("drafter", PACKAGE / "drafter", weights),
+        ("draft_model", DRAFT_MODEL, (*weights, *TOKENIZER_FILES)),
+    ):
+        place.mkdir(parents=True, exist_ok=True)
         for file in files:
-            shutil.copyfile(out / name / file, PACKAGE / name / file)
+            shutil.copyfile(out / name / file, place / file)
     prompts = [{"name": name, "text": text} for name, text in report.prompts(tokenizer).items()]
     (PACKAGE / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n", encoding="utf-8")
 
@@ -104,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument(
-        "--stages", default="corpus,target,drafter,describe,report", help="also: package (default: %(default)s)"
+        "--stages",
+        default="corpus,target,drafter,describe,draft-model,report",
+        help="also: package (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=2400, help="of the target (default: %(default)s)")
     parser.add_argument("--drafter-steps", type=int, default=5120, help="default: %(default)s")
@@ -114,6 +133,7 @@ def main() -> None:
         "target": lambda: make_target(args.output, args.steps),
         "drafter": lambda: make_drafter(args.output, args.drafter_steps),
         "describe": lambda: describe_drafter(args.output),
+        "draft-model": lambda: make_draft_model(args.output, args.steps),
         "report": lambda: print_report(args.output),
         "package": lambda: package(args.output),
     }

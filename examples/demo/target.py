@@ -45,6 +45,17 @@ def config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
     }
 
 
+def draft_config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+    """The `config.json` of a model a tenth as large, which mlx-lm's own speculation drafts with in the benchmarks."""
+    return config(vocab_size, eos_token_id) | {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 384,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+
+
 def new_model(settings: dict[str, Any], seed: int) -> Model:
     """A llama whose residual branches start at zero."""
     mx.random.seed(seed)
