@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -60,34 +61,47 @@ def make_family(name: str) -> nn.Module:
 
 
 class Follower(Scripted):
-    """A `Scripted` drafter for any model: it learns the hidden states as plain decoding meets them, token by token.
+    """A `Scripted` drafter for any model, told the hidden states that plain decoding meets, token by token.
 
     Args:
         model: the target.
         text: a prompt and its plain continuation, longer than what will be decoded.
-        size: how long the prompt is.
+        heard: the hidden states of `text`, `overheard` in plain decoding or `read_again`; a check of the model may have
+            read something before.
         ranks: for each position of `text`, which of the candidates its token is, or -1 for none of them.
         width: W.
-        cache: an empty one like that which will be decoded with.
     """
 
     def __init__(
-        self, model: nn.Module, text: Sequence[int], size: int, ranks: Sequence[int], width: int, cache: kv.Cache
+        self, model: nn.Module, text: Sequence[int], heard: Sequence[mx.array], ranks: Sequence[int], width: int
     ) -> None:
         self._text, self._ranks, self._width = mx.array(text), mx.array(ranks), width
-        table, place = anatomy(model)
-        kept: list[mx.array] = []
-        for part in ([self._text[: size - 1]] if size > 1 else []) + list(mx.split(self._text, len(text)))[size - 1 :]:
-            with tapped(place) as tap:
-                logits = model(part[None], cache=cache)
-            mx.eval(logits, tap.kept[-1])
-            kept.append(tap.kept[-1][0])
-        self._hidden = mx.concatenate(kept)
-        self._tokens = mx.arange(logits.shape[-1])
+        table, _ = anatomy(model)
+        with overheard(model) as once:
+            vocab = model(mx.array([[0]])).shape[-1]
+        last = heard[len(once) - 1 :: len(once)]  # some models go through their final norm more than once
+        self._hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
+        assert self._hidden.shape[0] == len(text)
+        self._tokens = mx.arange(vocab)
         self._rows = table(self._tokens)
         mx.eval(self._text, self._ranks, self._hidden, self._tokens, self._rows)
         dims = self._hidden.shape[-1]
-        self.args = DrafterArgs(dims, logits.shape[-1], 2 * dims, 0)
+        self.args = DrafterArgs(dims, vocab, 2 * dims, 0)
+
+
+@contextmanager
+def overheard(model: nn.Module) -> Iterator[list[mx.array]]:
+    """What the final norm of every forward meanwhile gives, (1, T, D) each."""
+    with tapped(anatomy(model).tap) as tap:
+        yield tap.kept
+
+
+def read_again(model: nn.Module, text: Sequence[int], size: int, cache: kv.Cache) -> list[mx.array]:
+    """The hidden states of a text whose first `size` tokens are the prompt, read into an empty cache as plainly."""
+    with overheard(model) as heard:
+        for part in ([text[: size - 1]] if size > 1 else []) + [[token] for token in text[size - 1 :]]:
+            mx.eval(model(mx.array([part]), cache=cache), heard[-1])
+    return heard
 
 
 def script(kind: str, size: int, width: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import mlx.core as mx
-from families import Follower, make_family, script
+from families import Follower, make_family, read_again, script
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
@@ -35,7 +35,8 @@ def main() -> None:
     alone = [step.token for step in decode(PROMPT, whole, None, make_settings(max_tokens=30, temp=0.8, seed=1))]
     model.shard(group)
     mx.eval(model.parameters())
-    drafter = Follower(model, PROMPT + alone, 9, script("half", 39, 2), 2, make_prompt_cache(model))
+    heard = read_again(model, PROMPT + alone, 9, make_prompt_cache(model))
+    drafter = Follower(model, PROMPT + alone, heard, script("half", 39, 2), 2)
     beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.8, "max_tokens": 24}
     together = list(decode(PROMPT, model, drafter, make_settings(drafter, seed=1, **beam)))
     unseeded = [step.token for step in decode(PROMPT, model, drafter, make_settings(drafter, **beam))]

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import Follower, contents, make_family, script
+from families import Follower, contents, make_family, overheard, script
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import make_model
@@ -59,9 +59,12 @@ def test_plans_that_change_in_mid_generation_change_no_token(
     options: dict[str, Any] = {"temp": 0.8, "seed": 5, "max_tokens": 40}
     if processed:
         options["logits_processors"] = make_logits_processors(repetition_penalty=1.2)
-    ahead = [s.token for s in decode(PROMPT, model, None, make_settings(**options | {"max_tokens": 60}))]
+    count, expected = 40 if close is None else close, make_prompt_cache(model)
+    with overheard(model) as heard:
+        ahead = [s.token for s in decode(PROMPT, model, None, make_settings(**options | {"max_tokens": 60}))]
+    list(decode(PROMPT, model, None, make_settings(prompt_cache=expected, **options | {"max_tokens": count})))
     text = PROMPT + ahead
-    drafter = Follower(model, text, len(PROMPT), script("half", len(text), 2), 2, make_prompt_cache(model))
+    drafter = Follower(model, text, heard, script("half", len(text), 2), 2)
     trees = name != "falcon_h1" and not processed
     plans = PLANS if trees else PLANS[:2]
     for seed in range(3):
@@ -71,11 +74,8 @@ def test_plans_that_change_in_mid_generation_change_no_token(
         settings = make_settings(drafter, prompt_cache=cache, **options)
         settings = replace(settings, plan=make_flight(CHEAP, UNKNOWN, plans))
         steps = decode(PROMPT, model, drafter, settings)
-        count = 40 if close is None else close
         assert [next(steps).token for _ in range(count)] == ahead[:count]
         steps.close()
-        expected = make_prompt_cache(model)
-        list(decode(PROMPT, model, None, make_settings(prompt_cache=expected, **options | {"max_tokens": count})))
         assert kv.length(cache) == kv.length(expected)
         for one, other in zip(contents(cache), contents(expected), strict=True):
             if name != "llama4":  # chunks are trimmed by the next forward

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, Follower, contents, make_family, modules, planted, script
+from families import CONFIGS, Follower, contents, make_family, modules, overheard, planted, read_again, script
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from supported import README, placed, rows
@@ -36,6 +36,21 @@ def run(model: nn.Module, prompt: list[int], drafter: Any = None, **options: Any
         warnings.simplefilter("always")
         steps = list(decode(prompt, model, drafter, make_settings(drafter, prompt_cache=cache, **options)))
     return steps, [str(each.message) for each in said if "guessed no token" not in str(each.message)], cache
+
+
+def run_on(
+    model: nn.Module, prompt: list[int], count: int, more: int, **options: Any
+) -> tuple[list[Step], list[int], list[mx.array], list[mx.array]]:
+    """Plain decoding: (`count` steps, the text with `more` tokens behind them, its hidden states, the cache then)."""
+    cache = make_prompt_cache(model)
+    steps, held = [], []
+    with overheard(model) as heard:
+        for step in decode(prompt, model, None, make_settings(prompt_cache=cache, max_tokens=count + more, **options)):
+            steps.append(step)
+            if len(steps) == count:
+                held = [mx.array(x) for x in contents(cache)]  # handles of their own: some caches write in place
+                mx.eval(held)
+    return steps[:count], prompt + [step.token for step in steps], heard, held
 
 
 def test_every_module_of_mlx_lm_is_in_exactly_one_list() -> None:
@@ -71,20 +86,18 @@ def test_a_text_and_its_cache_are_what_they_are_without_a_drafter(name: str) -> 
     for size, kind, width, depth, temp, count, more in cases:
         prompt = [generator.randrange(spread) for _ in range(size)]
         options = {"temp": temp, "seed": 3, **more}
-        ahead, _, _ = run(model, prompt, max_tokens=count + depth + 2, **options)
-        plain, _, cache = run(model, prompt, max_tokens=count, **options)
-        text = prompt + [step.token for step in ahead]
+        plain, text, heard, held = run_on(model, prompt, count, 0 if kind == "random" else depth + 2, **options)
         if kind == "random":
             drafter: Any = Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1))
         else:
-            drafter = Follower(model, text, size, script(kind, len(text), width), width, make_prompt_cache(model))
+            drafter = Follower(model, text, heard, script(kind, len(text), width), width)
         beam = {"beam_width": width, "draft_depth": depth}
         drafted, said, after = run(model, prompt, drafter, max_tokens=count, **beam, **options)
         case = (name, size, kind, width, temp)
         assert [step.token for step in drafted] == [step.token for step in plain], case
         for one, other in zip(drafted, plain, strict=True):
             assert mx.abs(one.logprobs - other.logprobs).max().item() < CLOSE, case  # type: ignore[operator]
-        for one, other in zip(contents(after), contents(cache), strict=True):
+        for one, other in zip(contents(after), held, strict=True):
             assert one.shape == other.shape and mx.allclose(one, other, atol=CLOSE, rtol=CLOSE), case
         stats = drafted[-1].stats
         assert bool(said) is (width > 1 and name not in TREES), said
@@ -112,10 +125,11 @@ def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) 
     def rings() -> list[RotatingKVCache]:
         return [RotatingKVCache(12, keep=keep) for _ in model.layers]
 
-    ahead, _, _ = run(model, prompt, max_tokens=36, prompt_cache=rings())
+    with overheard(model) as heard:
+        ahead, _, _ = run(model, prompt, max_tokens=36, prompt_cache=rings())
     plain, _, cache = run(model, prompt, max_tokens=30, prompt_cache=rings())
     text = prompt + [step.token for step in ahead]
-    follower = Follower(model, text, size, script("half", len(text), width), width, rings())
+    follower = Follower(model, text, heard, script("half", len(text), width), width)
     beam = {"beam_width": width, "draft_depth": 4}
     drafted, _, after = run(model, prompt, follower, max_tokens=30, prompt_cache=rings(), **beam)
     assert [step.token for step in drafted] == [step.token for step in plain]
@@ -129,7 +143,8 @@ def test_max_kv_size_means_what_it_means_in_mlx_lm(width: int) -> None:
     model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(9)]
     theirs = [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=40, max_kv_size=12)]
     rings = make_prompt_cache(model, 12)
-    follower = Follower(model, prompt + theirs, 9, script("half", 49, width), width, rings)
+    heard = read_again(model, prompt + theirs, 9, rings)
+    follower = Follower(model, prompt + theirs, heard, script("half", 49, width), width)
     settings = make_settings(follower, max_tokens=34, max_kv_size=12, beam_width=width, draft_depth=3)
     ours = list(decode(prompt, model, follower, settings))
     assert [step.token for step in ours] == theirs[:34] and ours[-1].stats.accepted > 5
@@ -146,12 +161,13 @@ def test_a_quantised_cache_gives_the_text_it_gives_without_a_drafter(name: str) 
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14, "seed": 3}
     prompt = [(5 * i + 2) % 50 for i in range(size)]
     try:
-        ahead, _, _ = run(model, prompt, max_tokens=count + 5, **options)
+        with overheard(model) as heard:
+            ahead, _, _ = run(model, prompt, max_tokens=count + 5, **options)
     except Exception as error:  # whatever mlx-lm's models say of a quantised cache
         pytest.skip(f"mlx-lm cannot quantise this model's cache: {type(error).__name__}")
     text = prompt + [step.token for step in ahead]
     width = 2 if name in TREES else 1
-    follower = Follower(model, text, size, script("half", len(text), width), width, make_prompt_cache(model))
+    follower = Follower(model, text, heard, script("half", len(text), width), width)
     drafted, _, after = run(model, prompt, follower, max_tokens=count, beam_width=width, draft_depth=3, **options)
     assert [step.token for step in drafted] == text[size : size + count]
     plain = [c for c in after if type(c) is KVCache and c.keys is not None]

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import Follower, contents, make_family, script
+from families import Follower, contents, make_family, overheard, script
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from test_round_cost import nodes
 from test_threads import workers
@@ -39,8 +39,9 @@ def plainly(model: nn.Module, prompt: list[int], cache: kv.Cache, count: int) ->
 
 def follower(model: nn.Module, width: int, keep: int | None = None) -> Follower:
     """A drafter that is right half of the time behind `PROMPT`."""
-    text = PROMPT + plainly(model, PROMPT, new_cache(model, keep), 60)
-    return Follower(model, text, len(PROMPT), script("half", len(text), width), width, new_cache(model, keep))
+    with overheard(model) as heard:
+        text = PROMPT + plainly(model, PROMPT, new_cache(model, keep), 60)
+    return Follower(model, text, heard, script("half", len(text), width), width)
 
 
 @pytest.mark.parametrize("width", [1, 2])
