@@ -232,15 +232,7 @@ def test_the_report_tells_what_the_bits_cost(tmp_path: Path) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer tokens for each of the report's prompts."""
-    monkeypatch.setattr("mlx_redrafter.convert.report.NEW_TOKENS", 20)
-
-
-@pytest.fixture(scope="module")
-def plain() -> tuple[Any, list[int], list[int]]:
-    """(the demo's target, a prompt, what it says greedily)."""
-    model, tokenizer, _ = load_demo()
-    ids = encode(tokenizer, demo_prompts()[0])
-    return model, ids, [token for token, _, _ in generate_step(ids, model, max_tokens=24)]
+    monkeypatch.setattr("mlx_redrafter.convert.report.NEW_TOKENS", 10)
 
 
 @pytest.mark.usefixtures("short")
@@ -255,18 +247,33 @@ def test_tokens_per_round_are_compared_at_the_depth_of_the_result(depth: int, tm
 DIVISIBLE = [form for form in FORMS if "3 ranks" not in form]  # the demo's sizes are no multiples of 3
 
 
-@pytest.mark.parametrize("form", DIVISIBLE)
-def test_a_drafter_from_any_form_decodes_what_the_target_says(form: str, plain: Any, tmp_path: Path) -> None:
-    model, ids, expected = plain
-    source = FORMS[form](tmp_path / "in", tensors(load_drafter(DRAFTER)))
-    assert (
-        command("--model", source, "--mlx-path", tmp_path / "out", "-q", "--q-bits", "8", "--q-group-size", "32")[0]
-        == 0
-    )
-    drafter = load_drafter(tmp_path / "out", model)
-    made = list(generate_step(ids, model, drafter, max_tokens=24, beam_width=2, draft_depth=3))
-    assert [token for token, _, _ in made] == expected
+def eight_bits(source: Path, place: Path) -> Path:
+    """Where a checkpoint is, converted to 8 bits."""
+    assert command("--model", source, "--mlx-path", place, "-q", "--q-bits", "8", "--q-group-size", "32")[0] == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's drafter in 8 bits."""
+    return eight_bits(DRAFTER, tmp_path_factory.mktemp("packed") / "out")
+
+
+def test_a_drafter_in_eight_bits_decodes_what_the_target_says(packed: Path) -> None:
+    model, tokenizer, _ = load_demo()
+    ids = encode(tokenizer, demo_prompts()[0])
+    made = list(generate_step(ids, model, load_drafter(packed, model), max_tokens=24, beam_width=2, draft_depth=3))
+    assert [token for token, _, _ in made] == [token for token, _, _ in generate_step(ids, model, max_tokens=24)]
     assert any(drafted for _, _, drafted in made), "negative control: it guesses"
+
+
+@pytest.mark.parametrize("form", DIVISIBLE)
+def test_the_demos_drafter_is_the_same_in_eight_bits_from_any_form(form: str, packed: Path, tmp_path: Path) -> None:
+    source = FORMS[form](tmp_path / "in", tensors(load_drafter(DRAFTER)))
+    made, expected = load_drafter(eight_bits(source, tmp_path / "out")), load_drafter(packed)
+    assert same(tensors(made), tensors(expected))
+    for size in ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn"):
+        assert getattr(made.args, size) == getattr(expected.args, size)
 
 
 def test_an_existing_result_is_replaced_only_by_force(tmp_path: Path) -> None:
@@ -375,8 +382,8 @@ print(scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def large(dtype: str) -> dict[str, mx.array]:
-    """Tensors of a drafter of 190 MB, most of them in the head."""
-    rows = 18_000 * 4 // getattr(mx, dtype).size
+    """Tensors of a drafter of 115 MB, most of them in the head."""
+    rows = 9_000 * 4 // getattr(mx, dtype).size
     shapes = {
         "rnn_u.weight": (1024, 1024),
         "rnn_u.bias": (1024,),
