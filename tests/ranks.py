@@ -20,8 +20,8 @@ def loaded(group: mx.distributed.Group) -> dict[str, list[int]]:
     """What the demo says, whole without its drafter, and as `sharded_load` shares it out with the drafter."""
     whole, tokenizer, drafter = load_demo()
     prompt = tokenizer.encode("def main(")
-    beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.0, "max_tokens": 24}
-    plain = [step.token for step in decode(prompt, whole, None, make_settings(temp=0.0, max_tokens=24))]
+    beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.0, "max_tokens": 12}
+    plain = [step.token for step in decode(prompt, whole, None, make_settings(temp=0.0, max_tokens=12))]
     model, _ = sharded_load(str(DIRECTORY / "target"), tensor_group=group)
     model.set_dtype(mx.float32)
     drafted = [step.token for step in decode(prompt, model, drafter, make_settings(drafter, **beam))]

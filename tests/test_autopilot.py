@@ -118,8 +118,16 @@ def test_a_pair_is_measured_once_and_remembered_by_the_machine(counted: list[int
 
 @pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "a list"])
 def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(
-    counted: list[int], tmp_path: Path, damage: str
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counted: list[int] = []
+
+    def measure(*args: Any, **options: Any) -> Costs:
+        counted.append(1)
+        return CHEAP._replace(plain=(float(len(counted)),))
+
+    monkeypatch.setattr(autopilot, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     model, drafter = pair()
     costs = known(model, drafter, trees=False)
     (file,) = (tmp_path / "caches").rglob("*.json")

@@ -105,7 +105,7 @@ def test_the_cache_holds_the_prompt_and_every_yielded_token_wherever_it_ends(
         assert_same_cache(cache, plain_cache(tokens, quantized))
         late = options.get("quantized_kv_start", 99) > len(PROMPT) + count
         assert isinstance(cache[0], KVCache if late else QuantizedKVCache)
-        assert snapshot(make_model()) == before
+    assert snapshot(make_model()) == before
 
 
 @pytest.mark.parametrize("beam", BEAMS)

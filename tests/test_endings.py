@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from toys import SCRIPTS, ids, make_model, make_prompt, make_tokenizer, run, scripted, with_plain
+from toys import SCRIPTS, Scripted, ids, make_model, make_prompt, make_tokenizer, run, scripted, with_plain
 
 from mlx_redrafter import generate, stream_generate
 
@@ -26,18 +27,28 @@ def plain_tokens(choice: str) -> tuple[int, ...]:
     return tuple(ids(run(make_model(), PROMPT, max_tokens=COUNT + 8, **CHOICES[choice])))
 
 
+@functools.cache
+def drafter_of(width: int, choice: str, script: str, luck: int) -> Scripted:
+    return scripted(make_model(), [*PROMPT, *plain_tokens(choice)], script, width=width, luck=luck)
+
+
+@functools.cache
+def alone(choice: str, eos: int | None = None, stop: tuple[str, ...] = ()) -> tuple[Response, ...]:
+    """The responses without a drafter."""
+    return tuple(responses(None, choice, eos=() if eos is None else (eos,), stop=list(stop)))
+
+
 def responses(beam: str | None, choice: str, script: str = "mixed", *, luck: int = 0, **more: Any) -> list[Response]:
     """(token, text, reason, whether it was drafted, rounds so far) of each response of one stream."""
     options: dict[str, Any] = {"max_tokens": COUNT} | CHOICES[choice] | more
     tokenizer = make_tokenizer(options.pop("eos", ()))
     if beam is not None:
-        width, text = BEAMS[beam]["beam_width"], [*PROMPT, *plain_tokens(choice)]
-        options |= BEAMS[beam] | {"drafter": scripted(make_model(), text, script, width=width, luck=luck)}
+        options |= BEAMS[beam] | {"drafter": drafter_of(BEAMS[beam]["beam_width"], choice, script, luck)}
     stream = stream_generate(make_model(), tokenizer, PROMPT, **options)
     return [(r.token, r.text, r.finish_reason, r.from_draft, r.rounds) for r in stream]
 
 
-def what_is_said(found: list[Response]) -> list[tuple[int, str, str | None]]:
+def what_is_said(found: Sequence[Response]) -> list[tuple[int, str, str | None]]:
     """All that may not depend on the drafter."""
     return [response[:3] for response in found]
 
@@ -47,7 +58,7 @@ def what_is_said(found: list[Response]) -> list[tuple[int, str, str | None]]:
 def test_an_end_of_text_token_ends_the_text_wherever_in_a_round_it_falls(beam: str, choice: str) -> None:
     plain, places = plain_tokens(choice)[:COUNT], set()
     for turn, eos in enumerate(sorted(set(plain))):
-        expected = what_is_said(responses(None, choice, eos=[eos]))
+        expected = what_is_said(alone(choice, eos))
         assert [token for token, _, _ in expected] == list(plain[: plain.index(eos) + 1])
         assert expected[-1][2] == "stop" and all(reason is None for _, _, reason in expected[:-1])
         for script in ("mixed", SCRIPTS[turn % 2]):
@@ -60,12 +71,12 @@ def test_an_end_of_text_token_ends_the_text_wherever_in_a_round_it_falls(beam: s
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("beam", BEAMS)
 def test_a_stop_string_ends_the_text_wherever_in_a_round_it_falls(beam: str, choice: str) -> None:
-    whole, places = "".join(text for _, text, _, _, _ in responses(None, choice)), set()
+    whole, places = "".join(text for _, text, _, _, _ in alone(choice)), set()
     assert len(whole) == COUNT
     for length in (1, 3):
         for start in range(0, COUNT - length + 1, length):
             stop = whole[start : start + length]
-            expected = responses(None, choice, stop=[stop, "never said"])
+            expected = alone(choice, stop=(stop, "never said"))
             assert "".join(text for _, text, _, _, _ in expected) == whole[: whole.index(stop)]
             found = responses(beam, choice, luck=start, stop=[stop, "never said"])
             assert what_is_said(found) == what_is_said(expected)
@@ -97,6 +108,6 @@ def test_a_text_without_end_goes_on_as_plain_decoding_does() -> None:
 
 def test_the_whole_text_is_the_stream_put_together() -> None:
     drafter = scripted(make_model(), [*PROMPT, *plain_tokens("greedy")], "mixed", width=3)
-    expected = "".join(text for _, text, _, _, _ in responses(None, "greedy"))
+    expected = "".join(text for _, text, _, _, _ in alone("greedy"))
     options = {"max_tokens": COUNT, "beam_width": 3, "draft_depth": 2}
     assert generate(make_model(), make_tokenizer(), PROMPT, drafter=drafter, **options) == expected

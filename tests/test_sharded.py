@@ -22,5 +22,5 @@ def test_two_ranks_take_the_same_decisions_and_say_what_one_says() -> None:
     assert sorted(each["rank"] for each in said) == [0, 1], done.stdout + done.stderr
     for each in said:
         assert each["size"] == 2 and each["together"] == each["alone"] and each["accepted"] > 3
-        assert each["demo sharded"] == each["demo"] and len(each["demo"]) == 24
+        assert each["demo sharded"] == each["demo"] and len(each["demo"]) == 12
     assert said[0]["unseeded"] == said[1]["unseeded"] != said[0]["together"]

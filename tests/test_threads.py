@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from toys import assert_same_cache, ids, make_model, make_prompt, make_tokenizer, run, scripted, snapshot
+from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, make_tokenizer, run, scripted, snapshot
 
 from mlx_redrafter import generate_step, stream_generate
 from mlx_redrafter.anatomy import anatomy
@@ -45,16 +46,22 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def prepared(name: str) -> tuple[list[int], Scripted | None]:
+    """(a job's tokens as one thread decodes them plainly, its drafter)."""
+    model, options = make_model(), JOBS[name]
+    rest = {key: value for key, value in options.items() if key not in ("beam_width", "draft_depth", "tree_size")}
+    plain = ids(run(model, PROMPT, max_tokens=COUNT + 8, **rest))
+    width = options.get("beam_width")
+    return plain[:COUNT], width and scripted(model, PROMPT + plain, "mixed", width=width)
+
+
 def job(name: str) -> tuple[list[int], Iterator[int], Any]:
     """(its tokens as one thread decodes them plainly, the same generation not yet started, its cache)."""
-    model, options = make_model(), JOBS[name]
-    shape = {key: value for key, value in options.items() if key in ("beam_width", "draft_depth", "tree_size")}
-    rest = {key: value for key, value in options.items() if key not in shape}
-    plain = ids(run(model, PROMPT, max_tokens=COUNT + 8, **rest))
-    drafter = scripted(model, PROMPT + plain, "mixed", width=shape["beam_width"]) if shape else None
+    model, (plain, drafter) = make_model(), prepared(name)
     cache = make_prompt_cache(model)
-    steps = generate_step(PROMPT, model, drafter, max_tokens=COUNT, prompt_cache=cache, **options)
-    return plain[:COUNT], steps, cache
+    steps = generate_step(PROMPT, model, drafter, max_tokens=COUNT, prompt_cache=cache, **JOBS[name])
+    return plain, steps, cache
 
 
 @contextmanager

@@ -96,6 +96,20 @@ def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None,
     return list(decode(prompt, model, drafter, make_settings(drafter, **options)))
 
 
+def plainly(model: nn.Module, prompt: tuple[int, ...], count: int, **options: Any) -> list[Step]:
+    """Plain decoding of a shared model, once for all that ask for the same; not with processors or a cache."""
+    if "logits_processors" in options or "prompt_cache" in options:
+        return run(model, prompt, max_tokens=count, **options)
+    key = id(model), prompt, count, repr(sorted(options.items()))
+    if key not in _said:
+        _said[key] = model, run(model, prompt, max_tokens=count, **options)
+    return list(_said[key][1])
+
+
+_said: dict[Any, tuple[nn.Module, list[Step]]] = {}
+"""What `plainly` has decoded, and the model, so that no other one gets its id."""
+
+
 def ids(steps: Sequence[Step]) -> list[int]:
     """The tokens of some steps."""
     return [step.token for step in steps]
@@ -202,7 +216,7 @@ def with_plain(
     model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, luck: int = 0, **options: Any
 ) -> tuple[list[Step], Scripted]:
     """(what plain decoding says, `count` steps of it; a drafter that follows `script` beside it)."""
-    steps = run(model, prompt, max_tokens=count + 8, **options)
+    steps = plainly(model, tuple(prompt), count + 8, **options)
     return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, luck=luck)
 
 
