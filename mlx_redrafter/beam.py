@@ -53,13 +53,13 @@ def chain(
     advance: Advance, token: mx.array, depth: int, *, adjust: Callable[[mx.array, int], mx.array] | None = None
 ) -> mx.array:
     """(depth,) int32: the likeliest token, over and over; what a beam search of width 1 finds, without its scores."""
-    tokens, state = [token.reshape(1).astype(mx.int32)], None
+    tokens, state = [token.reshape(1)], None
     for level in range(depth):
         logits, state = advance(tokens[-1], state)
         if adjust is not None:
             logits = adjust(logits, level)
-        tokens.append(mx.argmax(logits, axis=-1).astype(mx.int32))
-    return mx.concatenate(tokens[1:])
+        tokens.append(mx.argmax(logits, axis=-1))
+    return mx.concatenate(tokens[1:]).astype(mx.int32)
 
 
 def search(

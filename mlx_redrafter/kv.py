@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
@@ -97,18 +96,18 @@ def compact_(cache: Cache, count: int, path: list[int]) -> None:
         end = first + len(path)
         if still < len(path):
             rows = mx.array([first + node for node in path[still:]])
-            place = slice(first + still, end)
-
-            def moved(x: mx.array, rows: mx.array = rows, place: slice = place) -> mx.array:
-                x[..., place, :] = mx.take(x, rows, axis=-2)
-                return x
-
-            c.keys, c.values = tree_map(moved, (c.keys, c.values))
+            for x in (*tensors(c.keys), *tensors(c.values)):
+                x[..., first + still : end, :] = mx.take(x, rows, axis=-2)
         if exact:
             c.keys, c.values = c.keys[..., :end, :], c.values[..., :end, :]
         if isinstance(c, RotatingKVCache):
             c._idx = end
         c.offset += len(path) - count
+
+
+def tensors(x: Any) -> tuple[mx.array, ...]:
+    """The arrays that a cache's keys or values are: one, or three where they are quantised."""
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
 def rows_in_order(ring: RotatingKVCache) -> int:

@@ -155,8 +155,9 @@ class ByPosition:
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
         """See `Sampler.adjust`."""
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return self._scaled(logprobs, draws.coin[row]) + draws.gumbel[row]
+        if self._filters:  # they want log-probabilities; a rank does not
+            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return self._scaled(logits, draws.coin[row]) + draws.gumbel[row]
 
     def _scaled(self, logprobs: mx.array, coin: mx.array) -> mx.array:
         for keep in self._filters:

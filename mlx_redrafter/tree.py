@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from .types import Beams, Tree
+
+
+@lru_cache(maxsize=256)
+def levels(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
+    """What all trees of one shape share, made once: no operations in a round's graph, and safe in any thread.
+
+    Returns:
+        (nodes, depths, first): (N,) int32, their numbers; (N,) int32, see `Tree`; (K, 1) int32, the first node of the
+        level above each.
+    """
+    count = width * depth
+    depths = [0] + [1 + node // width for node in range(count)]
+    first = [[max(0, 1 + (level - 1) * width)] for level in range(depth)]
+    return mx.array(list(range(1 + count)), mx.int32), mx.array(depths, mx.int32), mx.array(first, mx.int32)
+
+
+@lru_cache(maxsize=256)
+def succession(count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """(parents, depths, ancestors) of so many nodes, each the child of the one before; see `levels`."""
+    nodes = list(range(count))
+    parents = mx.array([max(0, node - 1) for node in nodes], mx.int32)
+    return parents, mx.array(nodes, mx.int32), mx.array([[other <= node for other in nodes] for node in nodes])
 
 
 def line(token: mx.array, tokens: mx.array) -> Tree:
@@ -14,9 +38,8 @@ def line(token: mx.array, tokens: mx.array) -> Tree:
         token: () the root.
         tokens: (K,) int32, what follows it.
     """
-    nodes = mx.arange(1 + tokens.shape[0], dtype=mx.int32)
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), tokens])
-    return Tree(tokens, mx.maximum(nodes - 1, 0), nodes, nodes[:, None] >= nodes[None])
+    return Tree(tokens, *succession(tokens.shape[0]))
 
 
 def grow(token: mx.array, beams: Beams) -> Tree:
@@ -37,19 +60,15 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     Source: arXiv 2403.09919, section 3.3, whose prefix matching the back-pointers replace.
     """
     depth, width = beams.tokens.shape
-    size = 1 + width * depth
+    nodes, depths, first = levels(width, depth)
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), beams.tokens.reshape(-1)])
-    depths = mx.concatenate([mx.zeros((1,), mx.int32), mx.repeat(mx.arange(1, depth + 1, dtype=mx.int32), width)])
-    first = (mx.arange(depth, dtype=mx.int32) - 1) * width + 1
-    parents = mx.maximum(first[:, None] + beams.parents, 0)
-    parents = mx.concatenate([mx.zeros((1 + width,), mx.int32), parents[1:].reshape(-1)])
-    itself = mx.eye(size, dtype=mx.bool_)
-    level = mx.broadcast_to(itself[:1], (width, size))
-    rows = [itself[:1]]
-    for d in range(depth):
-        level = level[beams.parents[d]] | itself[1 + d * width : 1 + (d + 1) * width]
-        rows.append(level)
-    return Tree(tokens, parents, depths, mx.concatenate(rows))
+    parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
+    above, ancestors = parents, nodes[:, None] == nodes
+    for turn in range(depth.bit_length()):
+        # So far those fewer than 2 ** turn levels above a node; `above` is the one 2 ** turn levels above it.
+        above = above[above] if turn else above
+        ancestors = ancestors | ancestors[above]
+    return Tree(tokens, parents, depths, ancestors)
 
 
 def prune(tree: Tree, beams: Beams, count: int) -> Tree:
@@ -63,16 +82,17 @@ def prune(tree: Tree, beams: Beams, count: int) -> Tree:
         count: how many nodes to keep, the root included, 1 <= count <= N.
     """
     size = tree.tokens.shape[0]
-    width = beams.tokens.shape[1]
-    scores = mx.concatenate([mx.full((1,), mx.inf), beams.scores.reshape(-1)])
-    nodes = mx.arange(size)
-    ahead = (scores[None] > scores[:, None]) | ((scores[None] == scores[:, None]) & (nodes[None] < nodes[:, None]))
+    depth, width = beams.tokens.shape
+    nodes, _, _ = levels(width, depth)
+    scores = mx.concatenate([mx.array([mx.inf]), beams.scores.reshape(-1)])
+    earlier = nodes < nodes[:, None]
+    ahead = mx.where(earlier, scores >= scores[:, None], scores > scores[:, None])
     rank = ahead.sum(axis=1)
     leading = tree.ancestors[size - width]
     order = mx.where(leading, tree.depths - size, rank)
-    kept = mx.argsort(mx.where(rank < count, order, size + rank))[:count]
+    kept = mx.argsort(order if count == size else mx.where(rank < count, order, size + rank))[:count]
     place = mx.zeros((size,), mx.int32)
-    place[kept] = mx.arange(count, dtype=mx.int32)
+    place[kept] = nodes[:count]
     return Tree(
         tree.tokens[kept],
         place[tree.parents[kept]],

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from small import AWAY, CAT, RAN, SAT, THE, example_beams, random_beams
 
-from mlx_redrafter.accept import accept
-from mlx_redrafter.tree import grow, prune
+from mlx_redrafter.accept import accept, accept_line
+from mlx_redrafter.tree import grow, line, prune
 from mlx_redrafter.types import Beams, Tree, Verdict
 
 
@@ -99,6 +99,22 @@ def test_acceptance_is_a_walk_from_the_root_for_any_tree_choices_and_limit(width
                 check_verdict(verdict, pruned, choices, depth, limit)
                 seen.add(verdict.n_accepted.item())
     assert seen == set(range(depth + 1)), "some length of path never occurred"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_line_is_accepted_as_a_tree_of_its_shape_is(depth: int) -> None:
+    rng = np.random.default_rng(depth)
+    seen = set()
+    for _ in range(30):
+        tree = line(mx.array(int(rng.integers(1, 4))), mx.array(rng.integers(1, 4, depth).astype(np.int32)))
+        choices = mx.array(rng.integers(1, 4, 1 + depth).astype(np.int32))
+        for limit in range(depth + 1):
+            of_line, of_tree = accept_line(tree.tokens, choices, limit), accept(tree, choices, depth, limit)
+            assert of_line.n_accepted.item() == of_tree.n_accepted.item()
+            assert of_line.path.tolist() == of_tree.path.tolist()
+            assert of_line.n_accepted.dtype == of_tree.n_accepted.dtype == of_line.path.dtype == of_tree.path.dtype
+            seen.add(of_line.n_accepted.item())
+    assert len(seen) > 1
 
 
 def test_the_check_on_verdicts_refuses_each_kind_of_wrong_verdict() -> None:

@@ -204,11 +204,11 @@ def test_operations_are_counted_each_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "options", "bound"),
     [
-        ({"beam_width": 1, "draft_depth": 4}, {}, 155),  # 148
-        ({"beam_width": 4, "draft_depth": 5}, {}, 425),  # 405
-        ({"beam_width": 4, "draft_depth": 5, "tree_size": 9}, {}, 426),  # 406
-        ({"beam_width": 1, "draft_depth": 4}, {"temp": 0.8}, 235),  # 224
-        ({"beam_width": 4, "draft_depth": 5}, {"temp": 0.8}, 515),  # 490
+        ({"beam_width": 1, "draft_depth": 4}, {}, 118),  # 112
+        ({"beam_width": 4, "draft_depth": 5}, {}, 359),  # 342
+        ({"beam_width": 4, "draft_depth": 5, "tree_size": 9}, {}, 366),  # 349
+        ({"beam_width": 1, "draft_depth": 4}, {"temp": 0.8}, 185),  # 176
+        ({"beam_width": 4, "draft_depth": 5}, {"temp": 0.8}, 432),  # 412
     ],
 )
 def test_a_round_enqueues_no_more_operations_than_recorded(
