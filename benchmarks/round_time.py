@@ -1,19 +1,25 @@
 """Where a round's time goes: a verify forward of N nodes, a draft, and a whole round, each measured alone.
 
     python -m benchmarks.round_time
+    python -m benchmarks.round_time --synthetic 2048,4 --shapes 1,1 1,4 4,4 --repeats 20
 
 A whole round is what the loop does: verify, choose, accept, the next draft enqueued, the one read. All parts
-alternate; medians of `--repeats`. The last column is round / (verify + draft).
+alternate; medians of `--repeats`. The last columns are round / (verify + draft) of each turn, its median and quartiles.
+`--synthetic D,LAYERS` measures a llama of that size and its drafter, both of random float32 weights: what a round costs
+does not depend on what they say.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from statistics import quantiles
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import llama
 
+from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.rounds import Draft, make_draft, verify
@@ -21,6 +27,10 @@ from mlx_redrafter.target import Target
 from mlx_redrafter.types import Tip
 
 from .common import Bench, beam, make_parser, median, milliseconds, open_bench, show
+
+HEAD_SIZE = 64
+VOCAB_SIZE = 32000
+"""Of synthetic models."""
 
 
 def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
@@ -76,16 +86,56 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
         "N": plan.size,
         **{f"{name} ms": value for name, value in alone.items()},
         "draft step %": 100 * alone["draft"] / plan.depth / alone["plain"],
-        "x sum": alone["round"] / (alone["verify"] + alone["draft"]),
+        **excess(*(times[name][3:] for name in ("round", "verify", "draft"))),
     }
+
+
+def excess(rounds: list[float], verifies: list[float], drafts: list[float]) -> dict[str, float]:
+    """A round in terms of its parts, turn by turn: the median and the quartiles."""
+    ratios = [whole / (verify + draft) for whole, verify, draft in zip(rounds, verifies, drafts, strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    return {"x sum": middle, "lower": low, "upper": high}
+
+
+def dimensions(text: str) -> tuple[int, int]:
+    """`D,LAYERS` of a synthetic target."""
+    try:
+        hidden, layers = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected D,LAYERS, got {text!r}") from None
+    if hidden < HEAD_SIZE or hidden % HEAD_SIZE or layers < 1:
+        raise argparse.ArgumentTypeError(f"expected D a multiple of {HEAD_SIZE} and LAYERS at least 1, got {text!r}")
+    return hidden, layers
+
+
+def synthetic(hidden: int, layers: int) -> Bench:
+    """A llama in the proportions of the small ones of that family, and a drafter whose `exit_dim` is D / 4."""
+    heads = hidden // HEAD_SIZE
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            intermediate_size=11 * hidden // 4,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 4) if heads % 4 == 0 else heads,
+            rms_norm_eps=1e-5,
+            vocab_size=VOCAB_SIZE,
+            tie_word_embeddings=True,
+        )
+    )
+    drafter = Drafter(DrafterArgs(hidden, VOCAB_SIZE, hidden // 4, 1))
+    mx.eval(model.parameters(), drafter.parameters())
+    return Bench(model, drafter, [list(range(100, 164))])
 
 
 def main() -> None:
     """Prints a row a shape."""
     parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--synthetic", type=dimensions, metavar="D,LAYERS", help="a target of this size, at random")
     args = parser.parse_args()
-    bench = open_bench(args)
+    bench = synthetic(*args.synthetic) if args.synthetic else open_bench(args)
     show(args, [measure(bench, numbers, args) for numbers in args.shapes])
 
 
