@@ -1,33 +1,35 @@
 """Contestants that decode the same prompts in turns, in one process, and the record of each.
 
 Before anything counts every contestant decodes a little of the first prompt. Then, prompt by prompt, all of them decode
-`repeats` times, each time beginning with another one. The time is that from the first token to the last. A ratio is
-that of plain decoding's time and the contestant's in the same turn.
+`repeats` times, each time beginning with another one. The time is that from the first token to the last: for everybody
+the prompt is read and the first token made before. A ratio is that of plain decoding's time and the contestant's in the
+same turn. Bandwidth counts the target's weights alone, once a forward. Memory is the whole process's, in which the
+models of all contestants are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, speculative_generate_step
-from mlx_lm.sample_utils import make_sampler
+import mlx.nn as nn
 
 from mlx_redrafter.comparing import first_difference
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import Settings, decode
+from mlx_redrafter.loop import Settings, decode, served
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.stats import Stats
 
+from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt
 from .record import SCHEMA
-from .subject import Subject, bytes_per_forward
+from .subject import Subject, bytes_per_forward, wired
 
 PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "plain",
@@ -75,12 +77,12 @@ class Contestant:
     Attributes:
         kind: one of the names above.
         plan: "off", "auto", or [W, K, N]; None for mlx-lm's own.
-        steps: (prompt ids, max_tokens) -> items that begin with the token, and may have `stats`.
+        steps: how it decodes.
     """
 
     kind: str
     plan: str | list[int] | None
-    steps: Callable[[list[int], int], Iterator[Any]]
+    steps: Steps
 
     @property
     def label(self) -> str:
@@ -111,7 +113,7 @@ def label(kind: str, plan: Any) -> str:
 def contestants(
     subject: Subject, plans: Sequence[Any], options: Options, *, mlx_lm: bool = True, random: bool = False
 ) -> list[Contestant]:
-    """Plain decoding first, then mlx-lm's, then each plan.
+    """Plain decoding first, then mlx-lm's, then each plan, none of them twice.
 
     Args:
         plans: "auto", (W, K) or (W, K, N).
@@ -120,19 +122,27 @@ def contestants(
     """
     found = [ours(subject, None, "off", options, PLAIN)]
     if mlx_lm:
-        found.append(Contestant(MLX_LM, None, theirs(subject, options)))
+        how: dict[str, Any] = {"temp": options.temp, "seed": options.seed}
+        found.append(Contestant(MLX_LM, None, plain_steps(subject, **how)))
         if subject.draft_model is not None:
-            found.append(Contestant(MLX_LM_DRAFT, None, theirs(subject, options, speculative=True)))
+            how["num_draft_tokens"] = options.num_draft_tokens
+            found.append(Contestant(MLX_LM_DRAFT, None, draft_model_steps(subject, **how)))
     if subject.drafter is not None:
         found += [ours(subject, subject.drafter, plan, options, DRAFTED) for plan in plans]
         if random:
             found.append(ours(subject, ignorant(subject.drafter), "auto", options, RANDOM))
-    return found
+    return list({side.label: side for side in found}.values())
 
 
 def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: Options, kind: str) -> Contestant:
-    """Our loop, with a plan."""
+    """Our loop, with a plan; the chain of it where the model takes no trees.
+
+    Raises:
+        RedrafterError: there is no such plan, or options out of range.
+    """
     settings: Settings = make_settings(drafter, temp=options.temp, seed=options.seed, plan=plan)
+    if isinstance(settings.plan, Plan):
+        settings = replace(settings, plan=served(subject.model, settings.plan, None))
     if subject.chooser is not None:
         settings = replace(settings, chooser=subject.chooser)
     told = list(settings.plan) if isinstance(settings.plan, Plan) else plan
@@ -143,34 +153,20 @@ def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: Options,
     return Contestant(kind, told, steps)
 
 
-def theirs(
-    subject: Subject, options: Options, *, speculative: bool = False
-) -> Callable[[list[int], int], Iterator[Any]]:
-    """mlx-lm's plain loop, or its speculation with the draft model."""
-
-    def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        mx.random.seed(options.seed)
-        sampler = make_sampler(options.temp) if options.temp else None
-        if not speculative:
-            return generate_step(mx.array(prompt), subject.model, max_tokens=max_tokens, sampler=sampler)
-        assert subject.draft_model is not None
-        return speculative_generate_step(
-            mx.array(prompt),
-            subject.model,
-            subject.draft_model,
-            num_draft_tokens=options.num_draft_tokens,
-            max_tokens=max_tokens,
-            sampler=sampler,
-        )
-
-    return steps
-
-
 def ignorant(drafter: Drafter) -> Drafter:
-    """A drafter of the same size that has learned nothing."""
+    """A drafter of the same size and bits that has learned nothing."""
     mx.random.seed(0)
     found = Drafter(drafter.args)
     found.set_dtype(drafter.dtype)
+    layers = dict(drafter.named_modules())
+
+    def as_there(path: str, _: nn.Module) -> bool | dict[str, Any]:
+        layer = layers[path]
+        if not isinstance(layer, nn.QuantizedLinear):
+            return False
+        return {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+
+    nn.quantize(found, class_predicate=as_there)
     mx.eval(found.parameters())
     return found
 
@@ -187,17 +183,18 @@ def hold(subject: Subject, sides: Sequence[Contestant], options: Options) -> Ite
         "repeats": options.repeats,
     }
     read = bytes_per_forward(subject.model)
-    for side in sides:
-        side.run(subject.prompts[0], WARM_UP)
-    for prompt in subject.prompts:
-        runs: dict[str, list[Run]] = defaultdict(list)
-        for repeat in range(options.repeats):
-            turn = repeat % len(sides)
-            for side in [*sides[turn:], *sides[:turn]]:
-                runs[side.label].append(side.run(prompt, options.max_tokens))
-        about = {"prompt": prompt.name, "category": prompt.category, "prompt_tokens": len(prompt.ids)}
-        plain = runs[sides[0].label]
-        yield [shared | about | told(side, runs[side.label], plain, read, options) for side in sides]
+    with wired(subject.model):
+        for side in sides:
+            side.run(subject.prompts[0], WARM_UP)
+        for prompt in subject.prompts:
+            runs: dict[str, list[Run]] = defaultdict(list)
+            for repeat in range(options.repeats):
+                turn = repeat % len(sides)
+                for side in [*sides[turn:], *sides[:turn]]:
+                    runs[side.label].append(side.run(prompt, options.max_tokens))
+            about = {"prompt": prompt.name, "category": prompt.category, "prompt_tokens": len(prompt.ids)}
+            plain = runs[sides[0].label]
+            yield [shared | about | told(side, runs[side.label], plain, read, options) for side in sides]
 
 
 def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, options: Options) -> dict[str, Any]:
@@ -211,8 +208,9 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
     tokens, stats = runs[-1].tokens, runs[-1].stats
     made = len(tokens) - 1
     compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not options.temp
-    differs = first_difference(plain[-1].tokens, tokens) if compared else None
-    forwards = None if side.kind == MLX_LM_DRAFT else (stats.rounds if stats else 0) or made
+    places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if compared else []
+    differs = min((place for place in places if place is not None), default=None)
+    forwards = (stats.rounds if stats else 0) or made
     return {
         "contestant": side.kind,
         "plan": side.plan,
@@ -228,7 +226,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
         "plain_steps": None if stats is None else stats.skipped if stats.rounds else made,
         "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
-        "bandwidth_gb_s": None if forwards is None or read is None else read * forwards / median(seconds) / 1e9,
+        "bandwidth_gb_s": None if read is None else read * forwards / median(seconds) / 1e9,
         "same_tokens": None if side.kind == PLAIN or not compared else differs is None,
         "first_difference": differs,
     }

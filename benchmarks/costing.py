@@ -9,14 +9,18 @@ from mlx_redrafter.planner import UNKNOWN
 from mlx_redrafter.target import check_draftable
 
 from .record import SCHEMA
-from .subject import Subject
+from .subject import Subject, wired
 
 
 def costs_record(subject: Subject) -> dict[str, Any]:
-    """Milliseconds by context, nodes and width, the drafter's acceptance, and the plans that may pay."""
+    """Milliseconds by context, nodes and width, the drafter's acceptance, and the plans that may pay.
+
+    They are measured now, whatever is kept of another day; "auto" then goes by the same ones.
+    """
     assert subject.drafter is not None
     trees = check_draftable(subject.model, tree=True) is None
-    flight = flight_of(subject.model, subject.drafter, trees=trees)
+    with wired(subject.model):
+        flight = flight_of(subject.model, subject.drafter, trees=trees, refresh=True)
     return subject.described | {
         "schema": SCHEMA,
         "kind": "costs",
