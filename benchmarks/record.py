@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,43 @@ def problem(record: Any) -> str | None:
         import jsonschema
     except ImportError as error:
         raise RedrafterError("results are checked with the package jsonschema: pip install '.[bench]'") from error
-    schema = json.loads(FILE.read_text(encoding="utf-8"))
+    schema = whole_schema()
     kind = record.get("kind") if isinstance(record, dict) else None
     if kind not in schema["$defs"]["kinds"]["enum"]:
         return f"its kind must be one of {', '.join(schema['$defs']['kinds']['enum'])}, got {kind!r}"
     validator = jsonschema.Draft202012Validator({**schema, "$ref": f"#/$defs/{kind}"})
     worst = jsonschema.exceptions.best_match(validator.iter_errors(record))
     return None if worst is None else f"{worst.json_path}: {one_line(worst.message)[:200]}"
+
+
+@cache
+def whole_schema() -> dict[str, Any]:
+    """What `record.schema.json` holds."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def line_problem(record: Any) -> str | None:
+    """As `problem`, of a line: it says itself where it was measured, and a suite is a file of its own."""
+    if (wrong := problem(record)) is not None:
+        return wrong
+    if record["kind"] == "suite":
+        return "a suite is a file of its own, not a line of one"
+    return None if "machine" in record else "$: 'machine' is a required property of a line"
+
+
+def parsed(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none; NaN and the infinities are none either.
+        RecursionError: it is too deep.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def read(path: Path) -> list[Record]:
@@ -50,10 +81,10 @@ def read(path: Path) -> list[Record]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parsed(line)
         except (ValueError, RecursionError) as error:
             raise RedrafterError(f"{path}, line {number}: expected a JSON object: {one_line(error)}") from error
-        if (wrong := problem(record)) is not None:
+        if (wrong := line_problem(record)) is not None:
             raise RedrafterError(f"{path}, line {number}: {wrong}")
         found.append(record)
     if not found:
@@ -68,7 +99,7 @@ def write(path: Path, records: Iterable[Record]) -> None:
         RedrafterError: it cannot be written.
     """
     try:
-        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
     except OSError as error:
         raise RedrafterError(f"cannot write results to {path}: {one_line(error)}") from error
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from mlx_redrafter.errors import RedrafterError, one_line
 
-from .record import Record, problem, read
+from .record import Record, parsed, problem, read
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -47,7 +46,7 @@ def read_suite(path: Path) -> Record:
         RedrafterError: it is damaged, or does not say who contributed it.
     """
     try:
-        found: Record = json.loads(path.read_text(encoding="utf-8"))
+        found: Record = parsed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RedrafterError(f"cannot read {path}: {one_line(error)}") from error
     if (wrong := problem(found)) is not None or found["kind"] != "suite":
