@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.files import expanded
 from mlx_redrafter.generation import encode_chat
 from mlx_redrafter.training.data import load_prompts
 
@@ -20,7 +21,7 @@ class Prompt(NamedTuple):
     """A prompt as a model reads it.
 
     Attributes:
-        name: `category/file`, or a file of somebody's own and a line number.
+        name: `category/file`, or a file of somebody's own and the prompt's number in it.
         category: what kind of text it asks for.
         ids: the token ids, through the chat template if the tokenizer has one.
     """
@@ -58,7 +59,7 @@ def chosen(names: list[str], tokenizer: Any) -> list[Prompt]:
     found: list[Prompt] = []
     for name in names:
         found += named(name, tokenizer)
-    return list({prompt.name: prompt for prompt in found}.values())
+    return list({(prompt.name, *prompt.ids): prompt for prompt in found}.values())
 
 
 def named(name: str, tokenizer: Any) -> list[Prompt]:
@@ -72,7 +73,7 @@ def named(name: str, tokenizer: Any) -> list[Prompt]:
             Prompt(f"{DEMO}/{number:02d}", DEMO, encode_chat(tokenizer, text))
             for number, text in enumerate(demo_prompts(), start=1)
         ]
-    path = Path(name)
+    path = expanded(name)
     if not path.exists():
         kinds = ", ".join([*categories(), DEMO])
         raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")
@@ -80,6 +81,6 @@ def named(name: str, tokenizer: Any) -> list[Prompt]:
     return [Prompt(f"{path.name}:{number}", "own", ids) for number, ids in enumerate(rows, start=1)]
 
 
-def one_of_each(names: list[str]) -> list[str]:
-    """The first name of each category."""
-    return list({category_of(name): name for name in reversed(names)}.values())[::-1]
+def one_of_each(prompts: list[Prompt]) -> list[Prompt]:
+    """The first prompt of each category."""
+    return list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]

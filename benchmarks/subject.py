@@ -144,8 +144,7 @@ def open_subject(args: argparse.Namespace) -> Subject:
             mx.eval(draft_model.parameters())
     prompts = chosen(args.prompts, tokenizer)
     if getattr(args, "quick", False):
-        keep = set(one_of_each([prompt.name for prompt in prompts]))
-        prompts = [prompt for prompt in prompts if prompt.name in keep]
+        prompts = one_of_each(prompts)
     return Subject(
         name=args.model or "demo",
         model=model,
