@@ -10,10 +10,10 @@ NAME = "openblas"
 
 
 def load_openblas() -> str | None:
-    """The file name of the OpenBLAS that MLX's CPU backend will use; None where there is none, or no need of it.
+    """The file name of the OpenBLAS that MLX's CPU backend will use; None where there is none that loads, or no need.
 
     MLX's wheels for Linux link the reference BLAS, in which a forward of N rows costs N times one of a row. What is
-    loaded before MLX, with global symbols, takes its place. It does nothing where a GPU does the work.
+    loaded before MLX, with global symbols, takes its place. Where a GPU does the work nothing calls it.
 
     Raises:
         RuntimeError: MLX is loaded already, so it would come too late.
@@ -25,5 +25,8 @@ def load_openblas() -> str | None:
     found = ctypes.util.find_library(NAME)
     if found is None:
         return None
-    ctypes.CDLL(found, mode=ctypes.RTLD_GLOBAL)
+    try:
+        ctypes.CDLL(found, mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return None
     return found

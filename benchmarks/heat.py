@@ -1,4 +1,4 @@
-"""Heat maps of a sweep, and what a machine's forwards take, as pictures."""
+"""Heat maps of a sweep."""
 
 from __future__ import annotations
 

@@ -21,6 +21,9 @@ STRIDE, SHIFT = 7919, 104729
 NARROW = 1e-3
 """How far the logits of all other tokens may be apart: they share what chance is left."""
 
+ROUNDING = 1e-9
+"""So much above 1 may chances add up to."""
+
 LEAST = 1e-12
 """The least chance that has a logarithm."""
 
@@ -42,7 +45,7 @@ class Oracle:
 
     def __init__(self, acceptance: Acceptance, seed: int = 0) -> None:
         for row in acceptance:
-            if not row or not all(0 <= chance <= 1 for chance in row) or sum(row) > 1:
+            if not row or not all(0 <= chance <= 1 for chance in row) or sum(row) > 1 + ROUNDING:
                 raise RedrafterError(f"an acceptance is chances of ranks that add up to 1 at most, got {list(row)}")
         self.acceptance = [list(row) for row in acceptance]
         self._key = mx.random.key(seed)
@@ -98,7 +101,7 @@ def acceptance_of(text: str) -> Acceptance:
     not say.
 
     Raises:
-        RedrafterError: these are no chances.
+        RedrafterError: these are no numbers; whether they are chances is the oracle's to say.
     """
     try:
         chances = [float(part) for part in text.split(",")]
@@ -108,6 +111,4 @@ def acceptance_of(text: str) -> Acceptance:
         first, *others = UNKNOWN[0]
         scale = min(chances[0] / first, (1.0 - chances[0]) / sum(others)) if chances[0] < 1 else 0.0
         chances += [scale * other for other in others]
-    if not all(0 <= chance <= 1 for chance in chances) or sum(chances) > 1 + 1e-9:
-        raise RedrafterError(f"an acceptance is chances of ranks that add up to 1 at most, got {text!r}")
     return [chances]
