@@ -20,8 +20,10 @@ DEMO, DEMO_SWEEP, SYNTHETIC = "demo", "demo-sweep", "synthetic"
 
 
 def machine_of(records: Iterable[Record]) -> str:
-    """The machine and the settings in a sentence."""
-    record = next(record for record in records if record["kind"] == "speed")
+    """The machine and the settings in a sentence; nothing where nobody decoded."""
+    record = next((record for record in records if record["kind"] == "speed"), None)
+    if record is None:
+        return ""
     machine = record["machine"]
     told = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
     told += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
@@ -67,15 +69,15 @@ def categories(results: Results) -> str:
             for label, own in sides.items()
             if own[0]["contestant"] == DRAFTED and isinstance(own[0]["plan"], list)
         }
-        best = max(fixed, key=lambda label: fixed[label]["x plain"])
+        best = max(fixed, key=lambda label: fixed[label]["x plain"], default=None)
         lines.append(
             {
                 "prompts": f"{name} ({len(sides[PLAIN])})",
                 "plain tokens/s": median(record["tokens_per_second"] for record in sides[PLAIN]),
-                "auto": ratio(summed(sides["auto"])),
+                "auto": ratio(summed(sides["auto"])) if "auto" in sides else None,
                 "auto, random drafter": x_plain(sides, "auto, random drafter"),
-                "best fixed": f"{best}: {fixed[best]['x plain']:.2f}",
-                "tokens per round of it": fixed[best]["tokens/round"],
+                "best fixed": best and f"{best}: {fixed[best]['x plain']:.2f}",
+                "tokens per round of it": best and fixed[best]["tokens/round"],
                 MLX_LM: x_plain(sides, MLX_LM),
                 MLX_LM_DRAFT: x_plain(sides, MLX_LM_DRAFT),
             }
@@ -193,15 +195,19 @@ def apples(row: dict[str, Any]) -> str:
     return f"{width} x {depth}: {row['tokens_per_second']:.1f}, {row['x_plain']:.2f}"
 
 
+def place_of(machine: dict[str, Any]) -> str:
+    """A contributor's machine, as far as it is known."""
+    cores, memory = machine.get("gpu_cores"), machine["memory_gb"]
+    parts = [machine["chip"], cores and f"{cores} GPU cores", memory and f"{memory:g} GB", machine.get("power")]
+    return ", ".join(part for part in parts if part)
+
+
 def contributed(results: Results) -> str:
     """What others have measured."""
     lines = []
     for suite in results.contributed:
-        machine = suite["machine"]
-        for own in by_model(suite["records"]).values():
-            for line in sized(own):
-                place = f"{machine['chip']}, {machine.get('gpu_cores') or '?'} GPU cores, {machine['memory_gb']:g} GB"
-                lines.append({"measured by": suite["contributor"], "on": place} | line)
+        told = {"measured by": suite["contributor"], "on": place_of(suite["machine"])}
+        lines += [told | line for own in by_model(suite["records"]).values() for line in sized(own)]
     return markdown(lines) if lines else "None yet.\n"
 
 

@@ -28,7 +28,11 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 PLOTS = ROOT / "docs" / "plots"
 
-PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- results: end -->\n)", re.DOTALL)
+BEGIN = r"<!-- results: (?!end )[\w-]+ -->\n"
+
+PLACE = re.compile(
+    r"(<!-- results: (?!end )([\w-]+) -->\n)((?:(?!<!-- results: ).)*)(<!-- results: end -->\n)", re.DOTALL
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints or writes the tables; the exit status."""
     found = read_results(args.results)
+    directory = args.plots or (PLOTS if args.write else None)
+    if directory:
+        heat.check()
     if args.write:
-        for path in DOCUMENTS:
-            write(path, placed(path.read_text(encoding="utf-8"), found))
+        texts = {path: placed(path.read_text(encoding="utf-8"), found) for path in DOCUMENTS}
+        for path, text in texts.items():
+            write(path, text)
     else:
         for name, make in blocks.BLOCKS.items():
             if text := make(found):
                 print(f"{name}\n\n{text}")
-    if directory := args.plots or (PLOTS if args.write else None):
+    if directory:
         draw(found, directory)
     return 0
 
@@ -57,11 +65,13 @@ def placed(text: str, found: Results) -> str:
     """A document with the tables in their places.
 
     Raises:
-        RedrafterError: a place has a name that no table has.
+        RedrafterError: a place has a name that no table has, or no end.
     """
+    if (begun := len(re.findall(BEGIN, text))) != len(PLACE.findall(text)):
+        raise RedrafterError(f"expected a line <!-- results: end --> behind each of {begun} places of results")
 
     def table(match: re.Match[str]) -> str:
-        begin, name, end = match.groups()
+        begin, name, _, end = match.groups()
         if name not in blocks.BLOCKS:
             raise RedrafterError(f"no table is called {name!r}: there are {', '.join(blocks.BLOCKS)}")
         return begin + blocks.BLOCKS[name](found) + end
@@ -83,7 +93,6 @@ def write(path: Path, text: str) -> None:
 
 def draw(found: Results, directory: Path) -> None:
     """Heat maps of every sweep."""
-    heat.check()
     for name, records in found.files.items():
         if name.endswith("sweep"):
             heat.draw(records, directory / f"{name}.png")

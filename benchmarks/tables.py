@@ -59,7 +59,9 @@ def printed(rows: Sequence[dict[str, Any]]) -> str:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of a table in Markdown."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    texts = [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    lines = [[text.replace("|", "\\|") for text in line] for line in texts]
+    lines.insert(1, ["---"] * len(rows[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
