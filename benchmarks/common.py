@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +48,10 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def shape(text: str) -> tuple[int, ...]:
     """`W,K` or `W,K,N`."""
-    numbers = tuple(int(part) for part in text.split(","))
-    if len(numbers) not in (2, 3):
-        raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, got {text!r}")
-    return numbers
+    parts = text.split(",")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, whole numbers above 0, got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def positive(text: str) -> int:
@@ -58,6 +59,24 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
+
+
+def seed(text: str) -> int:
+    """A whole number that MLX takes for a seed."""
+    if not text.isdecimal() or int(text) >= 1 << 64:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^64 - 1, got {text!r}")
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    """A time above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
+    return found
 
 
 def beam(numbers: Sequence[int]) -> dict[str, Any]:

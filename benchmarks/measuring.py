@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import expanded
 
 from . import record
-from .common import positive, shape
-from .contest import Options, contestants, hold
+from .common import positive, seed, shape
+from .contest import Options, contestants, hold, label
 from .costing import costs_record
 from .stamp import stamp
 from .subject import Subject
@@ -22,17 +23,37 @@ PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
 QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The flags that say how everybody decodes, and where the results go."""
+QUICK_TOKENS = 64
+
+LEAST_TOKENS = 2
+"""The clock starts at the first."""
+
+
+def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
+    """The flags that say how often everybody decodes, and where the results go.
+
+    Args:
+        quick: what `--quick` does.
+    """
     default = Options()
-    parser.add_argument("--max-tokens", type=positive, default=None, help=f"default: {default.max_tokens}")
-    parser.add_argument("--temp", type=float, default=default.temp)
-    parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--repeats", type=positive, default=None, help=f"default: {default.repeats}")
-    parser.add_argument("--num-draft-tokens", type=positive, default=default.num_draft_tokens, help="of mlx-lm's own")
-    parser.add_argument("--quick", action="store_true", help="a prompt of each category, fewer tokens, once")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to keep the records")
+    parser.add_argument("--max-tokens", type=positive, help=f"in a turn (default: {default.max_tokens})")
+    parser.add_argument("--repeats", type=positive, help=f"turns that everybody has (default: {default.repeats})")
+    parser.add_argument("--seed", type=seed, default=default.seed, help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to keep the records, one a line")
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how tokens are chosen, where the models choose them."""
+    default = Options()
+    parser.add_argument("--temp", type=float, default=default.temp, help="sampling temperature (default: %(default)s)")
+    parser.add_argument(
+        "--num-draft-tokens",
+        type=positive,
+        default=default.num_draft_tokens,
+        help="of the draft model, in mlx-lm's own speculation (default: %(default)s)",
+    )
 
 
 def plan(text: str) -> Any:
@@ -41,10 +62,17 @@ def plan(text: str) -> Any:
 
 
 def options(args: argparse.Namespace) -> Options:
-    """How everybody decodes."""
+    """How everybody decodes.
+
+    Raises:
+        RedrafterError: there would be nothing on the clock.
+    """
     default = Options()
+    max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else default.max_tokens)
+    if max_tokens < LEAST_TOKENS:
+        raise RedrafterError(f"--max-tokens must be at least {LEAST_TOKENS}: the clock starts at the first one")
     return Options(
-        args.max_tokens or (64 if args.quick else default.max_tokens),
+        max_tokens,
         args.temp,
         args.seed,
         args.repeats or (1 if args.quick else default.repeats),
@@ -55,9 +83,9 @@ def options(args: argparse.Namespace) -> Options:
 def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
     """(exit status, records) of a subject, written and shown."""
     asked = options(args)
+    sides = contestants(subject, plans, asked, random=args.random_drafter)
     machine = stamp()
     found = [] if subject.drafter is None else [costs_record(subject) | {"machine": machine}]
-    sides = contestants(subject, plans, asked, random=args.random_drafter)
     for number, records in enumerate(hold(subject, sides, asked), start=1):
         found += [each | {"machine": machine} for each in records]
         show_progress(number, len(subject.prompts), records)
@@ -71,17 +99,19 @@ def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tu
     return (1 if any(each.get("same_tokens") is False for each in found) else 0), found
 
 
-def check_output(path: Path | None) -> None:
-    """Refuses a place that cannot be written to before anything is measured.
+def checked(path: Path) -> Path:
+    """The place to write to, `~` expanded; what cannot be written to is refused before anything is measured.
 
     Raises:
         RedrafterError: which, and why.
     """
-    if path is None:
-        return
     place = expanded(path)
-    if place.is_dir() or (place.parent.exists() and not place.parent.is_dir()):
+    above = next(parent for parent in place.absolute().parents if parent.exists())
+    if place.is_dir() or not above.is_dir():
         raise RedrafterError(f"expected a file to write to, got {path}: it is a directory, or in a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise RedrafterError(f"expected a file to write to, got {path}: {above} cannot be written to")
+    return place
 
 
 def show_progress(number: int, count: int, records: list[dict[str, Any]]) -> None:
@@ -89,6 +119,6 @@ def show_progress(number: int, count: int, records: list[dict[str, Any]]) -> Non
     best = max(records[1:], key=lambda each: each["ratio"], default=records[0])
     print(
         f"{number} of {count}: {records[0]['prompt']}, plain {records[0]['tokens_per_second']:.1f} tokens/s, "
-        f"best {best['ratio']:.2f} times that",
+        f"best {label(best['contestant'], best['plan'])}: {best['ratio']:.2f} times that",
         file=sys.stderr,
     )

@@ -55,7 +55,7 @@ def draft_model_steps(subject: Subject, *, temp: float, seed: int, num_draft_tok
         for _ in generate_step(mx.array(prompt), draft_model, max_tokens=0, prompt_cache=caches[1]):
             pass
         begun = generate_step(mx.array(prompt), model, max_tokens=1, sampler=sampler, prompt_cache=caches[0])
-        token = next(begun)[0]
+        token = cast(int, next(begun)[0])
         mx.synchronize(cast(Any, generation_stream))
         trim_prompt_cache(caches[0], 1)  # it has read that token already
         yield Item(token, Stats())
@@ -77,7 +77,7 @@ def draft_model_steps(subject: Subject, *, temp: float, seed: int, num_draft_tok
 
 
 def counted(steps: Iterator[Any], num_draft_tokens: int, max_tokens: int) -> Iterator[Item]:
-    """Tokens with their rounds, from (token, log-probabilities, whether it was drafted): one that was not ends a round."""
+    """Tokens with their rounds, of (token, log-probabilities, whether drafted): one that was not ends a round."""
     before, kept, left = Stats(), 0, max_tokens
     for token, _, from_draft in steps:
         kept += from_draft

@@ -6,7 +6,6 @@ fit into the memory or into the time that is left is named as skipped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from mlx_redrafter.files import write_text
 from .building import build
 from .contest import Options, contestants, hold
 from .costing import costs_record
-from .prompts import chosen, one_of_each, texts
+from .prompts import chosen, one_of_each
 from .record import SCHEMA, Record
 from .stamp import stamp
 from .subject import Subject
@@ -87,7 +86,7 @@ def items(*, gpu: bool) -> Iterator[Item]:
 def demo() -> Subject:
     """The packaged demo, with a prompt of each category."""
     model, tokenizer, drafter = load_demo()
-    prompts = chosen(one_of_each(list(texts())), tokenizer)
+    prompts = one_of_each(chosen(["all"], tokenizer))
     return Subject("demo", model, drafter, "demo", None, None, prompts)
 
 
@@ -100,16 +99,19 @@ def synthetic(shape: str, bits: int, dtype: str, layers: int) -> Item:
     return Item(f"{shape}, {bits} bits, {layers} layers", make, FEW_PLANS, False)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures, and writes one JSON object; the exit status."""
-    output = args.output or OUTPUT
+def run(output: Path, minutes: float) -> int:
+    """Measures, and writes one JSON object; the exit status.
+
+    Raises:
+        RedrafterError: the file is there already, or cannot be written.
+    """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
     gpu = mx.default_device().type != mx.cpu
-    records, skipped = everything(list(items(gpu=gpu)), 60 * args.minutes, lambda text: print(text, file=sys.stderr))
+    records, skipped = everything(list(items(gpu=gpu)), 60 * minutes, lambda text: print(text, file=sys.stderr))
     told = {"schema": SCHEMA, "kind": "suite", "machine": stamp(), "contributor": None, "skipped": skipped}
     try:
-        write_text(output, json.dumps(told | {"records": records}, indent=1) + "\n")
+        write_text(output, json.dumps(told | {"records": records}, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise RedrafterError(f"cannot write results to {output}: {one_line(error)}") from error
     print(f"{len(records)} records in {output}; CONTRIBUTING.md says how to contribute it", file=sys.stderr)
@@ -128,7 +130,7 @@ def everything(found: list[Item], seconds: float, say: Say) -> tuple[list[Record
             if left <= 0:
                 raise RedrafterError("no time was left")
             made = measured(item, share)
-        except RedrafterError as error:
+        except (RedrafterError, RuntimeError) as error:  # MLX says so when a device runs out of memory
             skipped.append({"name": item.name, "why": one_line(error)})
             say(f"{item.name}: skipped, {one_line(error)}")
             continue

@@ -19,7 +19,7 @@ from mlx_redrafter.plan import Plan, make_plan
 
 from . import heat
 from .common import positive
-from .measuring import add_options, check_output, measured
+from .measuring import add_options, add_sampling, checked, measured
 from .subject import add_subject, open_subject
 
 QUICK: dict[str, Any] = {"widths": [1, 2, 4], "depths": [1, 2, 3, 4], "sizes": ["whole"]}
@@ -31,7 +31,8 @@ FULL: dict[str, Any] = {"widths": [1, 2, 3, 4, 8], "depths": [1, 2, 3, 4, 5, 6],
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add_subject(parser)
-    add_options(parser)
+    add_options(parser, f"widths {told(QUICK['widths'])}, depths {told(QUICK['depths'])}, prompts and tokens as in run")
+    add_sampling(parser)
     parser.add_argument("--widths", type=positive, nargs="+", help=f"default: {told(FULL['widths'])}")
     parser.add_argument("--depths", type=positive, nargs="+", help=f"default: {told(FULL['depths'])}")
     parser.add_argument("--sizes", type=size, nargs="+", help=f"nodes, or 'whole' (default: {told(FULL['sizes'])})")
@@ -51,8 +52,9 @@ def size(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     """Measures the grid; the exit status."""
-    check_output(args.output)
-    check_output(args.plot)
+    args.output, args.plot = (path and checked(path) for path in (args.output, args.plot))
+    if args.output and args.output == args.plot:
+        raise RedrafterError(f"--output and --plot are one file: {args.plot}")
     if args.plot:
         heat.check()
     default = QUICK if args.quick else FULL
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise RedrafterError("a sweep needs the --drafter that was trained for the model")
     widths, depths, sizes = (getattr(args, name) or default[name] for name in ("widths", "depths", "sizes"))
     plans = grid(widths, depths, sizes, subject.drafter.args.vocab_size)
+    if not plans:
+        raise RedrafterError("a grid without a plan: a size must be below that of the whole tree, and a chain has none")
     status, records = measured(subject, plans, args)
     if args.plot:
         heat.draw(records, args.plot)

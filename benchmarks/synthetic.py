@@ -18,7 +18,8 @@ from mlx_redrafter.errors import RedrafterError
 
 from .building import DTYPES, build
 from .common import positive
-from .measuring import PLANS, add_options, check_output, measured, plan
+from .contest import Options
+from .measuring import PLANS, add_options, checked, measured, plan
 from .targets import TARGETS, TargetShape, target_of
 
 WHOLE = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -38,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--acceptance", default="0.7", help="chance of the first guess, or of each rank (default: 0.7)")
     parser.add_argument("--drafter-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantises the drafter, too")
     parser.add_argument("--plans", type=plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
-    add_options(parser)
-    parser.set_defaults(random_drafter=False)
+    add_options(parser, f"{QUICK_LAYERS} layers, {QUICK_TOKENS} tokens, plans auto and 1,3, once")
+    default = Options()
+    parser.set_defaults(random_drafter=False, temp=default.temp, num_draft_tokens=default.num_draft_tokens)
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds a pair and measures it; the exit status."""
-    check_output(args.output)
+    args.output = args.output and checked(args.output)
     shape, layers, bits, dtype = asked(args)
     if args.quick:
         args.max_tokens = args.max_tokens or QUICK_TOKENS
@@ -66,7 +68,7 @@ def asked(args: argparse.Namespace) -> tuple[TargetShape, int, int, str]:
     if layers > shape.num_hidden_layers:
         raise RedrafterError(f"{shape.name} has {shape.num_hidden_layers} layers, got --layers {layers}")
     on_cpu = mx.default_device().type == mx.cpu
-    dtype = args.dtype or ("float32" if on_cpu or args.bits == 32 else "bfloat16")
+    dtype = args.dtype or ("float32" if args.bits == 32 or (on_cpu and args.bits != 16) else "bfloat16")
     bits = args.bits or (WHOLE[dtype] if on_cpu else 4)
     if bits in WHOLE.values() and bits != WHOLE[dtype]:
         raise RedrafterError(f"{bits} bits that are not quantised need another --dtype than {dtype}")
