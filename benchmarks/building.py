@@ -93,6 +93,8 @@ def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
     """A model of mlx-lm's own class, layer by layer, so that no more than one is there before it is quantised."""
     model_class, arguments = _get_classes(shape.config)
     model: nn.Module = model_class(arguments.from_dict(shape.config))
+    if shape.tie_word_embeddings and "lm_head" in model:
+        model.sanitize({})  # some drop the head only when they are shown weights without one
     model.set_dtype(dtype)
     if bits < 16:
         quantize(model, bits)
@@ -105,13 +107,14 @@ def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
 
 
 def quantize(model: nn.Module, bits: int) -> None:
-    """Quantises what groups divide, as mlx-lm does."""
-    nn.quantize(
-        model,
-        GROUP_SIZE,
-        bits,
-        class_predicate=lambda _, each: hasattr(each, "to_quantized") and each.weight.shape[-1] % GROUP_SIZE == 0,
-    )
+    """Quantises what groups divide, as mlx-lm does: where a model says itself how, as it says."""
+    own = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+    def how(path: str, module: nn.Module) -> Any:
+        fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
+        return fits and own(path, module)
+
+    nn.quantize(model, GROUP_SIZE, bits, class_predicate=how)
 
 
 def make_drafter(

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.errors import RedrafterError
 
+SLIDING_WINDOW_PATTERN = 6
+"""Of Gemma 3: so many layers have one with full attention among them, the last."""
+
 
 class Experts(NamedTuple):
     """A mixture's sizes.
@@ -59,6 +62,8 @@ class TargetShape(NamedTuple):
         }
         for name in ("name", "experts"):
             del found[name]
+        if self.model_type == "gemma3_text":  # mlx-lm looks up the first layer with full attention
+            found["sliding_window_pattern"] = min(SLIDING_WINDOW_PATTERN, self.num_hidden_layers)
         if self.experts is not None:
             found |= {
                 "num_experts": self.experts.number,
