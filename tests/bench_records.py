@@ -1,0 +1,89 @@
+"""Records as benchmarks write them, for tests that need some: nothing in them was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MACHINE = {
+    "device": "Device(gpu, 0)",
+    "chip": "Some Chip",
+    "platform": "Some-OS-1.0",
+    "cores": 4,
+    "memory_gb": 16.0,
+    "python": "3.11.0",
+    "mlx": "0.32.4",
+    "mlx-lm": "0.32.2",
+    "mlx_redrafter": "0.1.0",
+    "when": "2026-01-02T03:04:05+00:00",
+}
+
+MODELS: dict[str, Any] = {
+    "schema": 1,
+    "model": "demo",
+    "model_bits": 32.0,
+    "model_gb": 0.02,
+    "drafter": "demo",
+    "drafter_bits": 32.0,
+    "drafter_gb": 0.003,
+}
+
+
+def speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any) -> dict[str, Any]:
+    """A contestant on a prompt."""
+    rounds = 64 if contestant == "drafted" else 127
+    return {
+        **MODELS,
+        "kind": "speed",
+        "draft_model": None,
+        "temp": 0.0,
+        "seed": 0,
+        "max_tokens": 128,
+        "repeats": 3,
+        "prompt": "code/one",
+        "category": "code",
+        "prompt_tokens": 30,
+        "contestant": contestant,
+        "plan": list(plan) if isinstance(plan, tuple) else plan,
+        "num_draft_tokens": None,
+        "tokens": 128,
+        "seconds": [1.27 / ratio] * 3,
+        "tokens_per_second": 100.0 * ratio,
+        "tokens_per_second_quartiles": [90.0 * ratio, 110.0 * ratio],
+        "ratio": ratio,
+        "ratio_quartiles": [0.9 * ratio, 1.1 * ratio],
+        "rounds": rounds,
+        "tokens_per_round": None if contestant == "mlx-lm" else 127 / rounds,
+        "plain_steps": 0,
+        "acceptance_per_depth": [0.6, 0.3, 0.1] if contestant == "drafted" else None,
+        "peak_memory_gb": 0.1,
+        "bandwidth_gb_s": 2.0,
+        "same_tokens": None if contestant == "plain" else True,
+        "first_difference": None,
+        **more,
+    }
+
+
+def costs(**more: Any) -> dict[str, Any]:
+    """What the parts of a round take: a forward of N rows 10 + N ms, a level of a draft 1 ms."""
+    return {
+        **MODELS,
+        "kind": "costs",
+        "costs": {
+            "contexts": [64],
+            "counts": [1, 2, 3, 4, 5, 6, 7],
+            "verify": [[11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]],
+            "plain": [10.0],
+            "widths": [1, 2],
+            "level": [1.0, 1.0],
+            "rest": [0.0, 0.0],
+            "again": 0.0,
+        },
+        "acceptance": [[0.6, 0.1]],
+        "plans": [[1, 3, 4]],
+        **more,
+    }
+
+
+def line(record: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The same as a line of a file, which says where it was measured."""
+    return {**record, "machine": {**MACHINE, **more}}
