@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 MACHINE = {
@@ -87,3 +88,11 @@ def costs(**more: Any) -> dict[str, Any]:
 def line(record: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The same as a line of a file, which says where it was measured."""
     return {**record, "machine": {**MACHINE, **more}}
+
+
+def flags(module: Any, *words: str) -> argparse.Namespace:
+    """What a command makes of these words."""
+
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(words)
