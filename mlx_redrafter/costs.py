@@ -73,7 +73,8 @@ class Costs(NamedTuple):
         column = self.counts.index(plan.size)
         verify = along(self.contexts, [row[column] for row in self.verify], length)
         draft = plan.depth * self.level[self.widths.index(plan.width)]
-        return verify + draft + self.rest[plan.width > 1] + replayed * self.again
+        least = self.plain_at(length)  # what is hidden is never the forward itself: less was a bad measurement
+        return max(verify + draft + self.rest[plan.width > 1], least) + replayed * self.again
 
 
 def costs_of(fields: dict[str, Any]) -> Costs:

@@ -35,8 +35,9 @@ COUNTS = tuple(range(1, 17))
 WIDTHS = (1, 2, 4)
 """How wide the drafts are that are measured."""
 
-SECONDS, STEPS = 10.0, 200
-"""It takes so long at most, or as long as so many plain steps, whichever is less: one turn of everything aside."""
+SECONDS, STEPS, LEAST_SECONDS = 10.0, 200, 4.0
+"""It takes so long at most, or as long as so many plain steps if that is less, but long enough that a fast model has
+turns to take the shortest times from: one turn of everything aside."""
 
 LEVELS, IN_A_ROW = 4, 4
 """How deep a measured draft is, and how many plain steps or rounds are measured in a row."""
@@ -141,7 +142,7 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
         beds[0].plain(IN_A_ROW)
         beds[0].rewind()
         plain = (time.perf_counter() - started) / IN_A_ROW
-        times = taken(beds, min(SECONDS, STEPS * plain), trees=trees)
+        times = taken(beds, min(SECONDS, max(STEPS * plain, LEAST_SECONDS)), trees=trees)
     contexts = tuple(bed.context for bed in beds)
     return table(times, contexts, kv.others(beds[0].target.cache, kv.REWINDABLE) != [])
 

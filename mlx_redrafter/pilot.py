@@ -31,8 +31,8 @@ STAYS = 0.03
 PAUSE, LONGEST_PAUSE = 48, 1024
 """Plain steps between two trials while no plan pays; each trial that fails doubles the pause."""
 
-FIRST = 8
-"""Plain steps at the beginning of the first text of a pair, to hold the table's against."""
+FIRST, AGAIN = 8, 3
+"""Plain steps at the beginning of the first text of a pair, and of any later one, to hold the table's against."""
 
 TRIAL = 3
 """Rounds of a trial; its last one is begun before the one before it is read."""
@@ -48,7 +48,8 @@ ENOUGH, FEW, KEPT = 5, 3, 15
 """So many times of plain steps, and of rounds, are needed before they count, and so many of either are kept."""
 
 FARTHEST = 4.0
-"""Rounds are never thought to take so many times what the table says, nor so small a part of it, or more."""
+"""Rounds are never thought to take more times what the table says, and never less than it says: a slow moment while
+plain steps are seen must not make rounds look cheap."""
 
 
 class Drift:
@@ -76,7 +77,7 @@ class Drift:
         """What the table's rounds are to be multiplied by, if its plain steps are right."""
         if not self.knows_plain or len(self._rounds) < FEW:
             return 1.0
-        return min(max(low(self._rounds) / low(self._plain), 1 / FARTHEST), FARTHEST)
+        return min(max(low(self._rounds) / low(self._plain), 1.0), FARTHEST)
 
 
 def low(values: Iterable[float]) -> float:
@@ -162,8 +163,8 @@ class Pilot:
 
     def choose(self, length: int) -> Plan | None:
         """The plan of the next round behind a text of that length; None: `pause` plain steps, and then ask again."""
-        if self._mode is Mode.BEGINS and not self._drift.knows_plain and not self.tokens:
-            self.pause = FIRST  # they cost nothing against plain decoding
+        if self._mode is Mode.BEGINS and not self.tokens:
+            self.pause = AGAIN if self._drift.knows_plain else FIRST  # they cost nothing against plain decoding
             return None
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL

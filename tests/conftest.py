@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter import meter
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
@@ -16,7 +18,8 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is measured of this machine goes to a folder of the tests."""
+    """What is measured of this machine goes to a folder of the tests, and is measured no longer than need be."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meter, "LEAST_SECONDS", 0.0)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield

@@ -184,9 +184,21 @@ def test_where_the_table_is_wrong_what_is_seen_corrects_it(curve: str, share: fl
         speeds = [fly(costs, lambda at: share, 256, seed, truth=truth, stalls=0.05, flight=flight) for _ in range(3)]
         assert speeds[0] > 0.955, "the first text has to find out"
         assert min(speeds[1:]) > 1 - ALLOWED - 0.005
-    if curve == "flat" and share == 1.0:
-        cheaper = fly(costs, lambda at: share, 1500, 1, truth=dearer(costs, 0.6))
-        assert cheaper > 1.5 * fly(costs, lambda at: share, 1500, 1)
+
+
+def test_a_slow_moment_of_plain_steps_does_not_make_rounds_look_cheap() -> None:
+    costs = costs_of("half of every row")
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True))
+    for _ in range(15):
+        flight.drift.saw(9 * costs.plain_at(100), costs.plain_at(100), plain=True)
+    assert fly(costs, lambda at: 0.0, 256, seed=3, flight=flight) > 1 - ALLOWED - 0.005
+    assert flight.drift.factor == 1.0
+
+
+def test_a_round_is_never_thought_to_take_less_than_a_plain_step() -> None:
+    costs = costs_of("flat")._replace(rest=(-50.0, -50.0)).check()
+    assert costs.round_at(Plan(1, 1, 2), 64) == costs.plain_at(64)
+    assert costs.round_at(Plan(1, 1, 2), 64, 3.0) == costs.plain_at(64) + 3 * costs.again
 
 
 def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
