@@ -85,7 +85,10 @@ def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tu
     asked = options(args)
     sides = contestants(subject, plans, asked, random=args.random_drafter)
     machine = stamp()
-    found = [] if subject.drafter is None else [costs_record(subject) | {"machine": machine}]
+    found = []
+    if subject.drafter is not None:
+        print(f"{subject.name}: measuring the parts of a round", file=sys.stderr)
+        found = [costs_record(subject) | {"machine": machine}]
     for number, records in enumerate(hold(subject, sides, asked), start=1):
         found += [each | {"machine": machine} for each in records]
         show_progress(number, len(subject.prompts), records)

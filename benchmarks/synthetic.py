@@ -11,6 +11,7 @@ or takes too long: the records say so, and nothing is scaled up.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import mlx.core as mx
 
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     shape, layers, bits, dtype = asked(args)
     if args.quick:
         args.max_tokens = args.max_tokens or QUICK_TOKENS
+    print(f"{shape.name}: drawing weights of {layers} layers", file=sys.stderr)
     subject = build(
         shape, bits, dtype, layers=layers, acceptance=args.acceptance, drafter_bits=args.drafter_bits, seed=args.seed
     )

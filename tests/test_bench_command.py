@@ -96,7 +96,11 @@ def test_run_prints_a_table_and_keeps_records(two: Subject, tmp_path: Path, caps
     assert run.run(flags(run, *QUICKLY, "--output", str(path))) == 0
     said = capsys.readouterr()
     assert "contestant" in said.out and "mlx-lm" in said.out and "1 x 2" in said.out and '"mlx": "0.32.4"' in said.out
-    assert [text.split(",")[0] for text in said.err.splitlines()] == ["1 of 2: code/one", "2 of 2: chat/two"]
+    assert [text.split(",")[0] for text in said.err.splitlines()] == [
+        "small: measuring the parts of a round",
+        "1 of 2: code/one",
+        "2 of 2: chat/two",
+    ]
     assert [(each["kind"], each.get("contestant")) for each in read(path)] == [
         ("costs", None),
         *[("speed", name) for name in ("plain", "mlx-lm", "drafted")] * 2,
