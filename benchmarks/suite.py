@@ -103,12 +103,14 @@ def run(output: Path, minutes: float) -> int:
     """Measures, and writes one JSON object; the exit status.
 
     Raises:
-        RedrafterError: the file is there already, or cannot be written.
+        RedrafterError: the file is there already, or cannot be written; nothing was measured.
     """
     if output.exists():
         raise RedrafterError(f"{output} exists already: give another --output")
     gpu = mx.default_device().type != mx.cpu
     records, skipped = everything(list(items(gpu=gpu)), 60 * minutes, lambda text: print(text, file=sys.stderr))
+    if not records:
+        raise RedrafterError(f"nothing fitted into {minutes:g} minutes, {skipped[0]['name']}: {skipped[0]['why']}")
     told = {"schema": SCHEMA, "kind": "suite", "machine": stamp(), "contributor": None, "skipped": skipped}
     try:
         write_text(output, json.dumps(told | {"records": records}, indent=1, allow_nan=False) + "\n")

@@ -102,6 +102,13 @@ def test_the_suite_writes_one_file_and_never_over_another(quick_suite: None, tmp
     assert path.read_bytes() == before and [each.name for each in path.parent.iterdir()] == ["mine.json"]
 
 
+def test_a_suite_of_nothing_is_no_file(quick_suite: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite, "everything", lambda *rest: ([], [{"name": "demo", "why": "it takes 49 s"}]))
+    with pytest.raises(RedrafterError, match=r"nothing fitted into 0.5 minutes, demo: it takes 49 s"):
+        suite.run(tmp_path / "mine.json", 0.5)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_suite_with_a_token_that_differs_says_so_by_its_status(
     quick_suite: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
