@@ -45,7 +45,7 @@ def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool 
     costs = known(model, drafter, trees=trees, refresh=refresh)
     acceptance = drafter.args.acceptance or UNKNOWN
     flight = make_flight(costs, acceptance, few_plans(costs, acceptance, trees=trees))
-    _measured.append((weakref.ref(model), weakref.ref(drafter), trees, flight))
+    _measured.insert(0, (weakref.ref(model), weakref.ref(drafter), trees, flight))  # before an older one of this pair
     return flight
 
 

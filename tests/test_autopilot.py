@@ -110,8 +110,8 @@ def test_a_pair_is_measured_once_and_remembered_by_the_machine(counted: list[int
     assert flight_of(model, drafter, trees=True).costs == first.costs and len(counted) == 1, "read from the file"
     flight_of(model, drafter, trees=False)
     assert len(counted) == 2, "another question"
-    flight_of(model, drafter, trees=True, refresh=True)
-    assert len(counted) == 3
+    anew = flight_of(model, drafter, trees=True, refresh=True)
+    assert len(counted) == 3 and flight_of(model, drafter, trees=True) is anew
     assert first.costs.counts[:4] == (1, 2, 3, 4) and first.costs.widths == (1, 2, 4)
     assert len(list((tmp_path / "caches").rglob("*.json"))) == 2 and not list((tmp_path / "caches").rglob("*partial*"))
 
