@@ -246,3 +246,11 @@ class Evidence:
     def share(self, before: float) -> float:
         """Hits for each expected one, with what was believed `before` as if it had been seen."""
         return (PATIENCE * before + self._hits) / (PATIENCE + self._expected)
+
+
+def first_plan(flight: Flight, length: int) -> Plan | None:
+    """What a pilot flies first behind a text of that length, once it has seen its plain steps; None: it coasts."""
+    pilot = Pilot(flight)
+    pilot.choose(length)
+    pilot.saw(None, pilot.pause, length)
+    return pilot.choose(length)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .costs import Costs
 from .errors import RedrafterError
-from .pilot import MARGIN, Flight, Pilot
+from .pilot import MARGIN, Flight, first_plan
 from .plan import Plan
 from .planner import UNKNOWN, Acceptance, expected_tokens, rated
 
@@ -198,7 +198,7 @@ def starts(flight: Flight, acceptance: Acceptance, *, trees: bool) -> tuple[Star
 
 def start(flight: Flight, acceptance: Acceptance, length: int, *, trees: bool) -> Start:
     """What `plan="auto"` begins with behind a text of that length, and why."""
-    plan = Pilot(flight).choose(length)
+    plan = first_plan(flight, length)
     if plan is not None:
         offer = offered(flight.costs, acceptance, plan, length)
         return Start(length, plan, offer, told(offer))

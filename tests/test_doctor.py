@@ -32,9 +32,9 @@ from mlx_redrafter.machine import blas_among
 from mlx_redrafter.page import page
 from mlx_redrafter.patient import Patient, is_sound, target_of
 from mlx_redrafter.picture import bar, chart, encodes, plot
-from mlx_redrafter.pilot import Pilot, make_flight
+from mlx_redrafter.pilot import MARGIN, make_flight
 from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import DEEPEST, UNKNOWN, expected_tokens, few_plans
+from mlx_redrafter.planner import DEEPEST, UNKNOWN, best, expected_tokens, few_plans
 from mlx_redrafter.prognosis import (
     QUALITIES,
     REFERENCE,
@@ -174,7 +174,8 @@ def test_a_start_is_what_a_pilot_begins_with(curve: str) -> None:
     flight = make_flight(costs, UNKNOWN, few_plans(costs, UNKNOWN, trees=True))
     for length in (64, 1024):
         found = start(flight, UNKNOWN, length, trees=True)
-        assert found.plan == Pilot(flight).choose(length)
+        fastest, _ = best(flight.costs, flight.prospects, length, 1.0, MARGIN)
+        assert found.plan == (fastest and fastest.plan)
         assert found.offer is not None
         assert found.offer.steps == pytest.approx(costs.round_at(found.offer.plan, length) / costs.plain_at(length))
         assert f"{found.offer.tokens:.2f}" in found.reason and f"{found.offer.steps:.2f} plain steps" in found.reason

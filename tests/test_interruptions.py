@@ -91,7 +91,7 @@ class Changeable:
         self._asked += 1
         return self._plan if self._asked % 3 else None
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0) -> None:
+    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
         pass
 
 
