@@ -17,7 +17,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import kv
-from .costs import Costs
+from .costs import Costs, low
 from .drafter import Drafter
 from .plan import Plan
 from .rounds import Chooser, Draft, make_draft, step, verify
@@ -35,9 +35,12 @@ COUNTS = tuple(range(1, 17))
 WIDTHS = (1, 2, 4)
 """How wide the drafts are that are measured."""
 
-SECONDS, STEPS, LEAST_SECONDS = 10.0, 200, 4.0
-"""It takes so long at most, or as long as so many plain steps if that is less, but long enough that a fast model has
-turns to take the shortest times from: one turn of everything aside."""
+SECONDS, STEPS = 10.0, 200
+"""It takes so long at most, but for one turn of everything; it may end after as long as so many plain steps, when times
+repeat themselves."""
+
+TURNS, QUIET = 5, 1.05
+"""They do when after so many turns no lower quartile is more than so many times the shortest."""
 
 LEVELS, IN_A_ROW = 4, 4
 """How deep a measured draft is, and how many plain steps or rounds are measured in a row."""
@@ -142,7 +145,7 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
         beds[0].plain(IN_A_ROW)
         beds[0].rewind()
         plain = (time.perf_counter() - started) / IN_A_ROW
-        times = taken(beds, min(SECONDS, max(STEPS * plain, LEAST_SECONDS)), trees=trees)
+        times = taken(beds, STEPS * plain, trees=trees)
     contexts = tuple(bed.context for bed in beds)
     return table(times, contexts, kv.others(beds[0].target.cache, kv.REWINDABLE) != [])
 
@@ -156,22 +159,32 @@ def contexts_of(model: nn.Module) -> tuple[int, ...]:
     return tuple(context for context in CONTEXTS if context <= room) or (max(1, room),)
 
 
-def taken(beds: list[Bed], budget: float, *, trees: bool) -> dict[Part, list[float]]:
-    """Part -> its times in milliseconds; the larger counts are left out when there is no time for them."""
+def taken(beds: list[Bed], least: float, *, trees: bool) -> dict[Part, list[float]]:
+    """Part -> its times in milliseconds; the larger counts are left out when there is no time for them.
+
+    Args:
+        least: how many seconds it may end after.
+    """
     started, parts = time.perf_counter(), []
     for name, at, number, work in works(beds, trees=trees):
         elapsed = time.perf_counter() - started
-        if name == "verify" and number > 4 and elapsed > budget / 3:
+        if name == "verify" and number > 4 and elapsed > SECONDS / 3:
             continue  # this one and all larger ones
         clock(beds[at], work)
         parts.append((name, at, number, work))
     measured = {number for name, at, number, _ in parts if name == "verify" and at == len(beds) - 1}
     parts = [part for part in parts if part[0] != "verify" or part[2] in measured]
     times: dict[Part, list[float]] = defaultdict(list)
-    while not times or time.perf_counter() - started < budget:
+    while not times or not settled(times, time.perf_counter() - started, least):
         for name, at, number, work in parts:
             times[name, at, number].append(clock(beds[at], work))
     return times
+
+
+def settled(times: dict[Part, list[float]], elapsed: float, least: float) -> bool:
+    """Whether time is up, or every part's times repeat themselves."""
+    quiet = all(len(values) >= TURNS and low(values) <= QUIET * min(values) for values in times.values())
+    return elapsed > SECONDS or (quiet and elapsed > least)
 
 
 def works(beds: list[Bed], *, trees: bool) -> Iterator[tuple[str, int, int, Callable[[], Any]]]:
@@ -197,25 +210,25 @@ def clock(bed: Bed, work: Callable[[], Any]) -> float:
 
 
 def table(times: dict[Part, list[float]], lengths: tuple[int, ...], replays: bool) -> Costs:
-    """The shortest times as costs: what other processes take is left out of all alike."""
-    least = {part: min(values) for part, values in times.items()}
+    """The lower quartiles as costs."""
+    found = {part: low(values) for part, values in times.items()}
     contexts = range(len(lengths))
-    counts = tuple(number for name, at, number in least if name == "verify" and at == 0)
-    verify = tuple(tuple(least["verify", at, count] for count in counts) for at in contexts)
-    widths = tuple(number for name, _, number in least if name == "level")
-    level = tuple(least["level", 0, width] / LEVELS for width in widths)
+    counts = tuple(number for name, at, number in found if name == "verify" and at == 0)
+    verify = tuple(tuple(found["verify", at, count] for count in counts) for at in contexts)
+    widths = tuple(number for name, _, number in found if name == "level")
+    level = tuple(found["level", 0, width] / LEVELS for width in widths)
 
     def rest(plan: Plan) -> float:
         if plan.width not in widths:
             return 0.0
         parts = verify[0][counts.index(plan.size)] + plan.depth * level[widths.index(plan.width)]
-        return least["rounds", 0, plan.width] / IN_A_ROW - parts
+        return found["rounds", 0, plan.width] / IN_A_ROW - parts
 
     return Costs(
         lengths,
         counts,
         verify,
-        tuple(least["plain", at, 1] / IN_A_ROW for at in contexts),
+        tuple(found["plain", at, 1] / IN_A_ROW for at in contexts),
         widths,
         level,
         (rest(LINE), rest(TREE) if TREE.size in counts else rest(LINE)),

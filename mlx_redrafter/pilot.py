@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from .costs import Costs
+from .costs import Costs, low
 from .plan import Plan
 from .planner import Acceptance, Prospect, best, prospect, speed_of
 
@@ -78,12 +78,6 @@ class Drift:
         if not self.knows_plain or len(self._rounds) < FEW:
             return 1.0
         return min(max(low(self._rounds) / low(self._plain), 1.0), FARTHEST)
-
-
-def low(values: Iterable[float]) -> float:
-    """The lower quartile."""
-    found = sorted(values)
-    return found[len(found) // 4]
 
 
 class Flight(NamedTuple):

@@ -22,7 +22,7 @@ from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.loop import decode
-from mlx_redrafter.meter import CONTEXTS, contexts_of
+from mlx_redrafter.meter import CONTEXTS, TURNS, Part, contexts_of, settled
 from mlx_redrafter.pilot import Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import UNKNOWN
@@ -218,3 +218,14 @@ def test_where_nobody_is_at_home_nothing_is_kept(counted: list[int], monkeypatch
 
     monkeypatch.setattr(autopilot, "cache_directory", nobody)
     assert known(*pair(), trees=False).counts and len(counted) == 1
+
+
+def test_measuring_ends_when_times_repeat_themselves_or_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_redrafter.meter.SECONDS", 10.0)
+    calm: dict[Part, list[float]] = {("plain", 0, 1): [1.0] * TURNS, ("verify", 0, 2): [2.0, 2.01, 2.02, 2.05, 9.0]}
+    assert settled(calm, 2.0, 1.0)
+    assert not settled(calm, 1.0, 2.0), "so many plain steps are not over"
+    few: dict[Part, list[float]] = {("plain", 0, 1): [1.0] * (TURNS - 1)}
+    restless: dict[Part, list[float]] = calm | {("level", 0, 1): [1.0, 1.2, 1.3, 1.4, 1.5]}
+    for times in (few, restless):
+        assert not settled(times, 5.0, 1.0) and settled(times, 10.1, 1.0)
