@@ -1,10 +1,10 @@
 """Contestants that decode the same prompts in turns, in one process, and the record of each.
 
 Before anything counts every contestant decodes a little of the first prompt. Then, prompt by prompt, all of them decode
-`repeats` times, each time beginning with another one. The time is that from the first token to the last: for everybody
-the prompt is read and the first token made before. A ratio is that of plain decoding's time and the contestant's in the
-same turn. Bandwidth counts the target's weights alone, once a forward. Memory is the whole process's, in which the
-models of all contestants are.
+`repeats` times. Each time another one begins, the first time on a prompt as well. The time is that from the first token
+to the last: for everybody the prompt is read and the first token made before. A ratio is that of plain decoding's time
+and the contestant's in the same turn. Bandwidth counts the target's weights alone, once a forward. Memory is the whole
+process's, in which the models of all contestants are.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ def hold(subject: Subject, sides: Sequence[Contestant], options: Options) -> Ite
     with wired(subject.model):
         for side in sides:
             side.run(subject.prompts[0], WARM_UP)
-        for prompt in subject.prompts:
+        for number, prompt in enumerate(subject.prompts):
             runs: dict[str, list[Run]] = defaultdict(list)
             for repeat in range(options.repeats):
-                turn = repeat % len(sides)
+                turn = (number * options.repeats + repeat) % len(sides)
                 for side in [*sides[turn:], *sides[:turn]]:
                     runs[side.label].append(side.run(prompt, options.max_tokens))
             about = {"prompt": prompt.name, "category": prompt.category, "prompt_tokens": len(prompt.ids)}

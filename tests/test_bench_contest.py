@@ -86,6 +86,18 @@ def test_contestants_alternate_and_each_turn_begins_with_another(monkeypatch: py
     assert turns == [[one, two, three], [one, two, three], [two, three, one], [three, one, two], [one, two, three]]
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_prompt_goes_on_with_the_contestant_whose_turn_it_is_to_begin(
+    monkeypatch: pytest.MonkeyPatch, repeats: int
+) -> None:
+    clock = Clock(monkeypatch)
+    kinds = [PLAIN, MLX_LM, MLX_LM_DRAFT]
+    sides = [clock.side(kind, None, [1.0] * 9) for kind in kinds]
+    list(hold(replace(subject(), prompts=PROMPTS * 2), sides, Options(max_tokens=3, repeats=repeats)))
+    first = clock.turns[len(kinds) :: len(kinds)]
+    assert first == [kinds[turn % 3] for turn in range(4 * repeats)]
+
+
 def test_a_ratio_is_of_the_same_turn_and_leaves_the_prompt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     # The machine slows down tenfold from turn to turn: of the same turn it is always twice as fast.
