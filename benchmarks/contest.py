@@ -23,6 +23,7 @@ from mlx_redrafter.comparing import first_difference
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import Settings, decode, served
+from mlx_redrafter.pilot import FIRST
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.stats import Stats
 
@@ -39,8 +40,8 @@ PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "drafted, random drafter",
 )
 
-WARM_UP = 8
-"""Tokens that every contestant decodes before anything counts."""
+WARM_UP = FIRST + 8
+"""Tokens that every contestant decodes before anything counts: more than the plain steps that "auto" begins with."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,11 @@ from benchmarks.prompts import Prompt
 from benchmarks.record import problem
 from benchmarks.subject import Subject, bytes_per_forward, n_bytes
 from mlx_redrafter import loop
+from mlx_redrafter.costs import Costs
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.pilot import make_flight
+from mlx_redrafter.plan import Plan
+from mlx_redrafter.planner import UNKNOWN
 from mlx_redrafter.stats import Stats
 from tests.small import small_drafter, small_llama
 
@@ -96,6 +100,22 @@ def test_a_prompt_goes_on_with_the_contestant_whose_turn_it_is_to_begin(
     list(hold(replace(subject(), prompts=PROMPTS * 2), sides, Options(max_tokens=3, repeats=repeats)))
     first = clock.turns[len(kinds) :: len(kinds)]
     assert first == [kinds[turn % 3] for turn in range(4 * repeats)]
+
+
+def test_auto_is_warm_only_when_it_has_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = Costs((64,), (1, 2, 3), ((1.0, 1.01, 1.02),), (1.0,), (1,), (0.01,), (0.0, 0.0))
+    monkeypatch.setattr(loop, "flight_of", lambda *rest, **more: make_flight(cheap, UNKNOWN, [Plan(1, 2, 3)]))
+    found, runs, run = subject(), [], Contestant.run
+
+    def heard(side: Contestant, *rest: Any) -> contest.Run:
+        runs.append(run(side, *rest))
+        return runs[-1]
+
+    monkeypatch.setattr(Contestant, "run", heard)
+    options = Options(max_tokens=2, repeats=1)
+    next(hold(found, contestants(found, ["auto"], options, mlx_lm=False), options))
+    warm = runs[1]
+    assert warm.stats is not None and warm.stats.drafted > 0
 
 
 def test_a_ratio_is_of_the_same_turn_and_leaves_the_prompt_out(monkeypatch: pytest.MonkeyPatch) -> None:
