@@ -199,14 +199,15 @@ def hold(subject: Subject, sides: Sequence[Contestant], options: Options) -> Ite
 
 
 def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, options: Options) -> dict[str, Any]:
-    """What a record says of a contestant on a prompt.
+    """What a record says of a contestant on a prompt; of the rounds, those of the turn that took the median's time.
 
     Args:
         read: bytes of weights that a forward reads.
     """
     seconds = [run.seconds for run in runs]
     ratios = [other.seconds / run.seconds for other, run in zip(plain, runs, strict=True)]
-    tokens, stats = runs[-1].tokens, runs[-1].stats
+    middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+    tokens, stats = middle.tokens, middle.stats
     made = len(tokens) - 1
     compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not options.temp
     places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if compared else []
@@ -227,7 +228,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
         "plain_steps": None if stats is None else stats.skipped if stats.rounds else made,
         "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
-        "bandwidth_gb_s": None if read is None else read * forwards / median(seconds) / 1e9,
+        "bandwidth_gb_s": None if read is None else read * forwards / middle.seconds / 1e9,
         "same_tokens": None if side.kind == PLAIN or not compared else differs is None,
         "first_difference": differs,
     }

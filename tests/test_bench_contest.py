@@ -21,11 +21,13 @@ from benchmarks.contest import (
     RANDOM,
     Contestant,
     Options,
+    Run,
     contestants,
     hold,
     ignorant,
     label,
     spread,
+    told,
 )
 from benchmarks.prompts import Prompt
 from benchmarks.record import problem
@@ -132,6 +134,21 @@ def test_a_ratio_is_of_the_same_turn_and_leaves_the_prompt_out(monkeypatch: pyte
     assert second["bandwidth_gb_s"] == pytest.approx(bytes_per_forward(one.model) * 2 / 15.0 / 1e9)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_what_is_said_of_rounds_is_of_the_turn_in_the_middle(order: tuple[int, ...]) -> None:
+    runs = [
+        Run([1, 2, 3, 4, 5], 1.0, Stats().after(3, 3, 3), 1),
+        Run([1, 2, 3, 4, 5], 2.0, Stats().after(3, 1, 3).after(3, 1, 3), 1),
+        Run([1, 2, 3, 4, 5], 4.0, Stats(4, skipped=4), 1),
+    ]
+    side = Contestant(DRAFTED, "auto", lambda prompt, max_tokens: iter(()))
+    plain = [Run([1, 2, 3, 4, 5], 4.0, Stats(), 1)] * 3
+    found = told(side, [runs[i] for i in order], plain, 6_000_000_000, Options())
+    assert (found["rounds"], found["tokens_per_round"], found["plain_steps"]) == (2, 2.0, 0)
+    assert found["acceptance_per_depth"] == [1.0, 0.0, 0.0]
+    assert found["tokens_per_second"] == 4 / 2.0 and found["bandwidth_gb_s"] == 6 * 2 / 2.0
+
+
 def test_quartiles_are_the_ends_where_there_are_few() -> None:
     assert spread([3.0, 1.0, 2.0]) == [1.0, 3.0]
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == [2.0, 6.0]
@@ -142,10 +159,10 @@ def test_a_lie_in_any_turn_is_reported(monkeypatch: pytest.MonkeyPatch, turn: in
     clock = Clock(monkeypatch)
     texts = [(1, 2, 3)] * 4
     texts[1 + turn] = (1, 2, 9)
-    told = iter(texts)
+    said = iter(texts)
 
     def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        for token in next(told):
+        for token in next(said):
             yield (token,)
             clock.now += 1.0
 
