@@ -129,6 +129,8 @@ def sized(records: list[Record]) -> Iterable[dict[str, Any]]:
             "x plain": row["x plain"],
             "limit": limit(costs, first["plan"], row["tokens/round"]),
             "GB/s": median(record["bandwidth_gb_s"] or 0.0 for record in own) or None,
+            "same tokens": row["same tokens"],
+            "tokens x turns": f"{first['max_tokens']} x {first['repeats']}",
         }
 
 

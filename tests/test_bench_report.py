@@ -128,6 +128,14 @@ def test_what_is_contributed_stands_with_its_contributor(tmp_path: Path) -> None
     assert "| Some Chip |" in BLOCKS["contributed"](read_results(tmp_path))
 
 
+def test_a_contribution_whose_tokens_differ_shows_it_and_how_much_was_measured(tmp_path: Path) -> None:
+    lie = speed(prompt="code/two", same_tokens=False, first_difference=3)
+    contributed(tmp_path, records=[speed(max_tokens=20, repeats=1), {**lie, "max_tokens": 20, "repeats": 1}])
+    table = BLOCKS["contributed"](read_results(tmp_path))
+    assert table.splitlines()[0].endswith("| same tokens | tokens x turns |")
+    assert table.splitlines()[2].endswith("| 1 of 2 | 20 x 1 |")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
