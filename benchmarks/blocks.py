@@ -127,7 +127,7 @@ def sized(records: list[Record]) -> Iterable[dict[str, Any]]:
             "tokens/s": row["tokens/s"],
             "tokens per round": row["tokens/round"],
             "x plain": row["x plain"],
-            "limit": limit(costs, first["plan"], row["tokens/round"]),
+            "limit": middle(limit(costs, record) for record in own),
             "GB/s": median(record["bandwidth_gb_s"] or 0.0 for record in own) or None,
             "same tokens": row["same tokens"],
             "tokens x turns": f"{first['max_tokens']} x {first['repeats']}",
@@ -140,35 +140,46 @@ def limits(results: Results) -> str:
     costs = next((record for record in records if record["kind"] == "costs"), None)
     lines = []
     for name, own in by_contestant(records).items():
-        row, plan = summed(own), own[0]["plan"]
-        highest = limit(costs, plan, row["tokens/round"])
-        if highest is None or own[0]["contestant"] != DRAFTED:
+        reached = [(highest, each["ratio"] / highest) for each in own if (highest := limit(costs, each)) is not None]
+        if not reached or own[0]["contestant"] != DRAFTED:
             continue
+        row = summed(own)
         lines.append(
             {
                 "W x K": name,
                 "tokens per round": row["tokens/round"],
-                "verify + draft, in plain steps": row["tokens/round"] / highest,
-                "limit": highest,
+                "verify + draft, in plain steps": middle(parts(costs, each) for each in own),
+                "limit": median(highest for highest, _ in reached),
                 "measured": row["x plain"],
-                "of the limit": f"{100 * row['x plain'] / highest:.0f}%",
+                "of the limit": f"{100 * median(share for _, share in reached):.0f}%",
             }
         )
     return markdown(lines) if lines else ""
 
 
-def limit(record: Record | None, plan: Any, tokens: float | None) -> float | None:
+def limit(costs: Record | None, record: Record) -> float | None:
     """Tokens per round over verify forward and draft in plain steps, each measured alone: no round costs less.
 
     None where the plan is not fixed, or was not measured.
     """
-    if record is None or not isinstance(plan, list) or tokens is None:
+    steps = parts(costs, record)
+    return None if steps is None else (record["tokens"] - 1) / record["rounds"] / steps
+
+
+def parts(costs: Record | None, record: Record) -> float | None:
+    """Verify forward and draft in plain steps, behind the text as it is halfway through; None as in `limit`."""
+    if costs is None or not isinstance(record["plan"], list):
         return None
-    costs, made = costs_of(record["costs"]), Plan(*plan)
-    if made.size not in costs.counts or made.width not in costs.widths:
+    found, plan = costs_of(costs["costs"]), Plan(*record["plan"])
+    if plan.size not in found.counts or plan.width not in found.widths:
         return None
-    parts = costs._replace(rest=(0.0, 0.0)).round_at(made, costs.contexts[0])
-    return tokens * costs.plain_at(costs.contexts[0]) / parts
+    length = record["prompt_tokens"] + record["tokens"] // 2
+    return found._replace(rest=(0.0, 0.0)).round_at(plan, length) / found.plain_at(length)
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of what there is; None where there is nothing."""
+    return median(found) if (found := [value for value in values if value is not None]) else None
 
 
 def predicted(results: Results) -> str:

@@ -100,9 +100,29 @@ def test_rows_in_which_drafting_does_not_pay_stay_in(tmp_path: Path) -> None:
 
 def test_a_limit_is_tokens_per_round_over_what_verifying_and_drafting_take() -> None:
     # Four nodes take 14 ms and three levels 3, where a plain step takes 10.
-    assert blocks.limit(costs(), [1, 3, 4], 2.0) == pytest.approx(2.0 * 10 / 17)
-    assert blocks.limit(costs(), [4, 3, 13], 2.0) is None, "not measured"
-    assert blocks.limit(costs(), "auto", 2.0) is None
+    assert blocks.limit(costs(), speed()) == pytest.approx(127 / 64 * 10 / 17)
+    assert blocks.limit(costs(), speed(plan=(4, 3, 13))) is None, "not measured"
+    assert blocks.limit(costs(), speed(plan="auto")) is None and blocks.limit(None, speed()) is None
+
+
+def test_a_limit_is_of_the_length_that_the_text_had_halfway() -> None:
+    table = costs()["costs"]
+    # From 64 tokens to 264 a plain step grows from 10 to 20 ms, and a forward of any nodes from 10 + N to 30 + N.
+    table |= {"contexts": [64, 264], "plain": [10.0, 20.0], "verify": [[10.0 + n for n in range(1, 8)]] * 2}
+    table["verify"][1] = [30.0 + n for n in range(1, 8)]
+    for prompt, tokens, plain, verify in ((32, 64, 10, 14), (64, 200, 15, 24), (164, 200, 20, 34)):
+        record = speed(prompt_tokens=prompt, tokens=tokens, rounds=50)
+        expected = (tokens - 1) / 50 * plain / (verify + 3)
+        assert blocks.limit(costs(costs=table), record) == pytest.approx(expected)
+
+
+def test_what_is_reached_of_the_limit_is_the_median_of_what_each_prompt_reaches() -> None:
+    # 127 tokens in 127, 64 and 32 rounds: 0.59, 1.17 and 2.33 at most. They reach 100%, 50% and 75% of that.
+    most = [127 / rounds * 10 / 17 for rounds in (127, 64, 32)]
+    reached = zip((127, 64, 32), most, (1.0, 0.5, 0.75), strict=True)
+    own = [line(speed(rounds=rounds, ratio=highest * share)) for rounds, highest, share in reached]
+    table = BLOCKS["limits"](Results({"demo": [line(costs()), *own]}, []))
+    assert table.splitlines()[2] == f"| 1 x 3 | {381 / 223:.2f} | 1.70 | 1.17 | 0.59 | 75% |"
 
 
 def test_every_table_takes_results_of_any_contestants_and_costs_alone(tmp_path: Path) -> None:
