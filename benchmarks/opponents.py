@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.errors import RedrafterError
@@ -57,6 +57,8 @@ def draft_model_steps(subject: Subject, *, temp: float, seed: int, num_draft_tok
         begun = generate_step(mx.array(prompt), model, max_tokens=1, sampler=sampler, prompt_cache=caches[0])
         token = cast(int, next(begun)[0])
         mx.synchronize(cast(Any, generation_stream))
+        if not can_trim_prompt_cache([*caches[0], *caches[1]]):
+            raise RedrafterError("mlx-lm's speculation needs caches that can be trimmed: leave out the draft model")
         trim_prompt_cache(caches[0], 1)  # it has read that token already
         yield Item(token, Stats())
         yield from counted(
