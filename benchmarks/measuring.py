@@ -13,7 +13,7 @@ from mlx_redrafter.files import expanded
 
 from . import record
 from .common import positive, seed, shape
-from .contest import Options, contestants, hold, label
+from .contest import Options, contestants, hold, label, status_of
 from .costing import costs_record
 from .stamp import stamp
 from .subject import Subject
@@ -81,7 +81,7 @@ def options(args: argparse.Namespace) -> Options:
 
 
 def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
-    """(exit status, records) of a subject, written and shown."""
+    """(exit status, records) of a subject, written and shown; the status is that of `status_of`."""
     asked = options(args)
     sides = contestants(subject, plans, asked, random=args.random_drafter)
     machine = stamp()
@@ -99,7 +99,7 @@ def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tu
     else:
         print(printed(rows(found)))
         print(told(machine))
-    return (1 if any(each.get("same_tokens") is False for each in found) else 0), found
+    return status_of(found), found
 
 
 def checked(path: Path) -> Path:

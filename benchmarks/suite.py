@@ -21,7 +21,7 @@ from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.files import write_text
 
 from .building import build
-from .contest import Options, contestants, hold
+from .contest import Options, contestants, hold, status_of
 from .costing import costs_record
 from .prompts import chosen, one_of_each
 from .record import SCHEMA, Record
@@ -100,7 +100,7 @@ def synthetic(shape: str, bits: int, dtype: str, layers: int) -> Item:
 
 
 def run(output: Path, minutes: float) -> int:
-    """Measures, and writes one JSON object; the exit status.
+    """Measures, and writes one JSON object; the exit status is that of `status_of`.
 
     Raises:
         RedrafterError: the file is there already, or cannot be written; nothing was measured.
@@ -117,7 +117,7 @@ def run(output: Path, minutes: float) -> int:
     except OSError as error:
         raise RedrafterError(f"cannot write results to {output}: {one_line(error)}") from error
     print(f"{len(records)} records in {output}; CONTRIBUTING.md says how to contribute it", file=sys.stderr)
-    return 1 if any(record.get("same_tokens") is False for record in records) else 0
+    return status_of(records)
 
 
 def everything(found: list[Item], seconds: float, say: Say) -> tuple[list[Record], list[dict[str, str]]]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,22 @@ def test_json_prints_the_very_records_that_are_kept(
     assert [json.loads(text) for text in capsys.readouterr().out.splitlines()] == read(path)
 
 
-def test_a_token_that_differs_makes_the_status_1(two: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("liar", "status"), [("drafted", 1), ("mlx-lm", 1), ("mlx-lm draft model", 0)])
+def test_a_token_that_differs_makes_the_status_1_and_one_of_mlx_lms_speculation_stands_in_the_table(
+    liar: str, status: int, two: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = replace(two, draft_model=two.model, draft_model_name="itself")
+    monkeypatch.setattr(run, "open_subject", lambda args: found)
     held = measuring.hold
 
     def lying(*rest: Any) -> Any:
+        lie = {"same_tokens": False, "first_difference": 2}
         for records in held(*rest):
-            yield [*records[:-1], {**records[-1], "same_tokens": False, "first_difference": 2}]
+            yield [each | lie if each["contestant"] == liar else each for each in records]
 
     monkeypatch.setattr(measuring, "hold", lying)
-    assert run.run(flags(run, *QUICKLY)) == 1
+    assert run.run(flags(run, *QUICKLY)) == status
+    assert "0 of 2" in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_the_prompts_that_are_done_and_nothing_by_halves(

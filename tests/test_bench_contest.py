@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from benchmarks import contest, opponents
@@ -221,6 +222,18 @@ def test_a_cache_that_layers_share_is_refused_in_one_line(monkeypatch: pytest.Mo
     model = small_llama()
     steps = opponents.draft_model_steps(subject(draft_model=model, model=model), temp=0.0, seed=0, num_draft_tokens=1)
     with pytest.raises(RedrafterError, match="leave out the draft model"):
+        next(steps([1, 2, 3], 3))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_cache_that_cannot_be_trimmed_is_refused_in_one_line(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [small_llama(), small_llama()]
+    rings = [RotatingKVCache(max_size=2) for _ in models[side].layers]  # full behind the prompt
+    make = opponents.make_prompt_cache
+    monkeypatch.setattr(opponents, "make_prompt_cache", lambda model: rings if model is models[side] else make(model))
+    found = subject(model=models[0], draft_model=models[1])
+    steps = opponents.draft_model_steps(found, temp=0.0, seed=0, num_draft_tokens=1)
+    with pytest.raises(RedrafterError, match="caches that can be trimmed: leave out the draft model"):
         next(steps([1, 2, 3], 3))
 
 

@@ -109,11 +109,13 @@ def test_a_suite_of_nothing_is_no_file(quick_suite: None, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("liar", "status"), [("drafted", 1), ("mlx-lm draft model", 0)])
 def test_a_suite_with_a_token_that_differs_says_so_by_its_status(
-    quick_suite: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    liar: str, status: int, quick_suite: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(suite, "everything", lambda *rest: ([speed(same_tokens=False, first_difference=3)], []))
-    assert suite.run(tmp_path / "mine.json", 1.0) == 1
+    lie = speed(liar, same_tokens=False, first_difference=3)
+    monkeypatch.setattr(suite, "everything", lambda *rest: ([costs(), lie], []))
+    assert suite.run(tmp_path / "mine.json", 1.0) == status
 
 
 @pytest.mark.parametrize("word", ["--quick", "--model=x", "--max-tokens=9", "--prompts=code", "--json", "--temp=1"])
