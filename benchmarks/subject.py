@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import compute_bits_per_weight
 
 from mlx_redrafter.anatomy import anatomy
@@ -116,41 +117,61 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 
 
 def open_subject(args: argparse.Namespace) -> Subject:
-    """The models and prompts of the flags; the packaged demo when there is no model.
+    """The models and prompts of the flags; see `opened`."""
+    return opened(args.model, args.drafter, args.draft_model, args.prompts, quick=getattr(args, "quick", False))
+
+
+def opened(
+    model: str | None = None,
+    drafter: str | None = None,
+    draft_model: str | None = None,
+    prompts: Sequence[str] = ("all",),
+    *,
+    quick: bool = False,
+) -> Subject:
+    """The models and prompts of these names; the packaged demo when there is no model.
+
+    Args:
+        quick: whether one prompt of each category is enough.
 
     Raises:
         RedrafterError: a model, drafter or prompt that is not to be had.
     """
-    if args.model:
-        model, tokenizer = load(args.model)
-        drafter = load_drafter(args.drafter, model) if args.drafter else None
-        draft_path = args.draft_model
+    if model:
+        target, tokenizer = load(model)
+        own = load_drafter(drafter, target) if drafter else None
     else:
-        model, tokenizer, drafter = load_demo()
-        if args.drafter:
-            drafter = load_drafter(args.drafter, model)
-            drafter.set_dtype(mx.float32)  # as the demo decodes
-        draft_path = args.draft_model or (str(DEMO_DRAFT_MODEL) if DEMO_DRAFT_MODEL.exists() else None)
-    draft_model = None
-    if draft_path:
-        draft_model, draft_tokenizer = load(draft_path)
-        if draft_tokenizer.vocab_size != tokenizer.vocab_size:
-            raise RedrafterError(
-                f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
-                f"{draft_path} has {draft_tokenizer.vocab_size}"
-            )
-        if not args.model:
-            draft_model.set_dtype(mx.float32)
-            mx.eval(draft_model.parameters())
-    prompts = chosen(args.prompts, tokenizer)
-    if getattr(args, "quick", False):
-        prompts = one_of_each(prompts)
+        target, tokenizer, own = load_demo()
+        if drafter:
+            own = load_drafter(drafter, target)
+            own.set_dtype(mx.float32)  # as the demo decodes
+    asked = draft_model or (None if model or not DEMO_DRAFT_MODEL.exists() else str(DEMO_DRAFT_MODEL))
+    other = load_draft_model(asked, tokenizer, mx.float32 if not model else None) if asked else None
+    found = chosen(list(prompts), tokenizer)
     return Subject(
-        name=args.model or "demo",
-        model=model,
-        drafter=drafter,
-        drafter_name=None if drafter is None else args.drafter or "demo",
-        draft_model=draft_model,
-        draft_model_name=(args.draft_model or "demo") if draft_model is not None else None,
-        prompts=prompts,
+        name=model or "demo",
+        model=target,
+        drafter=own,
+        drafter_name=None if own is None else drafter or "demo",
+        draft_model=other,
+        draft_model_name=None if other is None else draft_model or "demo",
+        prompts=one_of_each(found) if quick else found,
     )
+
+
+def load_draft_model(name: str, tokenizer: TokenizerWrapper, dtype: mx.Dtype | None) -> nn.Module:
+    """A draft model for a target with this tokenizer, in this dtype; None leaves it in its own.
+
+    Raises:
+        RedrafterError: it is not to be had, or has another vocabulary.
+    """
+    found, own = load(name)
+    if own.vocab_size != tokenizer.vocab_size:
+        raise RedrafterError(
+            f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
+            f"{name} has {own.vocab_size}"
+        )
+    if dtype is not None:
+        found.set_dtype(dtype)
+        mx.eval(found.parameters())
+    return found

@@ -16,30 +16,24 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.demo import load_demo
 from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.files import write_text
 
 from .building import build
 from .contest import Options, contestants, hold, status_of
 from .costing import costs_record
-from .prompts import chosen, one_of_each
+from .measuring import PLANS, QUICK_PLANS
 from .record import SCHEMA, Record
 from .stamp import stamp
-from .subject import Subject
+from .subject import Subject, opened
 from .targets import target_of
 
 MINUTES = 10.0
 
 OUTPUT = Path("results.json")
 
-PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
-FEW_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
-
 LEAST_TOKENS, MOST_TOKENS = 16, 128
 """How many tokens a contestant makes in a turn; what would take longer is skipped."""
-
-ACCEPTANCE = "0.7"
 
 Say = Callable[[str], None]
 
@@ -84,19 +78,17 @@ def items(*, gpu: bool) -> Iterator[Item]:
 
 
 def demo() -> Subject:
-    """The packaged demo, with a prompt of each category."""
-    model, tokenizer, drafter = load_demo()
-    prompts = one_of_each(chosen(["all"], tokenizer))
-    return Subject("demo", model, drafter, "demo", None, None, prompts)
+    """The packaged demo and its draft model, with a prompt of each category."""
+    return opened(quick=True)
 
 
 def synthetic(shape: str, bits: int, dtype: str, layers: int) -> Item:
     """A published shape."""
 
     def make() -> Subject:
-        return build(target_of(shape), bits, dtype, layers=layers, acceptance=ACCEPTANCE)
+        return build(target_of(shape), bits, dtype, layers=layers)
 
-    return Item(f"{shape}, {bits} bits, {layers} layers", make, FEW_PLANS, False)
+    return Item(f"{shape}, {bits} bits, {layers} layers", make, QUICK_PLANS, False)
 
 
 def run(output: Path, minutes: float) -> int:

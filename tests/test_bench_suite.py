@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import run, suite
+from benchmarks.contest import MLX_LM_DRAFT, Options, contestants
+from benchmarks.subject import open_subject
 from benchmarks.suite import Item, everything, items
 from mlx_redrafter.errors import RedrafterError
 from tests.bench_records import MACHINE, costs, flags, speed
@@ -22,6 +24,12 @@ def test_the_suite_begins_with_the_demo_and_goes_from_small_to_large() -> None:
         "llama-3.2-1b, 32 bits, 2 layers",
         "llama-3.2-3b, 32 bits, 2 layers",
     ]
+
+
+def test_the_demo_of_the_suite_is_that_of_a_quick_run_with_mlx_lms_own_speculation() -> None:
+    found, quick = suite.demo(), open_subject(flags(run, "--quick"))
+    assert found.described == quick.described and found.prompts == quick.prompts
+    assert MLX_LM_DRAFT in {side.kind for side in contestants(found, [], Options())}
 
 
 class Pace:
