@@ -60,12 +60,14 @@ class Run(NamedTuple):
 
     Attributes:
         tokens: their ids.
+        reading: seconds until the first token.
         seconds: from the first token to the last.
         stats: of the rounds; None where there is nothing to tell.
         peak: bytes that were in use at most.
     """
 
     tokens: list[int]
+    reading: float
     seconds: float
     stats: Stats | None
     peak: int
@@ -93,12 +95,14 @@ class Contestant:
     def run(self, prompt: Prompt, max_tokens: int) -> Run:
         """Decodes a prompt."""
         mx.reset_peak_memory()
+        asked = perf_counter()
         steps = self.steps(prompt.ids, max_tokens)
         last = next(steps)
         tokens, started = [int(last[0])], perf_counter()
         for last in steps:
             tokens.append(int(last[0]))
-        return Run(tokens, perf_counter() - started, getattr(last, "stats", None), mx.get_peak_memory())
+        stats = getattr(last, "stats", None)
+        return Run(tokens, started - asked, perf_counter() - started, stats, mx.get_peak_memory())
 
 
 def label(kind: str, plan: Any) -> str:
@@ -172,8 +176,20 @@ def ignorant(drafter: Drafter) -> Drafter:
     return found
 
 
-def hold(subject: Subject, sides: Sequence[Contestant], options: Options) -> Iterator[list[dict[str, Any]]]:
-    """The records of one prompt after another, a record for each contestant; the first one is plain decoding."""
+def warmed(subject: Subject, side: Contestant) -> Run:
+    """A contestant's first tokens of the first prompt, which do not count."""
+    with wired(subject.model):
+        return side.run(subject.prompts[0], WARM_UP)
+
+
+def hold(
+    subject: Subject, sides: Sequence[Contestant], options: Options, *, warm: bool = False
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of one prompt after another, a record for each contestant; the first one is plain decoding.
+
+    Args:
+        warm: whether everybody was warmed up already.
+    """
     shared = subject.described | {
         "schema": SCHEMA,
         "kind": "speed",
@@ -184,9 +200,9 @@ def hold(subject: Subject, sides: Sequence[Contestant], options: Options) -> Ite
         "repeats": options.repeats,
     }
     read = bytes_per_forward(subject.model)
+    for side in () if warm else sides:
+        warmed(subject, side)
     with wired(subject.model):
-        for side in sides:
-            side.run(subject.prompts[0], WARM_UP)
         for number, prompt in enumerate(subject.prompts):
             runs: dict[str, list[Run]] = defaultdict(list)
             for repeat in range(options.repeats):

@@ -105,6 +105,16 @@ def test_a_prompt_goes_on_with_the_contestant_whose_turn_it_is_to_begin(
     assert first == [kinds[turn % 3] for turn in range(4 * repeats)]
 
 
+def test_the_first_tokens_tell_what_reading_takes_and_a_contest_of_the_warm_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    found, side = replace(subject(), prompts=PROMPTS[:1]), clock.side(PLAIN, "off", [2.0, 1.0])
+    assert contest.warmed(found, side)[:3] == ([1, 2, 3], 100.0, 6.0)
+    ((record,),) = hold(found, [side], Options(max_tokens=3, repeats=1), warm=True)
+    assert record["seconds"] == [3.0] and len(clock.turns) == 2
+
+
 def test_auto_is_warm_only_when_it_has_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = Costs((64,), (1, 2, 3), ((1.0, 1.01, 1.02),), (1.0,), (1,), (0.01,), (0.0, 0.0))
     monkeypatch.setattr(loop, "flight_of", lambda *rest, **more: make_flight(cheap, UNKNOWN, [Plan(1, 2, 3)]))
@@ -138,12 +148,12 @@ def test_a_ratio_is_of_the_same_turn_and_leaves_the_prompt_out(monkeypatch: pyte
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
 def test_what_is_said_of_rounds_is_of_the_turn_in_the_middle(order: tuple[int, ...]) -> None:
     runs = [
-        Run([1, 2, 3, 4, 5], 1.0, Stats().after(3, 3, 3), 1),
-        Run([1, 2, 3, 4, 5], 2.0, Stats().after(3, 1, 3).after(3, 1, 3), 1),
-        Run([1, 2, 3, 4, 5], 4.0, Stats(4, skipped=4), 1),
+        Run([1, 2, 3, 4, 5], 9.0, 1.0, Stats().after(3, 3, 3), 1),
+        Run([1, 2, 3, 4, 5], 9.0, 2.0, Stats().after(3, 1, 3).after(3, 1, 3), 1),
+        Run([1, 2, 3, 4, 5], 9.0, 4.0, Stats(4, skipped=4), 1),
     ]
     side = Contestant(DRAFTED, "auto", lambda prompt, max_tokens: iter(()))
-    plain = [Run([1, 2, 3, 4, 5], 4.0, Stats(), 1)] * 3
+    plain = [Run([1, 2, 3, 4, 5], 9.0, 4.0, Stats(), 1)] * 3
     found = told(side, [runs[i] for i in order], plain, 6_000_000_000, Options())
     assert (found["rounds"], found["tokens_per_round"], found["plain_steps"]) == (2, 2.0, 0)
     assert found["acceptance_per_depth"] == [1.0, 0.0, 0.0]
