@@ -10,7 +10,7 @@ process's, in which the models of all contestants are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from time import perf_counter
@@ -248,14 +248,6 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
         "same_tokens": None if side.kind == PLAIN or not compared else differs is None,
         "first_difference": differs,
     }
-
-
-def status_of(records: Iterable[dict[str, Any]]) -> int:
-    """The exit status: 1 where tokens of ours are not those of plain decoding, or plain decoding's not those of mlx-lm.
-
-    In mlx-lm's own speculation a forward of several rows may break a tie otherwise: its record says so, no more.
-    """
-    return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))
 
 
 def spread(values: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mlx_redrafter.files import expanded
 
 from . import record
 from .common import positive, seed, shape
-from .contest import Options, contestants, hold, label, status_of
+from .contest import MLX_LM_DRAFT, Options, contestants, hold, label
 from .costing import costs_record
 from .stamp import stamp
 from .subject import Subject
@@ -100,6 +101,14 @@ def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tu
         print(printed(rows(found)))
         print(told(machine))
     return status_of(found), found
+
+
+def status_of(records: Iterable[dict[str, Any]]) -> int:
+    """The exit status: 1 where tokens of ours are not those of plain decoding, or plain decoding's not those of mlx-lm.
+
+    In mlx-lm's own speculation a forward of several rows may break a tie otherwise: its record says so, no more.
+    """
+    return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))
 
 
 def checked(path: Path) -> Path:

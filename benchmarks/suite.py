@@ -21,9 +21,9 @@ from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.files import write_text
 
 from .building import build, weight_bytes
-from .contest import Options, Run, contestants, hold, status_of, warmed
+from .contest import Options, Run, contestants, hold, warmed
 from .costing import costs_record
-from .measuring import PLANS, QUICK_PLANS
+from .measuring import PLANS, QUICK_PLANS, status_of
 from .record import SCHEMA, Record
 from .stamp import stamp
 from .subject import Subject, opened
