@@ -290,7 +290,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     seed = options.get("seed")
-    options["seed"] = secrets.randbits(32) if seed is None else seed
+    options["seed"] = fresh_seed() if seed is None else seed
     if options.get("xtc_probability") and "xtc_special_tokens" not in options:
         options["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     settings = make_settings(drafter, **options)

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 from small import small_drafter
 from toys import VOCAB, make_model, make_tokenizer
 
-from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, stream_generate
+from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, generation, stream_generate
 from mlx_redrafter.generation import Options, make_settings
 
 PROMPT = [1, 2, 3]
@@ -80,6 +80,18 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(parts: tuple[Any, Any, An
     other = list(stream_generate(model, tokenizer, PROMPT, temp=1.0, max_tokens=30))
     assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
     assert first[0].seed == again[-1].seed != other[0].seed
+
+
+def test_a_drawn_seed_is_the_one_that_all_ranks_share(
+    parts: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer, drafter = parts
+    drawn: list[int] = []
+    monkeypatch.setattr(generation, "fresh_seed", lambda: drawn.append(1) or 77)
+    options: dict[str, Any] = {"drafter": drafter, "temp": 1.0, "max_tokens": 5}
+    responses = list(stream_generate(model, tokenizer, PROMPT, **options))
+    assert [r.seed for r in responses] == [77] * 5 and len(drawn) == 1, "once: each draw waits for the other ranks"
+    assert list(stream_generate(model, tokenizer, PROMPT, seed=3, **options))[-1].seed == 3 and len(drawn) == 1
 
 
 def test_a_drafter_that_guesses_nothing_is_said_out_loud_once(parts: tuple[Any, Any, Any]) -> None:
