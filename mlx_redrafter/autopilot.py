@@ -7,7 +7,7 @@ import json
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,27 +26,56 @@ from .target import model_name
 FORMAT = 1
 """Of the kept files; another number makes them all stale."""
 
-_measured: list[tuple[weakref.ref[Any], weakref.ref[Any], bool, Flight]] = []
-"""What this process has measured or read, for models that still live."""
+
+class Pair(NamedTuple):
+    """What this process knows of a model and its drafter.
+
+    Attributes:
+        model, drafter: weak references; what they refer to may be gone.
+        trees: whether the model takes trees.
+        costs: measured or read.
+        flights: those made of them so far, by whether rounds are lines.
+    """
+
+    model: weakref.ref[Any]
+    drafter: weakref.ref[Any]
+    trees: bool
+    costs: Costs
+    flights: dict[bool, Flight]
+
+    def lives(self) -> bool:
+        """Whether both still do."""
+        return self.model() is not None and self.drafter() is not None
+
+    def holds(self, model: nn.Module, drafter: Drafter, *, trees: bool) -> bool:
+        """Whether it is of these two."""
+        return self.model() is model and self.drafter() is drafter and self.trees is trees
 
 
-def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Flight:
+_measured: list[Pair] = []
+
+
+def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, lines: bool = False, refresh: bool = False) -> Flight:
     """Costs, acceptance and plans of a pair; measured when that was not done on this machine before.
 
     Args:
-        trees: whether rounds may branch.
+        trees: whether the model takes trees.
+        lines: whether rounds are to be lines all the same; the costs are the same ones.
         refresh: measure anew.
     """
-    _measured[:] = [entry for entry in _measured if entry[0]() is not None and entry[1]() is not None]
-    if not refresh:
-        for one, other, branched, flight in _measured:
-            if one() is model and other() is drafter and branched is trees:
-                return flight
-    costs = known(model, drafter, trees=trees, refresh=refresh)
-    acceptance = drafter.args.acceptance or UNKNOWN
-    flight = make_flight(costs, acceptance, few_plans(costs, acceptance, trees=trees))
-    _measured.insert(0, (weakref.ref(model), weakref.ref(drafter), trees, flight))  # before an older one of this pair
-    return flight
+    _measured[:] = [pair for pair in _measured if pair.lives()]
+    pair = next((pair for pair in _measured if pair.holds(model, drafter, trees=trees)), None)
+    if pair is None or refresh:
+        costs = known(model, drafter, trees=trees, refresh=refresh)
+        _measured[:] = [other for other in _measured if other is not pair]
+        pair = Pair(weakref.ref(model), weakref.ref(drafter), trees, costs, {})
+        _measured.append(pair)
+    lines = lines and trees  # where the model takes none, all are
+    if lines not in pair.flights:
+        costs = pair.costs.lines() if lines else pair.costs
+        acceptance = drafter.args.acceptance or UNKNOWN
+        pair.flights[lines] = make_flight(costs, acceptance, few_plans(costs, acceptance))
+    return pair.flights[lines]
 
 
 def known(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Costs:

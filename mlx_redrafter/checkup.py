@@ -53,7 +53,7 @@ def run() -> int:
         print("\n".join(page(found, blocks=encodes(getattr(sys.stdout, "encoding", None)))))
     if picture is not None:
         own = found.quality if found.stand_in is None else None
-        plot(picture, found.costs, trees=found.no_trees is None, own=own)
+        plot(picture, found.costs, own=own)
         print(f"drawn: {picture}", file=sys.stderr)
     return 0
 

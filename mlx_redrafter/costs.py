@@ -58,6 +58,10 @@ class Costs(NamedTuple):
             raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
         return self
 
+    def lines(self) -> Costs:
+        """The same where a round may be no more than a line."""
+        return self._replace(widths=self.widths[:1], level=self.level[:1])
+
     def plain_at(self, length: int) -> float:
         """A step of plain decoding behind a text of that length."""
         return along(self.contexts, self.plain, length)

@@ -166,9 +166,9 @@ def diagnose(
         no_trees,
         costs,
         cliffs(costs),
-        starts(flight, acceptance or UNKNOWN, trees=trees),
-        outlooks(costs, trees=trees),
-        tuple(pays_from(costs, context, trees=trees) for context in costs.contexts),
+        starts(flight, acceptance or UNKNOWN),
+        outlooks(costs),
+        tuple(pays_from(costs, context) for context in costs.contexts),
         tuple(said),
     )
 

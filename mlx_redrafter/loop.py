@@ -120,7 +120,7 @@ def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Fl
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
             depth = drafter.args.draft_depth or DRAFT_DEPTH  # what other ranks measure is not known here
             return Plan(1, depth, 1 + depth)
-        flight = flight_of(model, drafter, trees=takes_trees and not settings.chooser.processors)
+        flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors))
         return flight if flight.plans else None
     return plan
 

@@ -80,11 +80,10 @@ def check_plot(name: str | None) -> Path | None:
     return path
 
 
-def plot(path: Path, costs: Costs, *, trees: bool, own: float | None = None) -> None:
+def plot(path: Path, costs: Costs, *, own: float | None = None) -> None:
     """Draws a PNG: the curve at every context, and what drafters of any quality would bring.
 
     Args:
-        trees: whether plans may branch.
         own: the tokens per round of the drafter that was measured, in a line of four; None where it stands for others.
 
     Raises:
@@ -97,7 +96,7 @@ def plot(path: Path, costs: Costs, *, trees: bool, own: float | None = None) -> 
     FigureCanvasAgg(figure)
     curve, speed = figure.subplots(1, 2)
     draw_curve(curve, costs)
-    draw_speed(speed, costs, trees=trees, own=own)
+    draw_speed(speed, costs, own=own)
     with replacing(path) as partly:
         figure.savefig(partly, dpi=120, format="png")
 
@@ -118,11 +117,11 @@ def draw_curve(axes: Axes, costs: Costs) -> None:
     axes.legend(fontsize="small")
 
 
-def draw_speed(axes: Axes, costs: Costs, *, trees: bool, own: float | None) -> None:
+def draw_speed(axes: Axes, costs: Costs, *, own: float | None) -> None:
     """Predicted speed against plain decoding over the quality of a drafter, by the best plan for each."""
     most = quality_of(guesses(BEST))
     qualities = [1 + step * (most - 1) / 40 for step in range(41)]
-    table = outlooks(costs, trees=trees, qualities=qualities)
+    table = outlooks(costs, qualities)
     for at, context in enumerate(costs.contexts):
         offers = [row[at].offer for row in table]
         times = [float("nan") if offer is None else offer.times for offer in offers]

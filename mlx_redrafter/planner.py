@@ -94,11 +94,9 @@ def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:
     return Prospect(plan, tuple(expected_tokens(acceptance, plan, share) for share in shares), rates)
 
 
-def rated(
-    costs: Costs, acceptance: Acceptance, length: int, share: float, widths: Sequence[int]
-) -> Iterator[tuple[float, Plan]]:
-    """(tokens per millisecond, plan) of every plan of these widths whose size was measured."""
-    for width in widths:
+def rated(costs: Costs, acceptance: Acceptance, length: int, share: float) -> Iterator[tuple[float, Plan]]:
+    """(tokens per millisecond, plan) of every plan whose width and size were measured."""
+    for width in costs.widths:
         made = levels(acceptance, width, DEEPEST, share)
         for depth in range(1, DEEPEST + 1):
             nodes = sorted((chance for level in made[:depth] for chance in level), reverse=True)
@@ -110,16 +108,15 @@ def rated(
                     yield made_here / costs.round_at(plan, length, made_here - 1), plan
 
 
-def few_plans(costs: Costs, acceptance: Acceptance, *, trees: bool) -> tuple[Plan, ...]:
+def few_plans(costs: Costs, acceptance: Acceptance) -> tuple[Plan, ...]:
     """The plans that beat plain decoding and all others for some share and some length.
 
     They are few, so that what is built for one is used again.
     """
-    widths = costs.widths if trees else (1,)
     found = set()
     for length in sorted({*costs.contexts, 2 * costs.contexts[-1]}):
         for share in SHARES:
-            speed, plan = max(rated(costs, acceptance, length, share, widths), default=(0.0, None))
+            speed, plan = max(rated(costs, acceptance, length, share), default=(0.0, None))
             if plan is not None and speed > 1.0 / costs.plain_at(length):
                 found.add(plan)
     return tuple(sorted(found))

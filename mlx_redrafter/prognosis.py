@@ -117,20 +117,15 @@ def in_steps(costs: Costs) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(ms / plain for ms in row) for row, plain in zip(costs.verify, costs.plain, strict=True))
 
 
-def widths_of(costs: Costs, *, trees: bool) -> Sequence[int]:
-    """How wide plans may be."""
-    return costs.widths if trees else (1,)
-
-
 def offered(costs: Costs, acceptance: Acceptance, plan: Plan, length: int) -> Offer:
     """What a plan brings behind a text of that length."""
     tokens = expected_tokens(acceptance, plan)
     return Offer(plan, tokens, costs.round_at(plan, length, tokens - 1) / costs.plain_at(length))
 
 
-def best_offer(costs: Costs, acceptance: Acceptance, length: int, *, trees: bool) -> Offer | None:
+def best_offer(costs: Costs, acceptance: Acceptance, length: int) -> Offer | None:
     """The fastest of all plans that were measured, be it slower than plain decoding; None when none was."""
-    found = max(rated(costs, acceptance, length, 1.0, widths_of(costs, trees=trees)), default=None)
+    found = max(rated(costs, acceptance, length, 1.0), default=None)
     return None if found is None else offered(costs, acceptance, found[1], length)
 
 
@@ -167,19 +162,19 @@ def guesses(rate: float) -> Acceptance:
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
-def outlooks(costs: Costs, *, trees: bool, qualities: Sequence[float] = QUALITIES) -> tuple[tuple[Outlook, ...], ...]:
+def outlooks(costs: Costs, qualities: Sequence[float] = QUALITIES) -> tuple[tuple[Outlook, ...], ...]:
     """What drafters would bring: a row for each of the qualities, with an entry for each context."""
     return tuple(
-        tuple(Outlook(at, tokens, best_offer(costs, quality(tokens), at, trees=trees)) for at in costs.contexts)
+        tuple(Outlook(at, tokens, best_offer(costs, quality(tokens), at)) for at in costs.contexts)
         for tokens in qualities
     )
 
 
-def pays_from(costs: Costs, length: int, *, trees: bool) -> float | None:
+def pays_from(costs: Costs, length: int) -> float | None:
     """The least tokens per round of `REFERENCE` with which some plan beats plain decoding; None when none ever does."""
 
     def pays(rate: float) -> bool:
-        offer = best_offer(costs, guesses(rate), length, trees=trees)
+        offer = best_offer(costs, guesses(rate), length)
         return offer is not None and offer.times > 1
 
     low, high = 0.0, BEST
@@ -191,18 +186,18 @@ def pays_from(costs: Costs, length: int, *, trees: bool) -> float | None:
     return quality_of(guesses(high))
 
 
-def starts(flight: Flight, acceptance: Acceptance, *, trees: bool) -> tuple[Start, ...]:
+def starts(flight: Flight, acceptance: Acceptance) -> tuple[Start, ...]:
     """What `plan="auto"` begins with behind each measured length, and why."""
-    return tuple(start(flight, acceptance, length, trees=trees) for length in flight.costs.contexts)
+    return tuple(start(flight, acceptance, length) for length in flight.costs.contexts)
 
 
-def start(flight: Flight, acceptance: Acceptance, length: int, *, trees: bool) -> Start:
+def start(flight: Flight, acceptance: Acceptance, length: int) -> Start:
     """What `plan="auto"` begins with behind a text of that length, and why."""
     plan = first_plan(flight, length)
     if plan is not None:
         offer = offered(flight.costs, acceptance, plan, length)
         return Start(length, plan, offer, told(offer))
-    best = best_offer(flight.costs, acceptance, length, trees=trees)
+    best = best_offer(flight.costs, acceptance, length)
     if best is None:
         return Start(length, None, None, "no round was measured")
     if best.times <= 1:

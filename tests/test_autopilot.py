@@ -116,6 +116,27 @@ def test_a_pair_is_measured_once_and_remembered_by_the_machine(counted: list[int
     assert len(list((tmp_path / "caches").rglob("*.json"))) == 2 and not list((tmp_path / "caches").rglob("*partial*"))
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_costs_with_trees_serve_texts_whose_rounds_are_lines(counted: list[int], first: bool) -> None:
+    model, drafter = pair([[0.9, 0.05]])
+    for lines in (first, not first, first):
+        flight = flight_of(model, drafter, trees=True, lines=lines)
+        assert flight.costs.widths == ((1,) if lines else (1, 2, 4)) and len(flight.costs.level) == (1 if lines else 3)
+        assert not lines or all(plan.width == 1 for plan in flight.plans)
+    assert len(counted) == 1, "whichever is asked for first"
+    old = flight_of(model, drafter, trees=True, lines=True)
+    flight_of(model, drafter, trees=True, refresh=True)
+    anew = flight_of(model, drafter, trees=True, lines=True)
+    assert anew is not old and anew.costs != old.costs and len(counted) == 2, "nothing of the old ones stays"
+
+
+def test_the_first_text_with_a_processor_measures_nothing_again(counted: list[int]) -> None:
+    model, drafter = pair([[0.9, 0.05]])
+    for processors in ([], make_logits_processors(repetition_penalty=1.2)):
+        list(generate_step(PROMPT[:3], model, drafter, logits_processors=processors, max_tokens=4))
+    assert len(counted) == 1
+
+
 @pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "a list"])
 def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(
     tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch

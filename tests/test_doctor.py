@@ -130,8 +130,8 @@ def test_a_quality_that_no_drafter_has_is_refused(tokens: float) -> None:
 @pytest.mark.parametrize("trees", [True, False])
 @pytest.mark.parametrize("curve", CURVES)
 def test_the_outlook_is_that_of_brute_force(curve: str, trees: bool) -> None:
-    costs = costs_of(curve)
-    rows = outlooks(costs, trees=trees)
+    costs = costs_of(curve) if trees else costs_of(curve).lines()
+    rows = outlooks(costs)
     assert [[(each.quality, each.context) for each in row] for row in rows] == [
         [(tokens, 64), (tokens, 1024)] for tokens in QUALITIES
     ]
@@ -149,7 +149,7 @@ def test_the_outlook_is_that_of_brute_force(curve: str, trees: bool) -> None:
 @pytest.mark.parametrize("curve", CURVES)
 def test_what_pays_is_where_brute_force_begins_to_beat_plain_decoding(curve: str) -> None:
     costs = costs_of(curve)
-    least = pays_from(costs, 64, trees=True)
+    least = pays_from(costs, 64)
     paying = []
     for step in range(96):
         acceptance = guesses(step / 100)
@@ -163,17 +163,17 @@ def test_what_pays_is_where_brute_force_begins_to_beat_plain_decoding(curve: str
 
 def test_of_costs_without_a_round_nothing_is_told() -> None:
     bare = Costs((64,), (1,), ((1.0,),), (1.0,), (1,), (0.1,), (0.0, 0.0)).check()
-    assert best_offer(bare, UNKNOWN, 64, trees=True) is None and pays_from(bare, 64, trees=True) is None
-    assert start(make_flight(bare, UNKNOWN, ()), UNKNOWN, 64, trees=True) == (64, None, None, "no round was measured")
+    assert best_offer(bare, UNKNOWN, 64) is None and pays_from(bare, 64) is None
+    assert start(make_flight(bare, UNKNOWN, ()), UNKNOWN, 64) == (64, None, None, "no round was measured")
     assert cliffs(bare) == ()
 
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_start_is_what_a_pilot_begins_with(curve: str) -> None:
     costs = costs_of(curve)
-    flight = make_flight(costs, UNKNOWN, few_plans(costs, UNKNOWN, trees=True))
+    flight = make_flight(costs, UNKNOWN, few_plans(costs, UNKNOWN))
     for length in (64, 1024):
-        found = start(flight, UNKNOWN, length, trees=True)
+        found = start(flight, UNKNOWN, length)
         fastest, _ = best(flight.costs, flight.prospects, length, 1.0, MARGIN)
         assert found.plan == (fastest and fastest.plan)
         assert found.offer is not None
@@ -198,8 +198,8 @@ def test_the_reason_for_plain_decoding_is_the_one_that_holds(
     counts: tuple[int, ...], verify: tuple[float, ...], rate: float, reason: str
 ) -> None:
     costs = Costs((64,), counts, (verify,), (1.0,), (1,), (0.2,), (0.01, 0.01)).check()
-    flight = make_flight(costs, guesses(rate), few_plans(costs, guesses(rate), trees=True))
-    found = start(flight, guesses(rate), 64, trees=True)
+    flight = make_flight(costs, guesses(rate), few_plans(costs, guesses(rate)))
+    found = start(flight, guesses(rate), 64)
     assert found.plan is None and reason in found.reason
 
 
@@ -237,13 +237,13 @@ def test_the_picture_is_a_png_of_those_costs(tmp_path: Path) -> None:
     pictures = []
     for at, (curve, own) in enumerate([("flat", None), ("a cliff at 6", None), ("flat", 1.9)]):
         path = tmp_path / f"{at}.png"
-        plot(path, costs_of(curve), trees=True, own=own)
+        plot(path, costs_of(curve), own=own)
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         pictures.append(image.imread(path))
     assert all(picture.shape[0] > 300 and picture.shape[1] > 800 for picture in pictures)
     assert all((one != other).any() for one, other in pairwise(pictures))
     with pytest.raises(RuntimeError, match="no curve"):
-        plot(tmp_path / "never.png", Broken(*costs_of("flat")), trees=True)
+        plot(tmp_path / "never.png", Broken(*costs_of("flat")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.png", "1.png", "2.png"]
 
 
@@ -353,7 +353,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
     def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
         calls.append(trees)
         found = costs_of("a cliff at 6")
-        return found if trees else found._replace(widths=(1,), level=(0.03,))
+        return found if trees else found.lines()
 
     monkeypatch.setattr(autopilot, "measure", measure)
     return calls

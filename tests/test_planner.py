@@ -62,7 +62,7 @@ def fly(
         truth: what everything really takes, which the pilot is told as it goes; None for what the table says.
         stalls: how often something takes five times as long.
     """
-    pilot = Pilot(flight or make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True)))
+    pilot = Pilot(flight or make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE)))
     generator, made, took, start = random.Random(seed), 0, 0.0, 100
     real = truth or costs
 
@@ -125,9 +125,9 @@ def test_the_best_plan_is_that_of_brute_force(curve: str) -> None:
             ]
             speeds = {plan: expected_tokens(ACCEPTANCE, plan, share) / costs.round_at(plan, length) for plan in plans}
             fastest = max(speeds.values())
-            speed, plan = max(rated(costs, ACCEPTANCE, length, share, costs.widths))
+            speed, plan = max(rated(costs, ACCEPTANCE, length, share))
             assert speed == pytest.approx(fastest) and speeds[plan] == pytest.approx(fastest)
-            few = [prospect(ACCEPTANCE, plan) for plan in few_plans(costs, ACCEPTANCE, trees=True)]
+            few = [prospect(ACCEPTANCE, plan) for plan in few_plans(costs, ACCEPTANCE)]
             found, reached = best(costs, few, length, share)
             plain = 1.0 / costs.plain_at(length)
             assert reached >= 0.97 * max(fastest, plain), "few plans lose little"
@@ -141,11 +141,11 @@ def test_few_plans_are_few_and_of_measured_sizes_alone() -> None:
             counts=(1, 2, 4, 9), verify=tuple(tuple(row[n - 1] for n in (1, 2, 4, 9)) for row in costs.verify)
         )
         for table in (costs, gaps.check()):
-            plans = few_plans(table, ACCEPTANCE, trees=True)
+            plans = few_plans(table, ACCEPTANCE)
             assert len(plans) <= 10 and all(plan.size in table.counts for plan in plans)
-            assert all(plan.width == 1 for plan in few_plans(table, ACCEPTANCE, trees=False))
-    assert few_plans(costs_of("every row is paid for"), ACCEPTANCE, trees=True) == ()
-    assert few_plans(costs_of("gentle"), UNKNOWN, trees=True)
+            assert all(plan.width == 1 for plan in few_plans(table.lines(), ACCEPTANCE))
+    assert few_plans(costs_of("every row is paid for"), ACCEPTANCE) == ()
+    assert few_plans(costs_of("gentle"), UNKNOWN)
     with pytest.raises(RedrafterError, match="a round of 3 nodes, 1 wide, was not measured"):
         gaps.round_at(Plan(1, 2, 3), 10)
 
@@ -179,7 +179,7 @@ def dearer(costs: Costs, times: float) -> Costs:
 def test_where_the_table_is_wrong_what_is_seen_corrects_it(curve: str, share: float) -> None:
     costs = costs_of(curve)
     for seed in range(3):
-        flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True))
+        flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
         truth = dearer(costs, 2.0)
         speeds = [fly(costs, lambda at: share, 256, seed, truth=truth, stalls=0.05, flight=flight) for _ in range(3)]
         assert speeds[0] > 0.955, "the first text has to find out"
@@ -188,7 +188,7 @@ def test_where_the_table_is_wrong_what_is_seen_corrects_it(curve: str, share: fl
 
 def test_a_slow_moment_of_plain_steps_does_not_make_rounds_look_cheap() -> None:
     costs = costs_of("half of every row")
-    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True))
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
     for _ in range(15):
         flight.drift.saw(9 * costs.plain_at(100), costs.plain_at(100), plain=True)
     assert fly(costs, lambda at: 0.0, 256, seed=3, flight=flight) > 1 - ALLOWED - 0.005
@@ -203,7 +203,7 @@ def test_a_round_is_never_thought_to_take_less_than_a_plain_step() -> None:
 
 def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
     costs = costs_of("flat")
-    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE, trees=True))
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
     assert fly(costs, lambda at: 1.0, 40, seed=2, truth=dearer(costs, 9.0), flight=flight) < 1
     assert flight.drift.factor > 3
     assert max(fly(costs, lambda at: 1.0, 256, seed, flight=flight) for seed in range(3)) > 1.2
@@ -230,7 +230,7 @@ def test_on_a_steady_text_it_is_near_the_best_fixed_plan(curve: str) -> None:
     costs = costs_of(curve)
     for share in (0.6, 1.0):
         mean = sum(fly(costs, lambda at, share=share: share, 1500, seed) for seed in range(6)) / 6  # type: ignore[misc]
-        speed, _ = max(rated(costs, ACCEPTANCE, 800, share, costs.widths))
+        speed, _ = max(rated(costs, ACCEPTANCE, 800, share))
         assert mean > 0.93 * max(1.0, speed * costs.plain_at(800))
 
 
