@@ -6,6 +6,7 @@ import hashlib
 import json
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -55,18 +56,27 @@ class Pair(NamedTuple):
 _measured: list[Pair] = []
 
 
-def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, lines: bool = False, refresh: bool = False) -> Flight:
+def flight_of(
+    model: nn.Module,
+    drafter: Drafter,
+    *,
+    trees: bool,
+    lines: bool = False,
+    refresh: bool = False,
+    begin: Callable[[], None] = lambda: None,
+) -> Flight:
     """Costs, acceptance and plans of a pair; measured when that was not done on this machine before.
 
     Args:
         trees: whether the model takes trees.
         lines: whether rounds are to be lines all the same; the costs are the same ones.
         refresh: measure anew.
+        begin: called just before anything is measured.
     """
     _measured[:] = [pair for pair in _measured if pair.lives()]
     pair = next((pair for pair in _measured if pair.holds(model, drafter, trees=trees)), None)
     if pair is None or refresh:
-        costs = known(model, drafter, trees=trees, refresh=refresh)
+        costs = known(model, drafter, trees=trees, refresh=refresh, begin=begin)
         _measured[:] = [other for other in _measured if other is not pair]
         pair = Pair(weakref.ref(model), weakref.ref(drafter), trees, costs, {})
         _measured.append(pair)
@@ -78,28 +88,29 @@ def flight_of(model: nn.Module, drafter: Drafter, *, trees: bool, lines: bool = 
     return pair.flights[lines]
 
 
-def known(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool = False) -> Costs:
-    """The costs that are kept for this pair and this machine, or else measured now, and kept."""
+def known(
+    model: nn.Module,
+    drafter: Drafter,
+    *,
+    trees: bool,
+    refresh: bool = False,
+    begin: Callable[[], None] = lambda: None,
+) -> Costs:
+    """The costs that are kept for this pair and this machine, or else measured now, and kept; see `flight_of`."""
     described = describe(model, drafter, trees=trees)
     path = place(described)
-    if path is None:
-        return measure(model, drafter, trees=trees)
-    if not refresh and (costs := read(path, described)) is not None:
+    if path is not None and not refresh and (costs := read(path, described)) is not None:
         return costs
+    begin()
     costs = measure(model, drafter, trees=trees)
+    if path is None:
+        return costs
     try:
         write_text(path, json.dumps({"of": described, "costs": costs._asdict()}, indent=1) + "\n")
     except OSError as error:
         if not path.exists():  # else another process has kept it at the same moment
             warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
     return costs
-
-
-def is_known(model: nn.Module, drafter: Drafter, *, trees: bool) -> bool:
-    """Whether `known` would find the costs of this pair on this machine."""
-    described = describe(model, drafter, trees=trees)
-    path = place(described)
-    return path is not None and read(path, described) is not None
 
 
 def place(described: dict[str, Any]) -> Path | None:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from . import __version__
 from .advice import notes
-from .autopilot import flight_of, is_known
+from .autopilot import flight_of
 from .checkpoint import check_fit
 from .costs import Costs
 from .drafter import Drafter
@@ -139,10 +139,16 @@ def diagnose(
     else:
         check_fit(drafter, model)
         acceptance = drafter.args.acceptance
-    if measures := refresh or not is_known(model, drafter, trees=trees):
-        say("measuring: ten seconds or 200 plain steps, whichever is less, and one turn of everything")
-    mx.reset_peak_memory()
-    flight = flight_of(model, drafter, trees=trees, refresh=refresh)
+    measures = False
+
+    def begin() -> None:
+        """Says so, and the peak of memory counts from here."""
+        nonlocal measures
+        measures = True
+        say("measuring: four to ten seconds, or one turn of everything where that takes longer")
+        mx.reset_peak_memory()
+
+    flight = flight_of(model, drafter, trees=trees, refresh=refresh, begin=begin)
     peak, costs = mx.get_peak_memory() if measures else None, flight.costs
     target, facts, machine = target_of(model), drafter_of(drafter), about() | {"mlx_redrafter": __version__}
     said = notes(

@@ -381,6 +381,15 @@ def test_a_diagnosis_of_a_pair_is_made_of_its_costs(measured: list[bool]) -> Non
     assert measured == [True, True]
 
 
+def test_what_this_process_has_measured_is_not_said_to_be_measured_again(measured: list[bool], tmp_path: Path) -> None:
+    (tmp_path / "caches").write_text("no folder")
+    model, heard = make_model(), list[str]()
+    drafter = drafter_for(model)
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert diagnose(model, drafter, say=heard.append).peak_bytes is not None and "measuring" in heard.pop()
+    assert diagnose(model, drafter, say=heard.append).peak_bytes is None and not heard and measured == [True]
+
+
 def test_without_a_drafter_a_random_one_stands_in_for_its_costs_alone(measured: list[bool]) -> None:
     heard: list[str] = []
     found = diagnose(make_model(), say=heard.append)
