@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -54,6 +55,8 @@ class Pair(NamedTuple):
 
 
 _measured: list[Pair] = []
+_lock = Lock()
+"""Of `_measured`, and of the machine: two measurements at once would disturb each other."""
 
 
 def flight_of(
@@ -73,19 +76,20 @@ def flight_of(
         refresh: measure anew.
         begin: called just before anything is measured.
     """
-    _measured[:] = [pair for pair in _measured if pair.lives()]
-    pair = next((pair for pair in _measured if pair.holds(model, drafter, trees=trees)), None)
-    if pair is None or refresh:
-        costs = known(model, drafter, trees=trees, refresh=refresh, begin=begin)
-        _measured[:] = [other for other in _measured if other is not pair]
-        pair = Pair(weakref.ref(model), weakref.ref(drafter), trees, costs, {})
-        _measured.append(pair)
-    lines = lines and trees  # where the model takes none, all are
-    if lines not in pair.flights:
-        costs = pair.costs.lines() if lines else pair.costs
-        acceptance = drafter.args.acceptance or UNKNOWN
-        pair.flights[lines] = make_flight(costs, acceptance, few_plans(costs, acceptance))
-    return pair.flights[lines]
+    with _lock:
+        _measured[:] = [pair for pair in _measured if pair.lives()]
+        pair = next((pair for pair in _measured if pair.holds(model, drafter, trees=trees)), None)
+        if pair is None or refresh:
+            costs = known(model, drafter, trees=trees, refresh=refresh, begin=begin)
+            _measured[:] = [other for other in _measured if other is not pair]
+            pair = Pair(weakref.ref(model), weakref.ref(drafter), trees, costs, {})
+            _measured.append(pair)
+        lines = lines and trees  # where the model takes none, all are
+        if lines not in pair.flights:
+            costs = pair.costs.lines() if lines else pair.costs
+            acceptance = drafter.args.acceptance or UNKNOWN
+            pair.flights[lines] = make_flight(costs, acceptance, few_plans(costs, acceptance))
+        return pair.flights[lines]
 
 
 def known(
@@ -108,7 +112,7 @@ def known(
     try:
         write_text(path, json.dumps({"of": described, "costs": costs._asdict()}, indent=1) + "\n")
     except OSError as error:
-        if not path.exists():  # else another process has kept it at the same moment
+        if refresh or not path.exists():  # else another process has kept it at the same moment
             warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
     return costs
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,39 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="what was measured cannot be kept"):
         known(*pair(), trees=False)
+
+
+def test_what_was_measured_anew_and_cannot_be_kept_is_said_though_older_costs_are(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError("No space left on device")
+
+    model, drafter = pair()
+    known(model, drafter, trees=False)
+    monkeypatch.setattr(autopilot, "write_text", full)
+    with pytest.warns(UserWarning, match="what was measured cannot be kept: .*No space left"):
+        known(model, drafter, trees=False, refresh=True)
+
+
+def test_two_threads_measure_a_pair_once_between_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autopilot, "_measured", [])
+    measuring, counted = threading.Event(), []
+
+    def measure(*args: Any, **options: Any) -> Costs:
+        counted.append(1)
+        measuring.set()
+        time.sleep(0.3)
+        return CHEAP
+
+    monkeypatch.setattr(autopilot, "measure", measure)
+    model, drafter = pair()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(flight_of, model, drafter, trees=True)
+        assert measuring.wait(60)
+        second = threads.submit(flight_of, model, drafter, trees=True)
+        assert first.result(60) is second.result(60) and len(counted) == 1
 
 
 @pytest.mark.parametrize(
