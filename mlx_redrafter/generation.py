@@ -328,7 +328,7 @@ def stream_generate(
         )
 
     with wired_limit(model, cast(Any, [generation_stream])), closing(_steps(ids, model, drafter, settings)) as steps:
-        count, last = 0, None
+        count, last = 0, Stats()
         for count, step in enumerate(steps, 1):
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
@@ -416,10 +416,9 @@ def is_text(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def warn_if_useless(stats: Stats, before: Stats | None) -> None:
-    """Says once that nothing is being accepted."""
-    tried = stats.rounds - stats.skipped
-    if tried == SILENT_ROUNDS and stats.accepted == 0 and before is not None and before.rounds < stats.rounds:
+def warn_if_useless(stats: Stats, before: Stats) -> None:
+    """Says once that nothing is being accepted: at the token with which enough rounds have drafted."""
+    if before.tried < SILENT_ROUNDS <= stats.tried and stats.accepted == 0:
         warnings.warn(
             f"the drafter has guessed no token right in {SILENT_ROUNDS} rounds. "
             "Is it trained for this model, and are its weights sound in this dtype?",

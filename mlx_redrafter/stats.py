@@ -39,6 +39,11 @@ class Stats(NamedTuple):
         return Stats(*sums, tuple(a + b for a, b in both), self.skipped + other.skipped, self.replayed + other.replayed)
 
     @property
+    def tried(self) -> int:
+        """Rounds that drafted."""
+        return self.rounds - self.skipped
+
+    @property
     def tokens_per_round(self) -> float:
         """1 + accepted / rounds; 1.0 before the first round."""
         return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
@@ -46,7 +51,7 @@ class Stats(NamedTuple):
     @property
     def acceptance_per_depth(self) -> tuple[float, ...]:
         """The share of rounds that kept a drafted token at depth 1, 2, ..., K."""
-        return tuple(count / (self.rounds - self.skipped) for count in self.reached)
+        return tuple(count / self.tried for count in self.reached)
 
     @property
     def rows_per_round(self) -> float:

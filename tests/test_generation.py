@@ -16,7 +16,8 @@ from small import small_drafter
 from toys import VOCAB, make_model, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, generation, stream_generate
-from mlx_redrafter.generation import Options, make_settings
+from mlx_redrafter.generation import Options, make_settings, warn_if_useless
+from mlx_redrafter.stats import Stats
 
 PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -110,6 +111,19 @@ def test_a_drafter_that_guesses_nothing_is_said_out_loud_once(parts: tuple[Any, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         list(stream_generate(model, tokenizer, PROMPT, drafter=never, max_tokens=14, plan=(1, 3)))
+
+
+def test_a_useless_drafter_is_said_once_though_plain_steps_follow() -> None:
+    rounds: list[tuple[int, int, int]] = [(3, 0, 3)] * 15 + [(0, 0, 0)] * 4 + [(3, 0, 3)] + [(0, 0, 0)] * 9
+    before, warned = Stats(), []
+    for count, one in enumerate([*rounds, (3, 0, 3)], 1):
+        now = before.after(*one)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_if_useless(now, before)
+        warned += [count] * len(caught)
+        before = now
+    assert warned == [20]
 
 
 def test_a_samplers_own_randomness_is_the_callers(parts: tuple[Any, Any, Any]) -> None:
