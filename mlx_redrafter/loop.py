@@ -219,18 +219,23 @@ def drafted(
     pilot = Pilot(settings.plan) if isinstance(settings.plan, Flight) else Fixed(settings.plan)
     place = Place(history)
     try:
-        plan = pilot.choose(target.length)
+        plan = wanted(pilot, target, target.length)
         while True:
             # Here `outcome` is that of a plain step: its token is not read, and in no row.
             if plan is None:
                 outcome = yield from coast(target, outcome, place, settings.chooser, pilot)
-                plan = pilot.choose(target.length)
+                plan = wanted(pilot, target, target.length)
             else:
                 outcome = yield from fly(target, drafter, outcome, place, settings, pilot, plan)
                 plan = None
     finally:
         if settings.prompt_cache is not None:
             settle_(target, place)
+
+
+def wanted(pilot: Pilot | Fixed, target: Target, length: int) -> Plan | None:
+    """The pilot's plan behind a text of that length; None: plain steps, and nothing is drafted that has no room."""
+    return pilot.choose(length) if target.room(2) else None
 
 
 def coast(
@@ -292,7 +297,7 @@ def fly(
                 place.root = None
                 behind = mx.array(target.length + 1)
             mx.async_eval(outcome, target.pending())
-            following = pilot.choose(length)
+            following = wanted(pilot, target, length)
             if following is not None:
                 ahead = draft(outcome.tip, behind, following)
             report = read(outcome.report)

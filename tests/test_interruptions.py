@@ -20,7 +20,7 @@ from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import decode
 from mlx_redrafter.plan import Plan
-from mlx_redrafter.target import check_draftable
+from mlx_redrafter.target import MARGIN, check_draftable
 
 PROMPT = [(7 * i + 3) % 50 for i in range(20)]
 CLOSE = 2e-3
@@ -212,3 +212,25 @@ def test_rings_that_no_round_can_use_are_refused_before_the_prompt_is_read(name:
 
 def test_a_rope_that_turns_with_the_length_of_the_text_is_said_to_be_the_reason() -> None:
     assert check_draftable(make_family("internlm2"), tree=True) == "its rope turns with the length of the text"
+
+
+@pytest.mark.parametrize("plan", [(1, 1), (1, 3)])
+def test_where_a_rope_begins_to_turn_drafting_ends(plan: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_family("internlm2")
+    bound = len(PROMPT) + 12
+    for _, module in model.named_modules():
+        if hasattr(module, "max_position_embeddings"):
+            module.max_position_embeddings = bound + MARGIN
+    drafter = follower(model, 1)
+    expected = plainly(model, PROMPT, new_cache(model), 40)
+    lengths: list[int] = []
+    original = loop.make_draft
+
+    def make_draft(drafter: Any, target: Any, *rest: Any, **options: Any) -> Any:
+        lengths.append(target.length)
+        return original(drafter, target, *rest, **options)
+
+    monkeypatch.setattr(loop, "make_draft", make_draft)
+    steps = list(decode(PROMPT, model, drafter, make_settings(drafter, max_tokens=40, plan=plan)))
+    assert [step.token for step in steps] == expected and steps[-1].stats.accepted > 0
+    assert len(lengths) > 3 and max(lengths) <= bound - 2, "a draft of one token needs two rows"
