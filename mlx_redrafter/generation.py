@@ -21,8 +21,8 @@ from . import kv
 from .checkpoint import check_fit
 from .drafter import Drafter
 from .errors import RedrafterError
-from .loop import Settings, Step, decode
-from .plan import AUTO, DRAFT_DEPTH, Plan, make_plan, read_plan
+from .loop import Settings, Step, decode, own_depth
+from .plan import AUTO, Plan, make_plan, read_plan
 from .prompts import check_prompt
 from .rounds import Chooser, Processor
 from .sampling import make_sampler
@@ -205,11 +205,6 @@ def fresh_seed() -> int:
     halves = mx.array([seed >> 16, seed & 0xFFFF] if group.rank() == 0 else [0, 0], mx.int32)
     high, low = cast(list[int], mx.distributed.all_sum(halves, group=group, stream=mx.cpu).tolist())
     return (high << 16) | low
-
-
-def own_depth(drafter: Drafter) -> int:
-    """K for a drafter when nothing else is asked for."""
-    return drafter.args.draft_depth or DRAFT_DEPTH
 
 
 def generate_step(

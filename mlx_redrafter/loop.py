@@ -21,7 +21,7 @@ from .autopilot import flight_of
 from .drafter import Drafter
 from .errors import RedrafterError
 from .pilot import Fixed, Flight, Pilot
-from .plan import AUTO, DRAFT_DEPTH, Plan
+from .plan import AUTO, DRAFT_DEPTH, Plan, line_of
 from .prompts import check_prompt
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
@@ -118,11 +118,15 @@ def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Fl
     if plan == AUTO:
         takes_trees = check_draftable(model, tree=True, cache=settings.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
-            depth = drafter.args.draft_depth or DRAFT_DEPTH  # what other ranks measure is not known here
-            return Plan(1, depth, 1 + depth)
+            return line_of(own_depth(drafter))  # what other ranks measure is not known here
         flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors))
         return flight if flight.plans else None
     return plan
+
+
+def own_depth(drafter: Drafter) -> int:
+    """K for a drafter when nothing else is asked for."""
+    return drafter.args.draft_depth or DRAFT_DEPTH
 
 
 def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
@@ -135,7 +139,7 @@ def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
     if reason is None:
         return plan
     warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=3)
-    return Plan(1, plan.depth, 1 + plan.depth)
+    return line_of(plan.depth)
 
 
 def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: bool) -> tuple[Outcome, mx.array | None]:

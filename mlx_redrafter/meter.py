@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import kv
 from .costs import Costs, low
 from .drafter import Drafter
-from .plan import Plan
+from .plan import Plan, line_of
 from .rounds import Chooser, Draft, make_draft, step, verify
 from .sampling import make_sampler
 from .target import Target
@@ -45,7 +45,7 @@ TURNS, QUIET = 5, 1.05
 LEVELS, IN_A_ROW = 4, 4
 """How deep a measured draft is, and how many plain steps or rounds are measured in a row."""
 
-LINE, TREE = Plan(1, 2, 3), Plan(2, 2, 5)
+LINE, TREE = line_of(2), Plan(2, 2, 5)
 """The rounds that are measured whole."""
 
 Part = tuple[str, int, int]
@@ -92,7 +92,7 @@ class Bed:
             step(self.target, self.tip.token.reshape(1), self.chooser, None, tapped=True).report.tolist()
             return
         draft = Draft(line(self.tip.token, self.tokens[: count - 1]), None)
-        plan = Plan(1, count - 1, count)
+        plan = line_of(count - 1)
         verify(self.target, draft, self.chooser, None, plan, plan.depth).report.tolist()
         self.target.keep_([], [])
 

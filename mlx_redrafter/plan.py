@@ -35,6 +35,11 @@ class Plan(NamedTuple):
         return self.size == 1 + self.width * self.depth
 
 
+def line_of(depth: int) -> Plan:
+    """The plan of a single continuation, so many tokens deep."""
+    return Plan(1, depth, 1 + depth)
+
+
 def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int) -> Plan:
     """The plan of these settings.
 

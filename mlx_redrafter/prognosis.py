@@ -13,10 +13,10 @@ from typing import NamedTuple
 from .costs import Costs
 from .errors import RedrafterError
 from .pilot import MARGIN, Flight, first_plan
-from .plan import Plan
+from .plan import Plan, line_of
 from .planner import UNKNOWN, Acceptance, expected_tokens, rated
 
-REFERENCE = Plan(1, 4, 5)
+REFERENCE = line_of(4)
 """The round whose tokens say how good a drafter is."""
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
