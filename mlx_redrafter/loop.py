@@ -26,7 +26,6 @@ from .prompts import check_prompt
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
 from .target import KVQuantization, Target, check_draftable, check_request, model_name
-from .types import Tip
 
 CLEAR_EVERY = 256
 MOST_REPLAYED = 8
@@ -258,6 +257,29 @@ def coast(
     return outcome
 
 
+class Round(NamedTuple):
+    """A round that is enqueued.
+
+    Attributes:
+        plan: None where it drafts nothing: there is too much to read again, or no room.
+        outcome: not read yet.
+        root: its first token.
+        length: of the text before the root.
+        replayed: how many tokens it reads again.
+    """
+
+    plan: Plan | None
+    outcome: Outcome
+    root: int
+    length: int
+    replayed: int
+
+    @property
+    def behind(self) -> mx.array:
+        """() int32, the position behind the last token that it chooses."""
+        return mx.array(self.length + 2) if self.plan is None else self.outcome.report[0] + (self.length + 2)
+
+
 def fly(
     target: Target,
     drafter: Drafter,
@@ -265,72 +287,97 @@ def fly(
     place: Place,
     settings: Settings,
     pilot: Pilot | Fixed,
-    plan: Plan | None,
+    plan: Plan,
 ) -> Generator[Step, None, Outcome]:
     """Rounds until the pilot wants none; the outcome of the plain step behind them. The next draft is enqueued before
     a round is read."""
     chooser = settings.chooser
-
-    def draft(tip: Tip | None, behind: mx.array, plan: Plan) -> Draft:
-        assert tip is not None
-        made = make_draft(drafter, target, chooser.sampler, tip, behind, plan, ordered=bool(chooser.processors))
-        mx.async_eval(made)
-        return made
-
-    assert plan is not None
     with on_stream():
-        ahead = draft(outcome.tip, mx.array(target.length + 1), plan)
+        ahead = enqueue_draft(target, drafter, chooser, outcome, mx.array(target.length + 1), plan)
         (place.root,) = read(outcome.report)
     place.emitted += 1
     yield Step(place.root, outcome.logprobs[0], False, place.stats)
+    following: Plan | None = plan
     steady = False
-    while plan is not None:
+    while following is not None:
         started = perf_counter()
         with on_stream():
-            target.keep_(place.rows, place.tokens)
-            place.rows, place.tokens = [], []
-            length, replayed, root = target.length, target.replayed, cast(int, place.root)
-            drafts = replayed <= MOST_REPLAYED and target.room(plan.size)
-            if drafts:
-                outcome = verify(
-                    target, ahead, chooser, place.history, plan, most_accepted(target, plan, settings, place)
-                )
-                behind = outcome.report[0] + (length + 2)
-            else:
-                outcome = step(target, mx.array([root]), chooser, place.history, tapped=True)
-                place.root = None
-                behind = mx.array(target.length + 1)
-            mx.async_eval(outcome, target.pending())
-            following = wanted(pilot, target, length)
+            now = enqueue_round(target, ahead, place, settings, following)
+            following = wanted(pilot, target, now.length)
             if following is not None:
-                ahead = draft(outcome.tip, behind, following)
-            report = read(outcome.report)
-            n_accepted, path, chosen = understood(report, plan.depth) if drafts else (0, [], report)
+                ahead = enqueue_draft(target, drafter, chooser, now.outcome, now.behind, following)
+            n_accepted, path, chosen = understood(read(now.outcome.report), now.plan)
             if place.history is not None:
-                place.history = extended(place.history, mx.array([root, *chosen[:n_accepted]]))
+                place.history = extended(place.history, mx.array([now.root, *chosen[:n_accepted]]))
                 mx.async_eval(place.history)
+        drafts = now.plan is not None
         took = 1e3 * (perf_counter() - started) if steady and drafts else None  # before the first one nothing waited
-        pilot.saw(plan if drafts else None, n_accepted + 1, length, replayed, took)
+        pilot.saw(now.plan, n_accepted + 1, now.length, now.replayed, took)
         steady = drafts
-        drawn = (plan.size - 1, n_accepted, plan.depth) if drafts else (0, 0, 0)
-        place.stats = place.stats.after(*drawn, replayed)
-        seen = [root, *chosen]
-        for i in range(n_accepted + 1):
-            place.rows = path[: i + 2]
-            place.tokens, place.root = seen[: len(place.rows)], chosen[i] if i == n_accepted else None
-            place.emitted += 1
-            yield Step(chosen[i], outcome.logprobs[i], i < n_accepted, place.stats)
-        plan = following
+        drawn = (0, 0, 0) if now.plan is None else (now.plan.size - 1, n_accepted, now.plan.depth)
+        place.stats = place.stats.after(*drawn, now.replayed)
+        yield from hand_out(place, now, n_accepted, path, chosen)
+    outcome = enqueue_step(target, place, chooser)
+    place.stats = place.stats.after(0, 0, 0, 0)
+    return outcome
+
+
+def enqueue_draft(
+    target: Target, drafter: Drafter, chooser: Chooser, outcome: Outcome, behind: mx.array, plan: Plan
+) -> Draft:
+    """A draft from the tip of an outcome that need not be read yet.
+
+    Args:
+        behind: () int32, the position behind the tip's token.
+    """
+    assert outcome.tip is not None
+    made = make_draft(drafter, target, chooser.sampler, outcome.tip, behind, plan, ordered=bool(chooser.processors))
+    mx.async_eval(made)
+    return made
+
+
+def enqueue_round(target: Target, ahead: Draft, place: Place, settings: Settings, plan: Plan) -> Round:
+    """The draft verified, behind what was yielded; or a plain step, where it cannot be."""
+    commit_(target, place)
+    chooser, length, replayed, root = settings.chooser, target.length, target.replayed, cast(int, place.root)
+    if drafts := replayed <= MOST_REPLAYED and target.room(plan.size):
+        limit = most_accepted(target, plan, settings, place)
+        outcome = verify(target, ahead, chooser, place.history, plan, limit)
+    else:
+        outcome = step(target, mx.array([root]), chooser, place.history, tapped=True)
+        place.root = None
+    mx.async_eval(outcome, target.pending())
+    return Round(plan if drafts else None, outcome, root, length, replayed)
+
+
+def hand_out(
+    place: Place, now: Round, n_accepted: int, path: list[int], chosen: list[int]
+) -> Generator[Step, None, None]:
+    """The tokens of a round, one by one; see `understood`."""
+    seen = [now.root, *chosen]
+    for i in range(n_accepted + 1):
+        place.rows = path[: i + 2]
+        place.tokens, place.root = seen[: len(place.rows)], chosen[i] if i == n_accepted else None
+        place.emitted += 1
+        yield Step(chosen[i], now.outcome.logprobs[i], i < n_accepted, place.stats)
+
+
+def enqueue_step(target: Target, place: Place, chooser: Chooser) -> Outcome:
+    """The plain step behind the last round."""
     with on_stream():
-        target.keep_(place.rows, place.tokens)
-        place.rows, place.tokens = [], []
+        commit_(target, place)
         token = mx.array([place.root])
         outcome = step(target, token, chooser, place.history)
         place.root = None
         place.history = extended(place.history, token) if chooser.processors else None
         mx.async_eval(outcome, place.history, target.pending())
-    place.stats = place.stats.after(0, 0, 0, 0)
     return outcome
+
+
+def commit_(target: Target, place: Place) -> None:
+    """Has the cache hold the rows whose tokens were yielded."""
+    target.keep_(place.rows, place.tokens)
+    place.rows, place.tokens = [], []
 
 
 def read(report: mx.array) -> list[int]:
@@ -338,10 +385,12 @@ def read(report: mx.array) -> list[int]:
     return cast(list[int], report.tolist())
 
 
-def understood(report: list[int], depth: int) -> tuple[int, list[int], list[int]]:
+def understood(report: list[int], plan: Plan | None) -> tuple[int, list[int], list[int]]:
     """(n_accepted, the accepted path, what the target chose behind each node on it) of a round's report."""
+    if plan is None:
+        return 0, [], report
     n_accepted, *rest = report
-    return n_accepted, rest[: n_accepted + 1], rest[depth + 1 :]
+    return n_accepted, rest[: n_accepted + 1], rest[plan.depth + 1 :]
 
 
 def most_accepted(target: Target, plan: Plan, settings: Settings, place: Place) -> int:
@@ -357,7 +406,7 @@ def most_accepted(target: Target, plan: Plan, settings: Settings, place: Place) 
 def settle_(target: Target, place: Place) -> None:
     """Leaves the cache with exactly what was yielded."""
     with on_stream():
-        target.keep_(place.rows, place.tokens)
+        commit_(target, place)
         if place.root is None:
             target.catch_up_()
         else:
