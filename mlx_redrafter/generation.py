@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -120,36 +120,23 @@ def make_settings(
     Raises:
         RedrafterError: a value out of its range.
     """
-    for name, value in (
-        ("max_tokens", max_tokens),
-        ("min_tokens_to_keep", min_tokens_to_keep),
-        ("top_k", top_k),
-        ("seed", seed),
-        ("beam_width", beam_width),
-        ("draft_depth", draft_depth),
-        ("tree_size", tree_size),
-        ("prefill_step_size", prefill_step_size),
-        ("max_kv_size", max_kv_size),
-        ("kv_bits", kv_bits),
-        ("kv_group_size", kv_group_size),
-        ("quantized_kv_start", quantized_kv_start),
-    ):
-        if not isinstance(value, Integral) and not (value is None and name in OPTIONAL):
-            raise RedrafterError(f"{name} must be an integer, got {value!r}")
+    check_integers(
+        max_tokens=max_tokens,
+        min_tokens_to_keep=min_tokens_to_keep,
+        top_k=top_k,
+        seed=seed,
+        beam_width=beam_width,
+        draft_depth=draft_depth,
+        tree_size=tree_size,
+        prefill_step_size=prefill_step_size,
+        max_kv_size=max_kv_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+    )
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
-    if callable(logits_processors):
-        raise RedrafterError("logits_processors must be a list of functions, got one function")
-    if logits_processors is not None and not (
-        isinstance(logits_processors, Iterable) and all(callable(each) for each in logits_processors)
-    ):
-        raise RedrafterError(f"logits_processors must be a list of functions, got {logits_processors!r}")
-    if prompt_progress_callback is not None and not callable(prompt_progress_callback):
-        raise RedrafterError(f"prompt_progress_callback must be a function, got {prompt_progress_callback!r}")
-    if prompt_cache is not None and not isinstance(prompt_cache, list):
-        raise RedrafterError(
-            f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"
-        )
+    check_callers(logits_processors, prompt_progress_callback, prompt_cache)
     chosen = make_sampler(
         seed=fresh_seed() if seed is None else int(seed),
         temp=temp,
@@ -162,14 +149,9 @@ def make_settings(
         xtc_special_tokens=xtc_special_tokens,
         sampler=sampler,
     )
-    asked = read_plan(plan, beam_width, draft_depth, tree_size)
-    if drafter is None:
-        asked = None
-    elif not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
-        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
     return Settings(
         chooser=Chooser(chosen, tuple(logits_processors or ())),
-        plan=AUTO if asked == AUTO else whole_plan(drafter, asked, bool(logits_processors)) if asked else None,
+        plan=plan_of(drafter, read_plan(plan, beam_width, draft_depth, tree_size), ordered=bool(logits_processors)),
         max_tokens=int(max_tokens),
         prompt_cache=prompt_cache,
         max_kv_size=None if max_kv_size is None else int(max_kv_size),
@@ -181,19 +163,59 @@ def make_settings(
     )
 
 
-def whole_plan(drafter: Drafter | None, asked: tuple[int, int | None, int | None], ordered: bool) -> Plan:
-    """The plan that is asked for, with the drafter's own depth where none is.
+def check_integers(**given: object) -> None:
+    """Refuses keywords that are no integers.
+
+    Raises:
+        RedrafterError: one is none, nor None where it may be.
+    """
+    for name, value in given.items():
+        if not isinstance(value, Integral) and not (value is None and name in OPTIONAL):
+            raise RedrafterError(f"{name} must be an integer, got {value!r}")
+
+
+def check_callers(logits_processors: object, prompt_progress_callback: object, prompt_cache: object) -> None:
+    """Refuses functions that cannot be called, and a cache that is none.
+
+    Raises:
+        RedrafterError: with what was expected.
+    """
+    if callable(logits_processors):
+        raise RedrafterError("logits_processors must be a list of functions, got one function")
+    if logits_processors is not None and not (
+        isinstance(logits_processors, Iterable) and all(callable(each) for each in logits_processors)
+    ):
+        raise RedrafterError(f"logits_processors must be a list of functions, got {logits_processors!r}")
+    if prompt_progress_callback is not None and not callable(prompt_progress_callback):
+        raise RedrafterError(f"prompt_progress_callback must be a function, got {prompt_progress_callback!r}")
+    if prompt_cache is not None and not isinstance(prompt_cache, list):
+        raise RedrafterError(
+            f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"
+        )
+
+
+def plan_of(
+    drafter: Drafter | None, asked: tuple[int, int | None, int | None] | Literal["auto"] | None, *, ordered: bool
+) -> Plan | Literal["auto"] | None:
+    """The plan that is asked for, with the drafter's own depth where none is; None decodes plainly.
 
     Args:
+        asked: see `read_plan`.
         ordered: every node must be kept.
 
     Raises:
-        RedrafterError: see `make_plan`.
+        RedrafterError: see `make_plan`; or the drafter is none.
     """
-    assert drafter is not None
+    if drafter is None:
+        return None
+    if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
+        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
+    if asked is None or asked == AUTO:
+        return asked
     width, depth, size = asked
-    plan = make_plan(width, own_depth(drafter) if depth is None else depth, size, drafter.args.vocab_size)
-    return make_plan(plan.width, plan.depth, None, drafter.args.vocab_size) if ordered and plan.width > 1 else plan
+    vocab_size = drafter.args.vocab_size
+    plan = make_plan(width, own_depth(drafter) if depth is None else depth, size, vocab_size)
+    return make_plan(plan.width, plan.depth, None, vocab_size) if ordered and plan.width > 1 else plan
 
 
 def fresh_seed() -> int:
@@ -284,17 +306,12 @@ def stream_generate(
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    seed = options.get("seed")
-    options["seed"] = fresh_seed() if seed is None else seed
-    if options.get("xtc_probability") and "xtc_special_tokens" not in options:
-        options["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    options = completed(options, tokenizer)
     settings = make_settings(drafter, **options)
     if settings.max_tokens == 0:
         raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
     ids = encode(tokenizer, prompt)
-    if stop is not None and not (isinstance(stop, Iterable) and all(isinstance(text, str) for text in stop)):
-        raise RedrafterError(f"stop must be a string or several, got {stop!r}")
-    watch = StopStrings([stop] if isinstance(stop, str) else stop or ())
+    watch = watch_for(stop)
     detokenizer = tokenizer.detokenizer
     started = time.perf_counter()
     prompt_tps = 0.0
@@ -344,6 +361,26 @@ def stream_generate(
         tail, found = watch.feed(detokenizer.last_segment)
         ended = found or step.token in tokenizer.eos_token_ids
         yield response(step, count, text + tail + ("" if found else watch.rest()), "stop" if ended else "length")
+
+
+def completed(options: Options, tokenizer: TokenizerWrapper) -> Options:
+    """The options with a seed, and with the tokens that XTC spares, as mlx-lm's command has them."""
+    seed = options.get("seed")
+    found: Options = {**options, "seed": fresh_seed() if seed is None else seed}
+    if options.get("xtc_probability") and "xtc_special_tokens" not in options:
+        found["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    return found
+
+
+def watch_for(stop: str | Sequence[str] | None) -> StopStrings:
+    """What ends a text at one of these.
+
+    Raises:
+        RedrafterError: it is neither a string nor several, or one is empty.
+    """
+    if stop is not None and not (isinstance(stop, Iterable) and all(isinstance(text, str) for text in stop)):
+        raise RedrafterError(f"stop must be a string or several, got {stop!r}")
+    return StopStrings([stop] if isinstance(stop, str) else stop or ())
 
 
 def generate(
