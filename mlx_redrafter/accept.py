@@ -33,14 +33,14 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
     return Verdict(n_accepted, mx.argmax(on_level, axis=1).astype(mx.int32))
 
 
-def accept_line(tokens: mx.array, target_tokens: mx.array, limit: int) -> Verdict:
+def accept_line(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
     """The same of a line, in fewer operations: it is kept up to the first node on which the two do not agree.
 
     Args:
-        tokens: (1 + K,) int32, a tree's that is a line.
+        tree: 1 + K nodes in a line.
         target_tokens: (1 + K,) int32, the target's choice after each node.
         limit: the most drafted tokens that may be kept.
     """
-    matched = target_tokens[:-1] == tokens[1:]
+    matched = target_tokens[:-1] == tree.tokens[1:]
     n_accepted = mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), limit)
-    return Verdict(n_accepted, mx.minimum(mx.array(list(range(tokens.shape[0])), mx.int32), n_accepted))
+    return Verdict(n_accepted, mx.minimum(tree.depths, n_accepted))

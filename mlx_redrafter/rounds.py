@@ -104,7 +104,7 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
     logits = processed(chooser.processors, history, tree, logits, plan)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
-    verdict = accept_line(tree.tokens, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
+    verdict = accept_line(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
     on_path = chosen[verdict.path]
     report = mx.concatenate([verdict.n_accepted.reshape(1), verdict.path, on_path])
     rows = list(mx.split(logprobs[verdict.path].reshape(-1), plan.depth + 1))

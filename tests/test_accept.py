@@ -109,7 +109,7 @@ def test_a_line_is_accepted_as_a_tree_of_its_shape_is(depth: int) -> None:
         tree = line(mx.array(int(rng.integers(1, 4))), mx.array(rng.integers(1, 4, depth).astype(np.int32)))
         choices = mx.array(rng.integers(1, 4, 1 + depth).astype(np.int32))
         for limit in range(depth + 1):
-            of_line, of_tree = accept_line(tree.tokens, choices, limit), accept(tree, choices, depth, limit)
+            of_line, of_tree = accept_line(tree, choices, limit), accept(tree, choices, depth, limit)
             assert of_line.n_accepted.item() == of_tree.n_accepted.item()
             assert of_line.path.tolist() == of_tree.path.tolist()
             assert of_line.n_accepted.dtype == of_tree.n_accepted.dtype == of_line.path.dtype == of_tree.path.dtype

@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_sampler
 from toys import Unsound, ids, make_model, run
 
 from mlx_redrafter import rounds
-from mlx_redrafter.types import Verdict
+from mlx_redrafter.types import Tree, Verdict
 
 VOCAB, DEEP, DRAWS = 5, 3, 600
 PROMPT = [1, 3, 0, 2]
@@ -95,9 +95,9 @@ def test_texts_of_a_callers_own_sampler_have_its_law(beam: str) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_rule_that_always_accepts_breaks_the_law(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_line(tokens: mx.array, target_tokens: mx.array, limit: int) -> Verdict:
-        count = min(tokens.shape[0] - 1, limit)
-        return Verdict(mx.array(count), mx.minimum(mx.arange(tokens.shape[0]), count))
+    def accept_line(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
+        count = min(tree.tokens.shape[0] - 1, limit)
+        return Verdict(mx.array(count), mx.minimum(tree.depths, count))
 
     monkeypatch.setattr(rounds, "accept_line", accept_line)
     options: dict[str, Any] = {"sampler": make_sampler(temp=TEMP)} if own else {"temp": TEMP}
