@@ -137,7 +137,8 @@ def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
     reason = check_draftable(model, tree=plan.width > 1, cache=cache)
     if reason is None:
         return plan
-    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=3)
+    # The line that is pointed to is the one that called a function of generation.py.
+    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=5)
     return line_of(plan.depth)
 
 

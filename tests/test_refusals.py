@@ -192,8 +192,9 @@ def test_a_llama_that_takes_no_positions_from_its_cache_takes_chains_and_it_is_s
     for layer in model.layers:
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0: x)
     reason = "drafting chains, not trees, for llama: its positions do not come from its cache"
-    with pytest.warns(UserWarning, match=reason):
+    with pytest.warns(UserWarning, match=reason) as caught:
         tokens = decoded(model, beam_width=4)
+    assert [each.filename for each in caught] == [__file__], "where the caller's own line is"
     assert tokens == decoded(model, drafted=False)
 
 
