@@ -22,7 +22,7 @@ UNKNOWN: Acceptance = ((0.6, 0.1, 0.05, 0.03),)
 MOST = 0.98
 """Of all guesses at a depth, so many are right at most."""
 
-DEEPEST = 16
+DEEPEST_PLANNED = 16
 """The deepest plan that is thought of."""
 
 SHARES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
@@ -61,7 +61,7 @@ def ranks(acceptance: Acceptance, depth: int, share: float) -> list[float]:
     return [chance * MOST / total for chance in scaled] if total > MOST else scaled
 
 
-def levels(acceptance: Acceptance, width: int, depth: int, share: float = 1.0) -> list[list[float]]:
+def levels(acceptance: Acceptance, width: int, depth: int, share: float) -> list[list[float]]:
     """The chances of the nodes that a beam search keeps at each depth, the best first."""
     found: list[list[float]] = []
     above = [1.0]
@@ -74,8 +74,8 @@ def levels(acceptance: Acceptance, width: int, depth: int, share: float = 1.0) -
 
 def likeliest(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> list[tuple[float, int]]:
     """(chance, depth from 0) of the nodes of the plan's pruned tree but its root, the best first."""
-    made = levels(acceptance, plan.width, plan.depth, share)
-    nodes = sorted(((chance, depth) for depth, level in enumerate(made) for chance in level), reverse=True)
+    chances = levels(acceptance, plan.width, plan.depth, share)
+    nodes = sorted(((chance, depth) for depth, level in enumerate(chances) for chance in level), reverse=True)
     return nodes[: plan.size - 1]
 
 
@@ -97,15 +97,15 @@ def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:
 def rated(costs: Costs, acceptance: Acceptance, length: int, share: float) -> Iterator[tuple[float, Plan]]:
     """(tokens per millisecond, plan) of every plan whose width and size were measured."""
     for width in costs.widths:
-        made = levels(acceptance, width, DEEPEST, share)
-        for depth in range(1, DEEPEST + 1):
-            nodes = sorted((chance for level in made[:depth] for chance in level), reverse=True)
+        chances = levels(acceptance, width, DEEPEST_PLANNED, share)
+        for depth in range(1, DEEPEST_PLANNED + 1):
+            nodes = sorted((chance for level in chances[:depth] for chance in level), reverse=True)
             tokens = list(accumulate(nodes, initial=1.0))
             for size in costs.counts:
                 if size == 1 + depth if width == 1 else max(depth, width) < size <= 1 + width * depth:
                     plan = Plan(width, depth, size)
-                    made_here = tokens[min(size, len(tokens)) - 1]
-                    yield made_here / costs.round_at(plan, length, made_here - 1), plan
+                    expected = tokens[min(size, len(tokens)) - 1]
+                    yield expected / costs.round_at(plan, length, expected - 1), plan
 
 
 def few_plans(costs: Costs, acceptance: Acceptance) -> tuple[Plan, ...]:

@@ -7,7 +7,7 @@ per round of a line of four drafted tokens. What each plan makes of it follows f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .costs import Costs
@@ -146,14 +146,19 @@ def quality(tokens: float) -> Acceptance:
     Raises:
         RedrafterError: more or less than that.
     """
-    low, high = 0.0, BEST
     most = quality_of(guesses(BEST))
     if not 1 <= tokens <= most:
         raise RedrafterError(f"tokens per round of four drafted tokens must be from 1 to {most:.2f}, got {tokens}")
-    for _ in range(60):
+    return guesses(least(lambda rate: quality_of(guesses(rate)) >= tokens))
+
+
+def least(holds: Callable[[float], bool], halvings: int = 60) -> float:
+    """The least rate up to `BEST` at which something holds that holds for all larger ones, and for `BEST`."""
+    low, high = 0.0, BEST
+    for _ in range(halvings):
         rate = (low + high) / 2
-        low, high = (rate, high) if quality_of(guesses(rate)) < tokens else (low, rate)
-    return guesses(high)
+        low, high = (low, rate) if holds(rate) else (rate, high)
+    return high
 
 
 def guesses(rate: float) -> Acceptance:
@@ -174,16 +179,11 @@ def pays_from(costs: Costs, length: int) -> float | None:
     """The least tokens per round of `REFERENCE` with which some plan beats plain decoding; None when none ever does."""
 
     def pays(rate: float) -> bool:
+        """Whether a drafter whose first guess is right at that rate does."""
         offer = best_offer(costs, guesses(rate), length)
         return offer is not None and offer.times > 1
 
-    low, high = 0.0, BEST
-    if not pays(high):
-        return None
-    for _ in range(20):
-        rate = (low + high) / 2
-        low, high = (low, rate) if pays(rate) else (rate, high)
-    return quality_of(guesses(high))
+    return quality_of(guesses(least(pays, 20))) if pays(BEST) else None
 
 
 def starts(flight: Flight, acceptance: Acceptance) -> tuple[Start, ...]:

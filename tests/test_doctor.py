@@ -34,7 +34,7 @@ from mlx_redrafter.patient import Patient, is_sound, target_of
 from mlx_redrafter.picture import bar, chart, encodes, plot
 from mlx_redrafter.pilot import MARGIN, make_flight
 from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import DEEPEST, UNKNOWN, best, expected_tokens, few_plans
+from mlx_redrafter.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans
 from mlx_redrafter.prognosis import (
     QUALITIES,
     REFERENCE,
@@ -77,7 +77,7 @@ def every_plan(widths: tuple[int, ...]) -> list[Plan]:
         Plan(width, depth, size)
         for width in widths
         if width > 1
-        for depth in range(1, DEEPEST + 1)
+        for depth in range(1, DEEPEST_PLANNED + 1)
         for size in range(2, 17)
         if size <= 1 + width * depth
     ]

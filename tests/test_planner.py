@@ -11,7 +11,7 @@ from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.pilot import ALLOWED, Drift, Flight, Pilot, make_flight
 from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import DEEPEST, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
+from mlx_redrafter.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
 
 ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
 CURVES: dict[str, Callable[[int], float]] = {
@@ -119,7 +119,7 @@ def test_the_best_plan_is_that_of_brute_force(curve: str) -> None:
             plans = [Plan(1, depth, 1 + depth) for depth in range(1, 16)] + [
                 Plan(width, depth, size)
                 for width in (2, 4)
-                for depth in range(1, DEEPEST + 1)
+                for depth in range(1, DEEPEST_PLANNED + 1)
                 for size in range(2, 17)
                 if size <= 1 + width * depth
             ]
