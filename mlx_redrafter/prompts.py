@@ -37,7 +37,7 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
     dtype = mx.int32 if mx.issubdtype(prompt.dtype, mx.integer) else prompt.dtype
     if prompt.ndim != 1 or dtype != mx.int32:
         raise RedrafterError(f"{wanted}, got shape {prompt.shape} of {dtype}")
-    if dtype == mx.int32 and (odd := beyond(prompt.min().item(), prompt.max().item())) is not None:
+    if (odd := beyond(prompt.min().item(), prompt.max().item())) is not None:
         raise RedrafterError(f"{wanted}, got {odd}")
     return prompt.astype(mx.int32)
 
