@@ -317,6 +317,7 @@ def stream_generate(
     prompt_tps = 0.0
 
     def response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
+        """What is yielded for a step, the `count`-th, that adds `text`."""
         stats = step.stats
         return GenerationResponse(
             text=text,
@@ -461,6 +462,7 @@ def warn_if_useless(stats: Stats, before: Stats) -> None:
 def _steps(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
 ) -> Generator[Step, None, None]:
+    """The loop's steps, for models that have been looked at."""
     if not isinstance(model, nn.Module):
         raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
     if drafter is not None:

@@ -199,6 +199,7 @@ class Pilot:
             evidence.add(tokens - 1, tried)
 
     def _best(self, length: int, margin: float) -> tuple[Prospect | None, float]:
+        """See `best`, with what this text grants and what was seen of the costs."""
         return best(self._costs, self._prospects.values(), length, self.share, margin, self._drift.factor)
 
     def _kept(self, length: int) -> Prospect | None:

@@ -79,6 +79,7 @@ def make_draft(
     hidden = tip.hidden.astype(drafter.dtype)
 
     def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        """(logits, state) behind `tokens`."""
         state = drafter.advance(target.embed(tokens).astype(drafter.dtype), state)
         return drafter.logits(hidden, state), state
 
