@@ -1,6 +1,6 @@
 """Tokens per round over beam shapes, greedy or sampled, and how much the text repeats itself.
 
-    python -m benchmarks.acceptance --shapes 1,4 4,5 --temp 0.8
+    python -m benchmarks acceptance --shapes 1,4 4,5 --temp 0.8
 
 Pooled over all prompts: 1 + accepted / rounds. `--without-noise` ranks hypotheses by the drafter's own probabilities
 instead of with the target's position noise; `--keep-top 50` ranks them as Apple's code does, by the 50 likeliest alone.
@@ -8,11 +8,15 @@ instead of with the target's position noise; `--keep-top 50` ranks them as Apple
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_redrafter.beam import keep_top
+from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import Settings
 from mlx_redrafter.plan import Plan
@@ -20,7 +24,9 @@ from mlx_redrafter.rounds import Chooser
 from mlx_redrafter.sampling import Draws, Sampler
 from mlx_redrafter.trial import try_out
 
-from .common import Bench, beam, make_parser, open_bench, show
+from .common import positive
+from .shapes import add_shapes, show
+from .subject import drafter_of, open_subject
 
 
 class Ranked:
@@ -51,8 +57,10 @@ def repeated(tokens: list[int], length: int = 8) -> float:
 
 
 def measure(
-    bench: Bench,
-    numbers: tuple[int, ...],
+    model: nn.Module,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    plan: Sequence[int],
     *,
     max_tokens: int,
     temp: float,
@@ -63,47 +71,53 @@ def measure(
     """One row: a shape, pooled over all prompts.
 
     Args:
+        prompts: token ids.
+        plan: W, K and, where not all nodes are verified, N.
         count: hypotheses are ranked by so many likeliest tokens, without noise; 0 is all.
     """
-    settings: Settings = make_settings(bench.drafter, max_tokens=max_tokens, temp=temp, seed=seed, **beam(numbers))
-    plan = settings.plan
-    assert isinstance(plan, Plan)
+    settings: Settings = make_settings(drafter, max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
+    made = settings.plan
+    assert isinstance(made, Plan)
     if without_noise or count:
         sampler = Ranked(settings.chooser.sampler, count)
-        settings = Settings(Chooser(sampler, ()), plan, max_tokens)
-    trial = try_out(bench.model, bench.drafter, bench.prompts, settings)
+        settings = Settings(Chooser(sampler, ()), made, max_tokens)
+    trial = try_out(model, drafter, prompts, settings)
     share = [repeated(list(text)) for text in trial.texts]
     return {
-        "W": plan.width,
-        "K": plan.depth,
-        "N": plan.size,
+        "W": made.width,
+        "K": made.depth,
+        "N": made.size,
         "tokens/round": trial.stats.tokens_per_round,
         "per depth": " ".join(f"{share:.2f}" for share in trial.stats.acceptance_per_depth),
         "8-grams again": sum(share) / len(share),
     }
 
 
-def main() -> None:
-    """Prints a row a shape."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--without-noise", action="store_true")
-    parser.add_argument("--keep-top", type=int, default=0, metavar="COUNT")
-    args = parser.parse_args()
-    bench = open_bench(args)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add_shapes(parser)
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of a text (default: %(default)s)")
+    parser.add_argument("--without-noise", action="store_true", help="rank by the drafter's own probabilities")
+    parser.add_argument("--keep-top", type=positive, default=0, metavar="COUNT", help="rank by the likeliest alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a row a shape; the exit status."""
+    subject = open_subject(args)
+    drafter = drafter_of(subject, "an acceptance")
     rows = [
         measure(
-            bench,
-            numbers,
+            subject.model,
+            drafter,
+            [prompt.ids for prompt in subject.prompts],
+            plan,
             max_tokens=args.max_tokens,
             temp=args.temp,
             seed=args.seed,
             without_noise=args.without_noise,
             count=args.keep_top,
         )
-        for numbers in args.shapes
+        for plan in args.shapes
     ]
     show(args, rows)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from . import predict, report, sweep, synthetic
+from . import acceptance, predict, report, round_time, sweep, synthetic, ties, training
 from . import run as runs
 
-COMMANDS = {"run": runs, "sweep": sweep, "synthetic": synthetic, "predict": predict, "report": report}
+COMMANDS = {
+    "run": runs,
+    "sweep": sweep,
+    "synthetic": synthetic,
+    "predict": predict,
+    "report": report,
+    "acceptance": acceptance,
+    "ties": ties,
+    "round": round_time,
+    "training": training,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:

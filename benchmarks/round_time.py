@@ -1,7 +1,7 @@
 """Where a round's time goes: a verify forward of N nodes, a draft, and a whole round, each measured alone.
 
-    python -m benchmarks.round_time
-    python -m benchmarks.round_time --synthetic 2048,4 --shapes 1,1 1,4 4,4 --repeats 20
+    python -m benchmarks round
+    python -m benchmarks round --synthetic 2048,4 --shapes 1,1 1,4 4,4 --repeats 20
 
 A whole round is what the loop does: verify, choose, accept, the next draft enqueued, the one read. All parts
 alternate; medians of `--repeats`. The last columns are round / (verify + draft) of each turn, its median and quartiles.
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from statistics import quantiles
-from typing import Any
+from collections.abc import Callable, Sequence
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import llama
 
 from mlx_redrafter.drafter import Drafter, DrafterArgs
@@ -26,20 +29,30 @@ from mlx_redrafter.rounds import Draft, make_draft, verify
 from mlx_redrafter.target import Target
 from mlx_redrafter.types import Tip
 
-from .common import Bench, beam, make_parser, median, milliseconds, open_bench, show
+from .common import positive
+from .shapes import add_shapes, show
+from .subject import drafter_of, open_subject
 
 HEAD_SIZE = 64
 VOCAB_SIZE = 32000
 """Of synthetic models."""
 
 
-def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) -> dict[str, Any]:
-    """One row: the parts of a round of this shape behind the first prompt."""
-    settings = make_settings(bench.drafter, temp=args.temp, seed=args.seed, **beam(numbers))
+class Pair(NamedTuple):
+    """A target, its drafter, and the token ids that rounds stand behind."""
+
+    model: nn.Module
+    drafter: Drafter
+    prompt: list[int]
+
+
+def measure(pair: Pair, shape: Sequence[int], *, repeats: int, temp: float = 0.0, seed: int = 0) -> dict[str, Any]:
+    """One row: the parts of a round of this shape, W, K and perhaps N, each of them so many times."""
+    settings = make_settings(pair.drafter, temp=temp, seed=seed, plan=shape)
     plan, chooser = settings.plan, settings.chooser
     assert isinstance(plan, Plan)
-    prompt = mx.array(bench.prompts[0])
-    target = Target(bench.model)
+    prompt = mx.array(pair.prompt)
+    target = Target(pair.model)
     hidden = target.forward(prompt, tapped=True).hidden
     target.advance_(prompt.shape[0])
     assert hidden is not None
@@ -47,7 +60,7 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
     behind = mx.array(target.length + 1)
 
     def draft(tip: Tip) -> Draft:
-        return make_draft(bench.drafter, target, chooser.sampler, tip, behind, plan, ordered=False)
+        return make_draft(pair.drafter, target, chooser.sampler, tip, behind, plan, ordered=False)
 
     ahead = draft(start)
     mx.eval(start, behind, ahead)
@@ -76,9 +89,9 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
 
     parts = {"plain": plain_step, "verify": verify_alone, "draft": draft_alone, "round": whole_round}
     times: dict[str, list[float]] = defaultdict(list)
-    for _ in range(args.repeats + 3):
+    for _ in range(repeats + 3):
         for name, part in parts.items():
-            times[name] += milliseconds(part, 1)
+            times[name].append(milliseconds(part))
     alone = {name: median(values[3:]) for name, values in times.items()}
     return {
         "W": plan.width,
@@ -88,6 +101,13 @@ def measure(bench: Bench, numbers: tuple[int, ...], args: argparse.Namespace) ->
         "draft step %": 100 * alone["draft"] / plan.depth / alone["plain"],
         **excess(*(times[name][3:] for name in ("round", "verify", "draft"))),
     }
+
+
+def milliseconds(work: Callable[[], None]) -> float:
+    """How long a call of `work` takes."""
+    started = perf_counter()
+    work()
+    return (perf_counter() - started) * 1e3
 
 
 def excess(rounds: list[float], verifies: list[float], drafts: list[float]) -> dict[str, float]:
@@ -108,7 +128,7 @@ def dimensions(text: str) -> tuple[int, int]:
     return hidden, layers
 
 
-def synthetic(hidden: int, layers: int) -> Bench:
+def synthetic(hidden: int, layers: int) -> Pair:
     """A llama in the proportions of the small ones of that family, and a drafter whose `exit_dim` is D / 4."""
     heads = hidden // HEAD_SIZE
     model = llama.Model(
@@ -126,18 +146,29 @@ def synthetic(hidden: int, layers: int) -> Bench:
     )
     drafter = Drafter(DrafterArgs(hidden, VOCAB_SIZE, hidden // 4, 1))
     mx.eval(model.parameters(), drafter.parameters())
-    return Bench(model, drafter, [list(range(100, 164))])
+    return Pair(model, drafter, list(range(100, 164)))
 
 
-def main() -> None:
-    """Prints a row a shape."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=200)
+def opened(args: argparse.Namespace) -> Pair:
+    """The pair of the flags, and its first prompt.
+
+    Raises:
+        RedrafterError: a model, drafter or prompt that is not to be had.
+    """
+    subject = open_subject(args)
+    return Pair(subject.model, drafter_of(subject, "a round"), subject.prompts[0].ids)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add_shapes(parser)
+    parser.add_argument("--repeats", type=positive, default=200, help="turns of all parts (default: %(default)s)")
     parser.add_argument("--synthetic", type=dimensions, metavar="D,LAYERS", help="a target of this size, at random")
-    args = parser.parse_args()
-    bench = synthetic(*args.synthetic) if args.synthetic else open_bench(args)
-    show(args, [measure(bench, numbers, args) for numbers in args.shapes])
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> int:
+    """Prints a row a shape; the exit status."""
+    pair = synthetic(*args.synthetic) if args.synthetic else opened(args)
+    rows = [measure(pair, shape, repeats=args.repeats, temp=args.temp, seed=args.seed) for shape in args.shapes]
+    show(args, rows)
+    return 0

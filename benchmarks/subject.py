@@ -102,23 +102,35 @@ def wired(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def add_subject(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is measured."""
+def add_subject(
+    parser: argparse.ArgumentParser, *, draft_model: bool = True, prompts: Sequence[str] = ("all",)
+) -> None:
+    """The flags that say what is measured.
+
+    Args:
+        draft_model: whether mlx-lm's own speculation takes part.
+        prompts: those that are decoded where none are named.
+    """
     parser.add_argument("--model", help="a directory or hub id; the packaged demo when not given")
     parser.add_argument("--drafter", help="the drafter that was trained for it")
-    parser.add_argument("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation")
+    if draft_model:
+        parser.add_argument(
+            "--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation"
+        )
     parser.add_argument(
         "--prompts",
         nargs="+",
-        default=["all"],
+        default=list(prompts),
         metavar="NAME",
-        help="names or categories of prompts, 'all', 'demo', or files (default: %(default)s)",
+        help=f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})",
     )
 
 
 def open_subject(args: argparse.Namespace) -> Subject:
-    """The models and prompts of the flags; see `opened`."""
-    return opened(args.model, args.drafter, args.draft_model, args.prompts, quick=getattr(args, "quick", False))
+    """The models and prompts of the flags; see `opened`. A draft model is loaded only where they may name one."""
+    draft_model = getattr(args, "draft_model", None)
+    quick, speculation = getattr(args, "quick", False), hasattr(args, "draft_model")
+    return opened(args.model, args.drafter, draft_model, args.prompts, quick=quick, speculation=speculation)
 
 
 def opened(
@@ -128,11 +140,13 @@ def opened(
     prompts: Sequence[str] = ("all",),
     *,
     quick: bool = False,
+    speculation: bool = True,
 ) -> Subject:
     """The models and prompts of these names; the packaged demo when there is no model.
 
     Args:
         quick: whether one prompt of each category is enough.
+        speculation: whether the demo's draft model is loaded where none is named.
 
     Raises:
         RedrafterError: a model, drafter or prompt that is not to be had.
@@ -145,7 +159,9 @@ def opened(
         if drafter:
             own = load_drafter(drafter, target)
             own.set_dtype(mx.float32)  # as the demo decodes
-    asked = draft_model or (None if model or not DEMO_DRAFT_MODEL.exists() else str(DEMO_DRAFT_MODEL))
+    asked = draft_model
+    if not asked and not model and speculation and DEMO_DRAFT_MODEL.exists():
+        asked = str(DEMO_DRAFT_MODEL)
     other = load_draft_model(asked, tokenizer, mx.float32 if not model else None) if asked else None
     found = chosen(list(prompts), tokenizer)
     return Subject(
@@ -175,3 +191,17 @@ def load_draft_model(name: str, tokenizer: TokenizerWrapper, dtype: mx.Dtype | N
         found.set_dtype(dtype)
         mx.eval(found.parameters())
     return found
+
+
+def drafter_of(subject: Subject, what: str) -> Drafter:
+    """Its drafter.
+
+    Args:
+        what: needs one, with its article.
+
+    Raises:
+        RedrafterError: there is none.
+    """
+    if subject.drafter is None:
+        raise RedrafterError(f"{what} needs the --drafter that was trained for the model")
+    return subject.drafter

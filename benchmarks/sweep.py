@@ -20,7 +20,7 @@ from mlx_redrafter.plan import Plan, make_plan
 from . import heat
 from .common import positive
 from .measuring import add_options, add_sampling, checked, measured
-from .subject import add_subject, open_subject
+from .subject import add_subject, drafter_of, open_subject
 
 QUICK: dict[str, Any] = {"widths": [1, 2, 4], "depths": [1, 2, 3, 4], "sizes": ["whole"]}
 """The grid of `--quick`."""
@@ -59,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
         heat.check()
     default = QUICK if args.quick else FULL
     subject = open_subject(args)
-    if subject.drafter is None:
-        raise RedrafterError("a sweep needs the --drafter that was trained for the model")
+    drafter = drafter_of(subject, "a sweep")
     widths, depths, sizes = (getattr(args, name) or default[name] for name in ("widths", "depths", "sizes"))
-    plans = grid(widths, depths, sizes, subject.drafter.args.vocab_size)
+    plans = grid(widths, depths, sizes, drafter.args.vocab_size)
     if not plans:
         raise RedrafterError("a grid without a plan: a size must be below that of the whole tree, and a chain has none")
     status, records = measured(subject, plans, args)

@@ -1,6 +1,6 @@
 """How often a drafted text parts from the plain one because two logits tie, by the type of the weights.
 
-    python -m benchmarks.ties --shapes 1,3 4,5 --max-tokens 256
+    python -m benchmarks ties --shapes 1,3 4,5 --max-tokens 256
 
 Every prompt is decoded plainly and with the drafter at each shape. Where the texts part, the log-probabilities of both
 sides there are compared: rounding explains the difference (a tie), or it does not (an error). `float32` to `4 bits`
@@ -9,6 +9,8 @@ name what the target is turned into; `as it is` leaves it alone.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +21,9 @@ from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.trial import try_out
 
-from .common import Bench, beam, make_parser, open_bench, show
+from .common import positive
+from .shapes import add_shapes, show
+from .subject import drafter_of, open_subject
 
 KINDS = {
     "as it is": (None, None),
@@ -48,24 +52,37 @@ def last_row(model: nn.Module, drafter: Drafter | None, prompt: list[int], count
     return rows[-1]
 
 
-def measure(bench: Bench, numbers: tuple[int, ...], *, max_tokens: int, temp: float, seed: int) -> dict[str, Any]:
-    """One row: how many texts part, and how far the two sides are apart where they do."""
-    plain_settings = make_settings(None, max_tokens=max_tokens, temp=temp, seed=seed)
-    drafted_settings = make_settings(bench.drafter, max_tokens=max_tokens, temp=temp, seed=seed, **beam(numbers))
-    plain = try_out(bench.model, None, bench.prompts, plain_settings)
-    drafted = try_out(bench.model, bench.drafter, bench.prompts, drafted_settings)
-    options = {"temp": temp, "seed": seed}
+def measure(
+    model: nn.Module,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    plan: Sequence[int],
+    *,
+    max_tokens: int,
+    temp: float,
+    seed: int,
+) -> dict[str, Any]:
+    """One row: how many texts part, and how far the two sides are apart where they do.
+
+    Args:
+        prompts: token ids.
+        plan: W, K and, where not all nodes are verified, N.
+    """
+    options: dict[str, Any] = {"temp": temp, "seed": seed}
+    drafted_options = options | {"plan": plan}
+    plain = try_out(model, None, prompts, make_settings(None, max_tokens=max_tokens, **options))
+    drafted = try_out(model, drafter, prompts, make_settings(drafter, max_tokens=max_tokens, **drafted_options))
     found = []
-    for prompt, one, other in zip(bench.prompts, plain.texts, drafted.texts, strict=True):
+    for prompt, one, other in zip(prompts, plain.texts, drafted.texts, strict=True):
         if (at := first_difference(one, other)) is not None:
             rows = [
-                last_row(bench.model, None, prompt, at + 1, options),
-                last_row(bench.model, bench.drafter, prompt, at + 1, options | beam(numbers)),
+                last_row(model, None, prompt, at + 1, options),
+                last_row(model, drafter, prompt, at + 1, drafted_options),
             ]
             found.append(Difference(at, *distance(*rows)))
     return {
-        "shape": "x".join(str(number) for number in numbers),
-        "texts": len(bench.prompts),
+        "shape": "x".join(str(number) for number in plan),
+        "texts": len(prompts),
         "tokens": sum(len(text) for text in plain.texts),
         "parted": len(found),
         "errors": sum(not difference.rounding for difference in found),
@@ -75,23 +92,26 @@ def measure(bench: Bench, numbers: tuple[int, ...], *, max_tokens: int, temp: fl
     }
 
 
-def main() -> None:
-    """Prints a row for each kind of weights and shape."""
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=["float32", "float16", "bfloat16", "8 bits", "4 bits"]
-    )
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add_shapes(parser)
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of a text (default: %(default)s)")
+    default = [kind for kind in KINDS if kind != "as it is"]
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=default, help="default: all but 'as it is'")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a row for each kind of weights and shape; the exit status."""
     rows = []
     for kind in args.kinds:
-        bench = open_bench(args)
-        turned(bench.model, kind)
+        subject = open_subject(args)
+        drafter = drafter_of(subject, "counting ties")
+        turned(subject.model, kind)
+        prompts = [prompt.ids for prompt in subject.prompts]
         rows += [
-            {"weights": kind} | measure(bench, numbers, max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
-            for numbers in args.shapes
+            {"weights": kind}
+            | measure(subject.model, drafter, prompts, plan, max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
+            for plan in args.shapes
         ]
     show(args, rows)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

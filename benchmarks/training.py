@@ -1,8 +1,8 @@
 """What training a drafter costs: an iteration against its parts, memory at real sizes, and predictions.
 
-    python -m benchmarks.training cost
-    python -m benchmarks.training memory --hidden-size 2560 --vocab-size 151936
-    python -m benchmarks.training predict --bandwidth 400 --tflops 10
+    python -m benchmarks training cost
+    python -m benchmarks training memory --hidden-size 2560 --vocab-size 151936
+    python -m benchmarks training predict --bandwidth 400 --tflops 10
 
 `cost` trains a drafter for the packaged demo and measures each part alone, in turns. `memory` gives random hidden
 states and logits to a random drafter of that size. `predict` measures nothing: it counts bytes and operations.
@@ -11,7 +11,7 @@ states and logits to a random drafter of that size. `predict` measures nothing: 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafter import DrafterArgs
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.target import sizes
 from mlx_redrafter.training.answers import AT_ONCE
 from mlx_redrafter.training.data import Text, collated
@@ -30,12 +31,21 @@ from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import Batch, Heard, hear, new_drafter, untrained, vocabulary_of
 from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
 
-from .common import median, show
+from .common import above_zero, positive
+from .shapes import add_json, show
 from .targets import TARGETS, TargetShape
+
+LEAST_ITERATIONS = 4
 
 
 def cost(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The demo's iteration, and its parts alone."""
+    """The demo's iteration, and its parts alone.
+
+    Raises:
+        RedrafterError: too few iterations to leave one.
+    """
+    if args.iters < LEAST_ITERATIONS:
+        raise RedrafterError(f"--iters must be at least {LEAST_ITERATIONS}: neither the first two count nor the last")
     model = load_demo()[0]
     hidden_size, vocab_size = sizes(model)
     drafter = new_drafter(model, DrafterArgs(hidden_size, vocab_size, args.exit_dim, 1))
@@ -132,39 +142,39 @@ def predicted(target: TargetShape, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+KINDS = {"cost": cost, "memory": memory, "predict": predict}
+"""What it prints rows of."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A command for each kind, with its flags."""
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, work in (("cost", cost), ("memory", memory), ("predict", predict)):
+    for kind in KINDS:
         one = kinds.add_parser(kind)
-        one.set_defaults(work=work)
-        one.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-        one.add_argument("--draft-depth", type=int, default=5)
-        one.add_argument("--batch-size", type=int, default={"cost": 2, "memory": 1, "predict": 4}[kind])
-        one.add_argument("--length", type=int, default={"cost": 256, "memory": 1024, "predict": 320}[kind])
+        add_json(one)
+        one.add_argument("--draft-depth", type=positive, default=5)
+        one.add_argument("--batch-size", type=positive, default={"cost": 2, "memory": 1, "predict": 4}[kind])
+        one.add_argument("--length", type=positive, default={"cost": 256, "memory": 1024, "predict": 320}[kind])
         if kind != "predict":
-            one.add_argument("--exit-dim", type=int, default={"cost": 160, "memory": 256}[kind])
+            one.add_argument("--exit-dim", type=positive, default={"cost": 160, "memory": 256}[kind])
         if kind == "cost":
-            one.add_argument("--rounds", type=int, default=3)
-            one.add_argument("--iters", type=int, default=12, help="of a round")
+            one.add_argument("--rounds", type=positive, default=3)
+            one.add_argument("--iters", type=positive, default=12, help="of a round")
         if kind == "memory":
-            one.add_argument("--hidden-size", type=int, default=2560)
-            one.add_argument("--vocab-size", type=int, default=151936)
-            one.add_argument("--draft-vocab-size", type=int)
-            one.add_argument("--teacher-top-k", type=int, default=64)
+            one.add_argument("--hidden-size", type=positive, default=2560)
+            one.add_argument("--vocab-size", type=positive, default=151936)
+            one.add_argument("--draft-vocab-size", type=positive)
+            one.add_argument("--teacher-top-k", type=positive, default=64)
         if kind == "predict":
-            one.add_argument("--bandwidth", type=float, required=True, help="GB/s that decoding sees")
-            one.add_argument("--tflops", type=float, required=True, help="10^12 operations/s that training sees")
-            one.add_argument("--bits", type=int, default=4)
-            one.add_argument("--iters", type=int, default=1000)
-            one.add_argument("--answers", type=int, default=2000)
-            one.add_argument("--max-tokens", type=int, default=256)
-    args = parser.parse_args(arguments)
-    rows = args.work(args)
-    del args.work
-    show(args, rows)
+            one.add_argument("--bandwidth", type=above_zero, required=True, help="GB/s that decoding sees")
+            one.add_argument("--tflops", type=above_zero, required=True, help="10^12 operations/s that training sees")
+            one.add_argument("--bits", type=positive, default=4)
+            one.add_argument("--iters", type=positive, default=1000)
+            one.add_argument("--answers", type=positive, default=2000)
+            one.add_argument("--max-tokens", type=positive, default=256)
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> int:
+    """Prints one table; the exit status."""
+    show(args, KINDS[args.kind](args))
+    return 0

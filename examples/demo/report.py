@@ -8,7 +8,6 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks.acceptance import measure
-from benchmarks.common import Bench
 from mlx_redrafter.demo.sources import library_name, split_files
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import encode
@@ -47,9 +46,11 @@ def held_out_bytes() -> int:
 
 def measured(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, count: int = PROMPTS) -> dict[str, float]:
     """Tokens per round on so many held-out prompts, greedy and at temperature 0.8, at two shapes."""
-    bench = Bench(model, drafter, [encode(tokenizer, text) for text in prompts(tokenizer, count).values()])
+    ids = [encode(tokenizer, text) for text in prompts(tokenizer, count).values()]
     return {
-        f"{shape[0]}x{shape[1]} at {temp}": measure(bench, shape, max_tokens=NEW_TOKENS, temp=temp)["tokens/round"]
+        f"{shape[0]}x{shape[1]} at {temp}": measure(model, drafter, ids, shape, max_tokens=NEW_TOKENS, temp=temp)[
+            "tokens/round"
+        ]
         for temp in (0.0, 0.8)
         for shape in ((1, 4), (4, 5))
     }

@@ -1,0 +1,132 @@
+"""Acceptance, ties, the parts of a round and what training takes: rows, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import acceptance, round_time, shapes, ties, training
+from benchmarks.acceptance import Ranked
+from benchmarks.command import make_parser
+from benchmarks.prompts import Prompt
+from benchmarks.subject import Subject, open_subject
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.trial import try_out
+from tests.bench_records import MACHINE, flags
+from tests.small import small_drafter, small_llama
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Subject:
+    """A small pair, in the place of what the commands would load."""
+    prompts = [Prompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
+    found = Subject("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
+    for module in (acceptance, ties, round_time):
+        monkeypatch.setattr(module, "open_subject", lambda args: found)
+    monkeypatch.setattr(shapes, "stamp", lambda: MACHINE)
+    return found
+
+
+def rows(capsys: pytest.CaptureFixture[str], module: Any, *words: str) -> list[dict[str, Any]]:
+    assert module.run(flags(module, *words, "--json")) == 0
+    return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+
+
+def test_a_row_a_shape_with_the_flags_and_the_machine(pair: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--shapes", "1,2", "2,2,4", "--max-tokens", "6", "--seed", "3")
+    found = rows(capsys, acceptance, *words)
+    assert [(row["W"], row["K"], row["N"]) for row in found] == [(1, 2, 3), (2, 2, 4)]
+    assert all(row["machine"] == MACHINE and row["settings"]["seed"] == 3 for row in found)
+    assert all(1 <= row["tokens/round"] <= 3 for row in found)
+    acceptance.run(flags(acceptance, *words))
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 4 and "tokens/round" in table[0] and json.loads(table[-1]) == MACHINE
+
+
+def test_another_ranking_keeps_the_text(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, samplers = [], []
+
+    def kept(model: Any, drafter: Any, prompts: Any, settings: Any) -> Any:
+        trial = try_out(model, drafter, prompts, settings)
+        texts.append(trial.texts)
+        samplers.append(type(settings.chooser.sampler))
+        return trial
+
+    monkeypatch.setattr(acceptance, "try_out", kept)
+    for more in ({}, {"without_noise": True}, {"count": 3}):
+        options: dict[str, Any] = {"max_tokens": 12, "temp": 0.8, "seed": 1, **more}
+        acceptance.measure(pair.model, small_drafter(), PROMPTS, (2, 2), **options)
+    assert texts[0] == texts[1] == texts[2] and len(set(texts[0])) == 2
+    assert samplers[0] is not Ranked and samplers[1:] == [Ranked, Ranked]
+
+
+def test_texts_that_agree_have_no_ties(pair: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows(capsys, ties, "--shapes", "1,2", "--max-tokens", "6", "--kinds", "as it is")
+    assert (row["weights"], row["shape"], row["texts"], row["tokens"]) == ("as it is", "1x2", 2, 12)
+    assert (row["parted"], row["errors"], row["largest gap"]) == (0, 0, 0.0)
+
+
+def test_a_text_that_parts_without_a_tie_is_an_error(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ties, "first_difference", lambda one, other: 2)
+    monkeypatch.setattr(ties, "distance", lambda one, other: (1.0, 0.001))
+    row = ties.measure(pair.model, small_drafter(), PROMPTS, (1, 2), max_tokens=4, temp=0.0, seed=0)
+    assert (row["parted"], row["errors"], row["largest gap"]) == (2, 2, 1.0)
+
+
+def test_every_part_of_a_round_takes_its_time(pair: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows(capsys, round_time, "--shapes", "2,2", "--repeats", "5")
+    assert (row["W"], row["K"], row["N"]) == (2, 2, 5)
+    assert all(row[f"{name} ms"] > 0 for name in ("plain", "verify", "draft", "round"))
+    assert row["lower"] <= row["x sum"] <= row["upper"]
+
+
+@pytest.mark.parametrize("module", [acceptance, ties, round_time])
+def test_shapes_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Subject("small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])])
+    monkeypatch.setattr(module, "open_subject", lambda args: bare)
+    with pytest.raises(RedrafterError, match="needs the --drafter that was trained for the model"):
+        module.run(flags(module))
+
+
+def test_the_demo_comes_with_its_own_prompts_and_no_draft_model() -> None:
+    found = open_subject(flags(acceptance))
+    assert found.draft_model is None and found.draft_model_name is None
+    assert {prompt.category for prompt in found.prompts} == {"demo"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("acceptance --max-tokens -1", "--max-tokens: expected a whole number above 0, got '-1'"),
+        ("acceptance --draft-model x", "unrecognized arguments: --draft-model x"),
+        ("ties --max-tokens 0", "--max-tokens: expected a whole number above 0"),
+        ("ties --kinds 5", "--kinds: invalid choice: '5'"),
+        ("round --repeats 0", "--repeats: expected a whole number above 0"),
+        ("round --synthetic 100,1", "expected D a multiple of 64 and LAYERS at least 1, got '100,1'"),
+        ("training cost --batch-size 0", "--batch-size: expected a whole number above 0"),
+        ("training predict --bandwidth 0 --tflops 1", "--bandwidth: expected a number above 0, got '0'"),
+        ("training", "arguments are required: kind"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused_by_the_parser(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        make_parser().parse_args(words.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_training_is_predicted_for_every_published_target_of_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, training, "predict", "--bandwidth", "400", "--tflops", "10")
+    assert [row["target"] for row in found][:2] == ["llama-3.2-1b 4-bit", "llama-3.2-3b 4-bit"] and len(found) == 6
+    assert found[0]["settings"]["kind"] == "predict"
+
+
+def test_training_needs_iterations_between_the_first_and_the_last() -> None:
+    with pytest.raises(RedrafterError, match="--iters must be at least 4"):
+        training.run(flags(training, "cost", "--iters", "3"))
