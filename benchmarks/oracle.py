@@ -12,7 +12,8 @@ import math
 import mlx.core as mx
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planner import UNKNOWN, Acceptance
+from mlx_redrafter.planner import Acceptance
+from mlx_redrafter.prognosis import guesses
 from mlx_redrafter.sampling import Draws
 
 STRIDE, SHIFT = 7919, 104729
@@ -97,8 +98,8 @@ class Oracle:
 def acceptance_of(text: str) -> Acceptance:
     """`0.7`, or `0.7,0.1,0.05`: the chances of the ranks, the same at every depth.
 
-    One number alone is that of the first rank; the others keep the proportions that are assumed of a drafter that does
-    not say.
+    One number alone is that of the first rank; of its misses the others are right as often as is assumed of a drafter
+    that does not say.
 
     Raises:
         RedrafterError: these are no numbers; whether they are chances is the oracle's to say.
@@ -107,8 +108,4 @@ def acceptance_of(text: str) -> Acceptance:
         chances = [float(part) for part in text.split(",")]
     except ValueError:
         raise RedrafterError(f"an acceptance is a chance, or one for each rank, got {text!r}") from None
-    if len(chances) == 1:
-        first, *others = UNKNOWN[0]
-        scale = min(chances[0] / first, (1.0 - chances[0]) / sum(others)) if chances[0] < 1 else 0.0
-        chances += [scale * other for other in others]
-    return [chances]
+    return guesses(chances[0]) if len(chances) == 1 else [chances]
