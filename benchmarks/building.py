@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _get_classes
 
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
@@ -91,8 +91,8 @@ def check_memory(shape: TargetShape, bits: int, layers: int) -> None:
 
 def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
     """A model of mlx-lm's own class, layer by layer, so that no more than one is there before it is quantised."""
-    model_class, arguments = _get_classes(shape.config)
-    model: nn.Module = model_class(arguments.from_dict(shape.config))
+    home = import_module(f"mlx_lm.models.{shape.model_type}")
+    model: nn.Module = home.Model(home.ModelArgs.from_dict(shape.config))
     if shape.tie_word_embeddings and "lm_head" in model:
         model.sanitize({})  # some drop the head only when they are shown weights without one
     model.set_dtype(dtype)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama
 
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.generation import make_settings
@@ -29,9 +28,11 @@ from mlx_redrafter.rounds import Draft, make_draft, verify
 from mlx_redrafter.target import Target
 from mlx_redrafter.types import Tip
 
+from .building import make_target
 from .common import positive
 from .shapes import add_shapes, show
 from .subject import drafter_of, open_subject
+from .targets import TargetShape
 
 HEAD_SIZE = 64
 VOCAB_SIZE = 32000
@@ -131,22 +132,21 @@ def dimensions(text: str) -> tuple[int, int]:
 def synthetic(hidden: int, layers: int) -> Pair:
     """A llama in the proportions of the small ones of that family, and a drafter whose `exit_dim` is D / 4."""
     heads = hidden // HEAD_SIZE
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            intermediate_size=11 * hidden // 4,
-            num_attention_heads=heads,
-            num_key_value_heads=max(1, heads // 4) if heads % 4 == 0 else heads,
-            rms_norm_eps=1e-5,
-            vocab_size=VOCAB_SIZE,
-            tie_word_embeddings=True,
-        )
+    shape = TargetShape(
+        name="synthetic",
+        model_type="llama",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=11 * hidden // 4,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
+        head_dim=HEAD_SIZE,
+        vocab_size=VOCAB_SIZE,
+        tie_word_embeddings=True,
     )
     drafter = Drafter(DrafterArgs(hidden, VOCAB_SIZE, hidden // 4, 1))
-    mx.eval(model.parameters(), drafter.parameters())
-    return Pair(model, drafter, list(range(100, 164)))
+    mx.eval(drafter.parameters())
+    return Pair(make_target(shape, 32, mx.float32), drafter, list(range(100, 164)))
 
 
 def opened(args: argparse.Namespace) -> Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from benchmarks import acceptance, round_time, shapes, ties, training
@@ -82,6 +83,15 @@ def test_every_part_of_a_round_takes_its_time(pair: Subject, capsys: pytest.Capt
     assert (row["W"], row["K"], row["N"]) == (2, 2, 5)
     assert all(row[f"{name} ms"] > 0 for name in ("plain", "verify", "draft", "round"))
     assert row["lower"] <= row["x sum"] <= row["upper"]
+
+
+def test_a_synthetic_target_has_the_size_that_is_asked_for() -> None:
+    found = round_time.synthetic(128, 2)
+    assert len(found.model.layers) == 2 and "lm_head" not in found.model
+    weight = found.model.model.embed_tokens.weight
+    assert weight.shape == (round_time.VOCAB_SIZE, 128) and weight.dtype == mx.float32
+    assert found.drafter.args.exit_dim == 32
+    assert round_time.measure(found, (1, 2), repeats=4)["N"] == 3
 
 
 @pytest.mark.parametrize("module", [acceptance, ties, round_time])
