@@ -12,7 +12,7 @@ from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.machine import about
 from mlx_redrafter.rounds import Chooser
-from mlx_redrafter.training.sizing import candidates, n_weights
+from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
 
 from .oracle import Oracle, acceptance_of
 from .prompts import Prompt
@@ -24,9 +24,6 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 GROUP_SIZE = 64
 
 PROMPT_TOKENS = 64
-
-CHEAP = 0.05
-"""Of the target's bytes, so many a drafter has at most."""
 
 
 def build(
@@ -117,15 +114,23 @@ def quantize(model: nn.Module, bits: int) -> None:
     nn.quantize(model, GROUP_SIZE, bits, class_predicate=how)
 
 
+def drafter_size(shape: TargetShape, target_bytes: float, width: float) -> DrafterArgs:
+    """The best size whose bytes are less than `CHEAP` of the target's; the last resort where none is so small.
+
+    Args:
+        width: bytes of a drafter's number.
+    """
+    sizes = candidates(shape.hidden_size, shape.vocab_size)
+    return next((each for each in sizes if n_weights(each) * width < CHEAP * target_bytes), sizes[-1])
+
+
 def make_drafter(
     shape: TargetShape, bits: int, layers: int, dtype: mx.Dtype, drafter_bits: int | None, oracle: Oracle
 ) -> Drafter:
-    """A drafter whose weights are a twentieth of the target's bytes at most, if there is one so small."""
-    limit = CHEAP * weight_bytes(shape, bits, layers)
+    """A drafter of random weights, of the size that suits the target."""
     width = dtype.size if drafter_bits is None else (drafter_bits + 32 / GROUP_SIZE) / 8
-    sizes = candidates(shape.hidden_size, shape.vocab_size)
-    args = next((each for each in sizes if n_weights(each) * width < limit), sizes[-1])
-    named: dict[str, Any] = {**vars(args), "acceptance": oracle.acceptance}
+    size = drafter_size(shape, weight_bytes(shape, bits, layers), width)
+    named: dict[str, Any] = {**vars(size), "acceptance": oracle.acceptance}
     drafter = Drafter(DrafterArgs(**named))
     drafter.set_dtype(dtype)
     if drafter_bits is not None:

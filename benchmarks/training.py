@@ -29,8 +29,9 @@ from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_
 from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
 from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import Batch, Heard, hear, new_drafter, untrained, vocabulary_of
-from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
+from mlx_redrafter.training.sizing import n_weights
 
+from .building import drafter_size, weight_bytes
 from .common import above_zero, positive
 from .shapes import add_json, show
 from .targets import TARGETS, TargetShape
@@ -113,24 +114,21 @@ def predict(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def predicted(target: TargetShape, args: argparse.Namespace) -> dict[str, Any]:
     """What the trainer would choose and take, if decoding is bound by memory and training by arithmetic."""
-    weight_bytes = target.n_weights * (args.bits + 0.5) / 8  # a scale and a bias of 16 bits for 64 weights
-    cheap = [
-        each for each in candidates(target.hidden_size, target.vocab_size) if 2 * n_weights(each) < CHEAP * weight_bytes
-    ]
-    chosen = cheap[0]
+    target_bytes = weight_bytes(target, args.bits, target.num_hidden_layers)
+    chosen = drafter_size(target, target_bytes, 2)
     tokens = args.batch_size * args.length
     drafter = 6 * args.draft_depth * n_weights(chosen) * tokens  # forward, and twice that backward, at each depth
     iteration = (2 * target.n_weights * tokens + drafter) / (args.tflops * 1e12)
-    answers = args.answers * args.max_tokens / AT_ONCE * weight_bytes / (args.bandwidth * 1e9)
+    answers = args.answers * args.max_tokens / AT_ONCE * target_bytes / (args.bandwidth * 1e9)
     logits = tokens * target.vocab_size
     # Logits in 16 bits, the lesson's 64 likeliest tokens aside; 64 MB of the drafter's, five times over; two layers'
     # activations of the target; the drafter's activations at every depth.
     activations = tokens * (2 * 2 * (target.intermediate_size + 4 * target.hidden_size))
     activations += 4 * args.draft_depth * tokens * (4 * target.hidden_size + 6 * chosen.exit_dim)
-    memory_bytes = weight_bytes + 16 * n_weights(chosen) + 2 * logits + 5 * 64e6 + activations
+    memory_bytes = target_bytes + 16 * n_weights(chosen) + 2 * logits + 5 * 64e6 + activations
     return {
         "target": f"{target.name} {args.bits}-bit",
-        "GB": weight_bytes / 1e9,
+        "GB": target_bytes / 1e9,
         "exit_dim": chosen.exit_dim,
         "blocks": chosen.num_draft_layers,
         "guesses": chosen.draft_vocab_size or target.vocab_size,

@@ -13,7 +13,9 @@ from benchmarks.acceptance import Ranked
 from benchmarks.command import make_parser
 from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
+from benchmarks.targets import TargetShape, target_of
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.training.sizing import candidates
 from mlx_redrafter.trial import try_out
 from tests.bench_records import MACHINE, flags
 from tests.small import small_drafter, small_llama
@@ -135,6 +137,18 @@ def test_training_is_predicted_for_every_published_target_of_one_piece(capsys: p
     found = rows(capsys, training, "predict", "--bandwidth", "400", "--tflops", "10")
     assert [row["target"] for row in found][:2] == ["llama-3.2-1b 4-bit", "llama-3.2-3b 4-bit"] and len(found) == 6
     assert found[0]["settings"]["kind"] == "predict"
+
+
+def test_training_is_predicted_at_16_bits_and_where_no_drafter_is_cheap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("predict", "--bandwidth", "400", "--tflops", "10", "--bits")
+    one, *_ = rows(capsys, training, *words, "16")
+    assert one["GB"] == pytest.approx(2 * target_of("llama-3.2-1b").n_weights / 1e9), "nothing is scaled, so no scales"
+    tiny = TargetShape("tiny", "llama", 64, 1, 128, 4, 2, 16, 512, True)
+    monkeypatch.setattr(training, "TARGETS", (tiny,))
+    (last,) = rows(capsys, training, *words, "1")
+    assert (last["exit_dim"], last["guesses"]) == (64, candidates(64, 512)[-1].draft_vocab_size or 512)
 
 
 def test_training_needs_iterations_between_the_first_and_the_last() -> None:
