@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from mlx_redrafter.types import Tip
 
 from .building import make_target
 from .common import positive
+from .contest import spread
 from .shapes import add_shapes, show
 from .subject import drafter_of, open_subject
 from .targets import TargetShape
@@ -112,10 +113,10 @@ def milliseconds(work: Callable[[], None]) -> float:
 
 
 def excess(rounds: list[float], verifies: list[float], drafts: list[float]) -> dict[str, float]:
-    """A round in terms of its parts, turn by turn: the median and the quartiles."""
+    """A round in terms of its parts, turn by turn: the median and the quartiles, of few turns the ends."""
     ratios = [whole / (verify + draft) for whole, verify, draft in zip(rounds, verifies, drafts, strict=True)]
-    low, middle, high = quantiles(ratios, n=4)
-    return {"x sum": middle, "lower": low, "upper": high}
+    low, high = spread(ratios)
+    return {"x sum": median(ratios), "lower": low, "upper": high}
 
 
 def dimensions(text: str) -> tuple[int, int]:

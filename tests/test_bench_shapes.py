@@ -80,8 +80,9 @@ def test_a_text_that_parts_without_a_tie_is_an_error(pair: Subject, monkeypatch:
     assert (row["parted"], row["errors"], row["largest gap"]) == (2, 2, 1.0)
 
 
-def test_every_part_of_a_round_takes_its_time(pair: Subject, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = rows(capsys, round_time, "--shapes", "2,2", "--repeats", "5")
+@pytest.mark.parametrize("repeats", ["1", "5"])
+def test_every_part_of_a_round_takes_its_time(repeats: str, pair: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows(capsys, round_time, "--shapes", "2,2", "--repeats", repeats)
     assert (row["W"], row["K"], row["N"]) == (2, 2, 5)
     assert all(row[f"{name} ms"] > 0 for name in ("plain", "verify", "draft", "round"))
     assert row["lower"] <= row["x sum"] <= row["upper"]
