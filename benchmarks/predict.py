@@ -24,6 +24,7 @@ from mlx_redrafter.planner import Acceptance, expected_tokens
 
 from .costmodel import WIDTHS, fit
 from .curves import curve_chips, curve_costs, read_curve
+from .measuring import checked
 from .published import CHIPS, DTYPES, SOURCE, read_all
 from .study import study, study_text, table
 from .whatif import DEPTHS, infer_acceptance, tokens_by_shape
@@ -64,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """
     planned = any(number is not None for number in (args.beam_width, args.draft_depth, args.tree_size))
     check(args, planned=planned)
+    args.output = args.output and checked(args.output)
     found = predict_plan(args) if planned else study(args.chip, args.dtype)
-    if args.output is not None:
+    if args.output:
         write_text(args.output, json.dumps(found, indent=1) + "\n")
     if args.json:
         print(json.dumps(found))

@@ -53,7 +53,7 @@ def study(chip: str | None, dtype: str | None) -> dict[str, Any]:
                 "predicted_x_apples_best": each.x_best,
                 "predicted_x_plain_of_4x4": each.corner_x_plain,
             }
-            for each in what_if(asked, everything)
+            for each in what_if(asked, everything, tables)
         ],
     }
 

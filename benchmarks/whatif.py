@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -115,9 +116,9 @@ def infer_acceptance(tokens: Mapping[Shape, float]) -> Inferred:
             for name in Law._fields
             for sign in (1, -1)
         ]
-        found = min(tried, key=loss)
-        if loss(found) < least:
-            best, least = found, loss(found)
+        loss_found, found = min(((loss(law), law) for law in tried), key=itemgetter(0))
+        if loss_found < least:
+            best, least = found, loss_found
         else:
             step /= 2
     off = [abs(error) for error in errors(best, tokens)]
@@ -160,17 +161,18 @@ def host_at_most(models: Iterable[RoundModel]) -> float:
     return max(0.0, min(model.entry_ms for model in models))
 
 
-def what_if(published: Sequence[Published], everything: Sequence[Published]) -> Iterator[Prediction]:
+def what_if(
+    published: Sequence[Published], everything: Sequence[Published], inferred: Mapping[str, Inferred]
+) -> Iterator[Prediction]:
     """Each change alone, and all together, on each chip and dtype of `published`.
 
     Args:
-        everything: what the acceptance and the host's share are inferred from.
+        everything: what the host's share is inferred from.
+        inferred: the acceptance, by dtype.
     """
-    made = tokens_by_shape(everything)
-    tables = {dtype: infer_acceptance(tokens).law.table() for dtype, tokens in made.items()}
     hidden = host_at_most(fit(each.cells.values(), each.plain_ms) for each in everything)
     for each in published:
-        table = tables[each.dtype]
+        table = inferred[each.dtype].law.table()
         model = fit(each.cells.values(), each.plain_ms)
         now, small = model.costs(), model.costs(QUANTISED)
         counts = {shape: cell.tokens_per_round for shape, cell in each.cells.items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import predict
 from benchmarks.costmodel import fit
 from benchmarks.curves import curve_costs, read_curve
 from benchmarks.predict import add_arguments, run
@@ -94,6 +95,18 @@ def test_what_cannot_be_predicted_is_refused(flags: str, message: str, tmp_path:
     with pytest.raises(RedrafterError, match=message):
         run(asked(*flags.split(), "--output", str(tmp_path / "out.json")))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(predict, "study", lambda chip, dtype: {"proof": {"passed": True}, "of": [chip, dtype]})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(asked("--json", "--chip", "m2", "--output", "~/out.json")) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["of"] == ["m2", None]
+    monkeypatch.setattr(predict, "study", lambda chip, dtype: pytest.fail("it went on"))
+    with pytest.raises(RedrafterError, match="expected a file to write to, got"):
+        run(asked("--output", str(tmp_path)))
 
 
 def test_the_command_says_one_line_on_bad_input_and_writes_its_object(tmp_path: Path) -> None:

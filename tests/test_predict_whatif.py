@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import pytest
 
 from benchmarks import study as study_module
+from benchmarks import whatif as whatif_module
 from benchmarks.costmodel import CLIFF, fit
 from benchmarks.predict import add_arguments, run
 from benchmarks.published import Published, read_all
@@ -15,6 +17,7 @@ from benchmarks.study import study
 from benchmarks.whatif import (
     CORNER,
     QUANTISED,
+    Inferred,
     Law,
     Prediction,
     host_at_most,
@@ -39,7 +42,8 @@ def everything() -> list[Published]:
 @pytest.fixture(scope="module")
 def changes(everything: list[Published]) -> dict[tuple[str, str], dict[str, Prediction]]:
     found: dict[tuple[str, str], dict[str, Prediction]] = {}
-    for each in what_if(everything, everything):
+    inferred = {dtype: infer_acceptance(tokens) for dtype, tokens in tokens_by_shape(everything).items()}
+    for each in what_if(everything, everything, inferred):
         found.setdefault((each.chip, each.dtype), {})[each.change] = each
     return found
 
@@ -131,6 +135,19 @@ def test_every_predicted_figure_is_called_so_in_json_and_in_tables(capsys: pytes
         if "change" in names:
             assert plain == ["chip", "dtype", "change"]
     assert "Measured by Apple:" in text and "Predicted, nobody has run it:" in text and len(heads) == 4
+
+
+def test_an_acceptance_is_inferred_once_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    inferred = []
+
+    def counted(tokens: Any) -> Inferred:
+        inferred.append(tokens)
+        return Inferred(Law(0.6, 0.2, 0.95), 0.0, 0.0)
+
+    for module in (study_module, whatif_module):
+        monkeypatch.setattr(module, "infer_acceptance", counted)
+    study("m2", None)
+    assert len(inferred) == 2 and inferred[0] != inferred[1]
 
 
 def test_a_model_that_fails_its_proof_says_so_and_exits_with_1(
