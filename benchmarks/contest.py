@@ -25,6 +25,7 @@ from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import Settings, decode, served
 from mlx_redrafter.pilot import FIRST
 from mlx_redrafter.plan import Plan
+from mlx_redrafter.prognosis import shape
 from mlx_redrafter.stats import Stats
 
 from .opponents import Steps, draft_model_steps, plain_steps
@@ -107,11 +108,8 @@ class Contestant:
 
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
-    if isinstance(plan, list):
-        width, depth, size = plan
-        told = f"{width} x {depth}" + ("" if size == 1 + width * depth else f", {size} nodes")
-    else:
-        told = "auto" if plan == "auto" else kind
+    unplanned = "auto" if plan == "auto" else kind
+    told = shape(Plan(*plan)) if isinstance(plan, list) else unplanned
     return f"{told}, random drafter" if kind == RANDOM else told
 
 

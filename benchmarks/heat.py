@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.files import replacing
+from mlx_redrafter.plan import Plan
 
 from .contest import DRAFTED
 from .record import Record
@@ -39,10 +40,10 @@ def maps(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
         plan = own[0]["plan"]
         if own[0]["contestant"] != DRAFTED or not isinstance(plan, list):
             continue
-        width, depth, size = plan
+        width, depth, size = made = Plan(*plan)
         row = summed(own)
         for what in ("x plain", "tokens/round"):
-            found["whole tree" if size == 1 + width * depth else f"{size} nodes"][what][width, depth] = row[what]
+            found["whole tree" if made.whole else f"{size} nodes"][what][width, depth] = row[what]
     return {name: dict(cells) for name, cells in found.items()}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .costmodel import MEDIAN_BOUND, NO_CLIFF, PRIOR, SPLITS, TAIL_BOUND, Miss, fit, prove
 from .published import SOURCE, Published, read_all
+from .tables import markdown
 from .whatif import CORNER, Inferred, infer_acceptance, tokens_by_shape, what_if
 
 Rows = list[dict[str, Any]]
@@ -145,7 +146,7 @@ def study_text(found: dict[str, Any]) -> str:
         f"{worst['predicted_tokens_per_second']:.1f} tokens/s, measured by Apple "
         f"{worst['measured_by_apple_tokens_per_second']:.1f}.\nThe same model without the cliff: median "
         f"{control['median']:.1%}, 95th percentile {control['95th_percentile']:.0%}.",
-        table(proof["by_chip"], percent=True),
+        table([percent(row) for row in proof["by_chip"]]),
         "The model of a round, in plain steps: two rows, each row more, the cliff at 16, each row beyond it, a level "
         "of a chain's draft, of a beam's.",
         table(found["predicted_parameters"]),
@@ -164,18 +165,11 @@ def study_text(found: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def table(rows: Rows, *, percent: bool = False) -> str:
+def table(rows: Rows) -> str:
     """Rows as a Markdown table; names with spaces for underscores."""
-    names = list(rows[0])
-    lines = [[name.replace("_", " ") for name in names], ["---"] * len(names)]
-    lines += [[cell(row[name], percent) for name in names] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown([{name.replace("_", " "): value for name, value in row.items()} for row in rows]).rstrip()
 
 
-def cell(value: Any, percent: bool) -> str:
-    """A table cell; lists as `1 x 4`."""
-    if isinstance(value, list):
-        return " x ".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:.2%}" if percent else f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}"
-    return str(value)
+def percent(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose numbers are shares, for people."""
+    return {name: f"{value:.2%}" if isinstance(value, float) else value for name, value in row.items()}

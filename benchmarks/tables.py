@@ -43,11 +43,15 @@ def rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     return [{"contestant": name, **summed(own)} for name, own in by_contestant(records).items()]
 
 
-def cell(value: Any, digits: int = 2) -> str:
-    """A table's cell."""
+def cell(value: Any) -> str:
+    """A table's cell: two decimals, or two digits of what is less than a tenth; lists as `1 x 4`."""
     if value is None:
         return ""
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    if isinstance(value, list):
+        return " x ".join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:.2g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+    return str(value)
 
 
 def printed(rows: Sequence[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from benchmarks.blocks import BLOCKS
 from benchmarks.heat import draw, maps
 from benchmarks.report import placed
 from benchmarks.results import CONTRIBUTED, Results, read_results
+from benchmarks.tables import cell, markdown, printed
 from mlx_redrafter.errors import RedrafterError
 from tests.bench_records import MACHINE, costs, flags, line, speed
 
@@ -74,6 +75,13 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch,
 
 
 # The report
+
+
+def test_a_table_shows_small_numbers_lists_and_gaps_in_a_terminal_and_in_markdown() -> None:
+    made = [{"name": "a|b", "gap": 0.00123, "plan": [4, 3]}, {"name": None, "gap": 0.0, "plan": [1, 2]}]
+    assert [cell(value) for value in (1.0, 0.1, -0.0126, 3, "x")] == ["1.00", "0.10", "-0.013", "3", "x"]
+    assert printed(made).splitlines() == ["name     gap   plan", " a|b  0.0012  4 x 3", "        0.00  1 x 2"]
+    assert markdown(made).splitlines()[2:] == ["| a\\|b | 0.0012 | 4 x 3 |", "|  | 0.00 | 1 x 2 |"]
 
 
 def kept(tmp_path: Path, name: str, records: list[Any]) -> None:
