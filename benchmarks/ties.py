@@ -4,7 +4,7 @@
 
 Every prompt is decoded plainly and with the drafter at each shape. Where the texts part, the log-probabilities of both
 sides there are compared: rounding explains the difference (a tie), or it does not (an error). `float32` to `4 bits`
-name what the target is turned into; `as it is` leaves it alone.
+name what the target is turned into; `as it is` leaves it alone, as a quantised one must be.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import mlx.nn as nn
 
 from mlx_redrafter.comparing import Difference, distance, first_difference
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.trial import try_out
 
+from .building import quantize
 from .common import positive
 from .shapes import add_shapes, show
-from .subject import drafter_of, open_subject
+from .subject import arrays, drafter_of, open_subject
+
+AS_IT_IS = "as it is"
 
 KINDS = {
-    "as it is": (None, None),
+    AS_IT_IS: (None, None),
     "float32": (mx.float32, None),
     "float16": (mx.float16, None),
     "bfloat16": (mx.bfloat16, None),
@@ -37,12 +41,20 @@ KINDS = {
 
 
 def turned(model: nn.Module, kind: str) -> None:
-    """Gives the weights of `model` the type of that name."""
+    """Gives the weights of `model` the type of that name.
+
+    Raises:
+        RedrafterError: they are quantised, and should become something else.
+    """
     dtype, bits = KINDS[kind]
+    if kind != AS_IT_IS and any(name.endswith(".scales") for name, _ in arrays(model)):
+        raise RedrafterError(
+            f"expected weights that can be turned into {kind}, got quantised ones: give --kinds '{AS_IT_IS}'"
+        )
     if dtype is not None:
         model.set_dtype(dtype)
     if bits is not None:
-        nn.quantize(model, group_size=64, bits=bits)
+        quantize(model, bits)
     mx.eval(model.parameters())
 
 
@@ -88,7 +100,6 @@ def measure(
         "errors": sum(not difference.rounding for difference in found),
         "largest gap": max((difference.distance for difference in found), default=0.0),
         "tokens/round": drafted.stats.tokens_per_round,
-        "x plain": drafted.tokens_per_second / plain.tokens_per_second,
     }
 
 
@@ -96,14 +107,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add_shapes(parser)
     parser.add_argument("--max-tokens", type=positive, default=128, help="of a text (default: %(default)s)")
-    default = [kind for kind in KINDS if kind != "as it is"]
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=default, help="default: all but 'as it is'")
+    default = [kind for kind in KINDS if kind != AS_IT_IS]
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=default, help=f"default: all but '{AS_IT_IS}'")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a row for each kind of weights and shape; the exit status."""
     rows = []
-    for kind in args.kinds:
+    # A quantised target is refused before anything is decoded.
+    for kind in sorted(dict.fromkeys(args.kinds), key=lambda kind: kind == AS_IT_IS):
         subject = open_subject(args)
         drafter = drafter_of(subject, "counting ties")
         turned(subject.model, kind)

@@ -73,6 +73,21 @@ def test_texts_that_agree_have_no_ties(pair: Subject, capsys: pytest.CaptureFixt
     assert (row["parted"], row["errors"], row["largest gap"]) == (0, 0, 0.0)
 
 
+@pytest.mark.parametrize("kind", ["float32", "float16", "8 bits", "4 bits"])
+def test_a_target_is_turned_into_what_the_row_names_and_a_quantised_one_only_left_alone(kind: str) -> None:
+    model = small_llama(hidden=64, layers=1)
+    ties.turned(model, kind)
+    bits = [each.bits for _, each in model.named_modules() if hasattr(each, "bits")]
+    assert set(bits) == ({int(kind[0])} if "bits" in kind else set())
+    assert model.model.norm.weight.dtype == (mx.float32 if kind == "float32" else mx.float16)
+    if bits:
+        ties.turned(model, "as it is")
+        with pytest.raises(RedrafterError, match=r"turned into float32, got quantised ones: give --kinds 'as it is'"):
+            ties.turned(model, "float32")
+        with pytest.raises(RedrafterError, match="turned into 8 bits, got quantised ones"):
+            ties.turned(model, "8 bits")
+
+
 def test_a_text_that_parts_without_a_tie_is_an_error(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ties, "first_difference", lambda one, other: 2)
     monkeypatch.setattr(ties, "distance", lambda one, other: (1.0, 0.001))
