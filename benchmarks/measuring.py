@@ -45,16 +45,23 @@ def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """The flags that say how tokens are chosen, where the models choose them."""
+def add_sampling(parser: argparse.ArgumentParser, *, draft_model: bool = True) -> None:
+    """The flags that say how tokens are chosen, where the models choose them.
+
+    Args:
+        draft_model: whether mlx-lm's own speculation takes part.
+    """
     default = Options()
     parser.add_argument("--temp", type=float, default=default.temp, help="sampling temperature (default: %(default)s)")
-    parser.add_argument(
-        "--num-draft-tokens",
-        type=positive,
-        default=default.num_draft_tokens,
-        help="of the draft model, in mlx-lm's own speculation (default: %(default)s)",
-    )
+    if draft_model:
+        parser.add_argument(
+            "--num-draft-tokens",
+            type=positive,
+            default=default.num_draft_tokens,
+            help="of the draft model, in mlx-lm's own speculation (default: %(default)s)",
+        )
+    else:
+        parser.set_defaults(num_draft_tokens=default.num_draft_tokens)
 
 
 def plan(text: str) -> Any:
@@ -81,10 +88,16 @@ def options(args: argparse.Namespace) -> Options:
     )
 
 
-def measured(subject: Subject, plans: list[Any], args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
-    """(exit status, records) of a subject, written and shown; the status is that of `status_of`."""
+def measured(
+    subject: Subject, plans: list[Any], args: argparse.Namespace, *, mlx_lm: bool = True
+) -> tuple[int, list[dict[str, Any]]]:
+    """(exit status, records) of a subject, written and shown; the status is that of `status_of`.
+
+    Args:
+        mlx_lm: whether mlx-lm's own ways of decoding take part.
+    """
     asked = options(args)
-    sides = contestants(subject, plans, asked, random=args.random_drafter)
+    sides = contestants(subject, plans, asked, mlx_lm=mlx_lm, random=args.random_drafter)
     machine = stamp()
     found = []
     if subject.drafter is not None:

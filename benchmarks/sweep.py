@@ -1,4 +1,4 @@
-"""The grid of beam widths, depths and tree sizes, all in turns, as records and as heat maps.
+"""The grid of beam widths, depths and tree sizes, all in turns with plain decoding, as records and as heat maps.
 
     python -m benchmarks sweep --quick --plot sweep.png
     python -m benchmarks sweep --widths 1 2 4 8 --depths 1 2 3 4 5 6 --sizes whole 9 --plot sweep.png
@@ -30,9 +30,9 @@ FULL: dict[str, Any] = {"widths": [1, 2, 3, 4, 8], "depths": [1, 2, 3, 4, 5, 6],
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    add_subject(parser)
+    add_subject(parser, draft_model=False)
     add_options(parser, f"widths {told(QUICK['widths'])}, depths {told(QUICK['depths'])}, prompts and tokens as in run")
-    add_sampling(parser)
+    add_sampling(parser, draft_model=False)
     parser.add_argument("--widths", type=positive, nargs="+", help=f"default: {told(FULL['widths'])}")
     parser.add_argument("--depths", type=positive, nargs="+", help=f"default: {told(FULL['depths'])}")
     parser.add_argument("--sizes", type=size, nargs="+", help=f"nodes, or 'whole' (default: {told(FULL['sizes'])})")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     plans = grid(widths, depths, sizes, drafter.args.vocab_size)
     if not plans:
         raise RedrafterError("a grid without a plan: a size must be below that of the whole tree, and a chain has none")
-    status, records = measured(subject, plans, args)
+    status, records = measured(subject, plans, args, mlx_lm=False)
     if args.plot:
         heat.draw(records, args.plot)
         print(f"drawn: {args.plot}", file=sys.stderr)

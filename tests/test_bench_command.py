@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import measuring, run, suite, synthetic
+from benchmarks import measuring, run, suite, sweep, synthetic
 from benchmarks.command import COMMANDS, make_parser
 from benchmarks.contest import Options
 from benchmarks.prompts import Prompt
@@ -50,6 +50,8 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
         ("run --minutes inf", "--minutes: expected"),
         ("run --suite pc", "invalid choice: 'pc'"),
         ("sweep --sizes half", "--sizes: expected a whole number above 0, got 'half'"),
+        ("sweep --draft-model x", "unrecognized arguments: --draft-model x"),
+        ("sweep --num-draft-tokens 2", "unrecognized arguments: --num-draft-tokens 2"),
         ("synthetic --temp 1", "unrecognized arguments: --temp 1"),
         ("synthetic --bits 7", "invalid choice: 7"),
         ("measure", "invalid choice: 'measure'"),
@@ -107,6 +109,18 @@ def test_run_prints_a_table_and_keeps_records(two: Subject, tmp_path: Path, caps
         *[("speed", name) for name in ("plain", "mlx-lm", "drafted")] * 2,
     ]
     assert [each.name for each in path.parent.iterdir()] == ["records.jsonl"]
+
+
+def test_a_sweep_measures_plain_decoding_and_its_plans_alone(
+    two: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "open_subject", lambda args: two)
+    words = ("--widths", "1", "2", "--depths", "1", "--sizes", "whole", "--max-tokens", "4", "--repeats", "1")
+    assert sweep.run(flags(sweep, *words, "--json")) == 0
+    found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    sides = [(each.get("contestant"), each.get("plan")) for each in found]
+    assert sides == [(None, None), *[("plain", "off"), ("drafted", [1, 1, 2]), ("drafted", [2, 1, 3])] * 2]
+    assert open_subject(flags(sweep)).draft_model is None
 
 
 def test_json_prints_the_very_records_that_are_kept(
