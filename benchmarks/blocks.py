@@ -15,7 +15,7 @@ from .results import Results
 from .study import study
 from .tables import by_contestant, markdown, summed
 
-DEMO, DEMO_SWEEP, SYNTHETIC = "demo", "demo-sweep", "synthetic"
+DEMO, SYNTHETIC = "demo", "synthetic"
 """How the files of results are called, or how their names begin."""
 
 

@@ -78,7 +78,6 @@ class Published(NamedTuple):
     Attributes:
         plain_ms: a step of plain decoding with Apple's own llama.
         mlx_lm_ms: the same with mlx-lm of that time.
-        prompt_ms: reading the prompt with Apple's own llama.
         cells: by shape.
         used: how many greedy runs the cells are made of.
         left_out: how many others are disturbed.
@@ -88,7 +87,6 @@ class Published(NamedTuple):
     dtype: str
     plain_ms: float
     mlx_lm_ms: float
-    prompt_ms: float
     cells: dict[Shape, Cell]
     used: int
     left_out: int
@@ -151,7 +149,7 @@ def read_chip(chip: str, take: Callable[[Sequence[Run]], Run] = fastest, folder:
             rounds, ms = take(some)
             cells[width, depth] = Cell(width, depth, rounds, (ms - prompt) / rounds)
         used = sum(map(len, own.values()))
-        found.append(Published(chip, dtype, step, mlx_lm, prompt, cells, used, left_out[dtype]))
+        found.append(Published(chip, dtype, step, mlx_lm, cells, used, left_out[dtype]))
     return found
 
 

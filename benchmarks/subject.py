@@ -31,6 +31,10 @@ DEMO_DRAFT_MODEL = Path(__file__).parent / "draft_model"
 """A smaller llama, trained on the demo's files, for mlx-lm's own speculation."""
 
 
+HEADS = ("lm_head", "output", "embed_out")
+"""What mlx-lm's models call their heads."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """Models and prompts.
@@ -89,7 +93,7 @@ def bytes_per_forward(model: nn.Module) -> int | None:
         table = anatomy(model).embedding
     except UnsupportedModelError:
         return n_bytes(model)
-    headed = any(name.rpartition(".")[0].endswith(("lm_head", "output", "embed_out")) for name, _ in arrays(model))
+    headed = any(name.rpartition(".")[2] in HEADS for name, _ in model.named_modules())
     return n_bytes(model) - (n_bytes(table) if headed else 0)
 
 

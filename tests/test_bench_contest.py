@@ -310,6 +310,12 @@ def test_a_forward_reads_a_table_only_where_it_is_the_head(tied: bool, bits: int
     assert bytes_per_forward(model) == n_bytes(model) - (0 if tied else table)
 
 
+def test_a_layer_whose_name_ends_as_a_heads_does_is_no_head() -> None:
+    model = small_llama(tie_word_embeddings=True)
+    model.layers[0].self_attn.unembed_out = nn.Linear(8, 8)
+    assert bytes_per_forward(model) == n_bytes(model)
+
+
 def test_of_a_mixture_only_some_weights_are_read_and_no_bandwidth_is_told() -> None:
     mixture = SimpleNamespace(named_modules=lambda: [("", nn.Module()), ("experts", SwitchLinear(8, 8, 2))])
     assert bytes_per_forward(mixture) is None  # type: ignore[arg-type]
