@@ -159,10 +159,7 @@ def opened(
         target, tokenizer = load(model)
         own = load_drafter(drafter, target) if drafter else None
     else:
-        target, tokenizer, own = load_demo()
-        if drafter:
-            own = load_drafter(drafter, target)
-            own.set_dtype(mx.float32)  # as the demo decodes
+        target, tokenizer, own = load_demo(drafter)
     asked = draft_model
     if not asked and not model and speculation and DEMO_DRAFT_MODEL.exists():
         asked = str(DEMO_DRAFT_MODEL)

@@ -12,8 +12,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import generate_step, load_demo, stream_generate
+from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation import encode
+from mlx_redrafter.patient import dtype_of
+from mlx_redrafter.target import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 README = Path(__file__).parent.parent / "README.md"
@@ -37,6 +42,18 @@ def plainly(demo: tuple[Any, Any, Any]) -> Callable[[str, float, int], list[int]
         return [token for token, _, _ in generate_step(encode(tokenizer, prompt)[:PROMPT], model, **options)]
 
     return plain
+
+
+def test_another_drafter_of_the_demos_target_decodes_in_the_demos_dtype(
+    demo: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    other = Drafter(DrafterArgs(*sizes(demo[0]), exit_dim=32, num_draft_layers=0))
+    save_drafter(tmp_path, other, dtype=mx.bfloat16)
+    model, _, drafter = load_demo(tmp_path)
+    assert drafter.args.exit_dim == 32 and drafter.dtype == dtype_of(model) == mx.float32
+    save_drafter(tmp_path / "wide", Drafter(DrafterArgs(64, 99, exit_dim=32, num_draft_layers=0)))
+    with pytest.raises(CheckpointError, match="the target has"):
+        load_demo(tmp_path / "wide")
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

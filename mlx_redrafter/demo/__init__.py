@@ -15,20 +15,23 @@ from ..drafter import Drafter
 DIRECTORY = Path(__file__).parent
 
 
-def load_demo() -> tuple[nn.Module, Any, Drafter]:
+def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
     """(model, tokenizer, drafter) of the packaged demo, a llama of six million parameters for Python source.
 
     Stored in 16 bits and decoded in float32: 16-bit kernels are slow on a CPU, and at this size cost nothing to avoid.
 
+    Args:
+        drafter: another drafter of the demo's target, a local directory or a hub id; it decodes in float32, too.
+
     Raises:
-        CheckpointError: the package was installed without it.
+        CheckpointError: the package was installed without it, or that drafter is none of this target.
     """
     model, tokenizer = load(DIRECTORY / "target")
-    drafter = load_drafter(DIRECTORY / "drafter", model)
-    for module in (model, drafter):
+    loaded = load_drafter(DIRECTORY / "drafter" if drafter is None else drafter, model)
+    for module in (model, loaded):
         module.set_dtype(mx.float32)
         mx.eval(module.parameters())
-    return model, tokenizer, drafter
+    return model, tokenizer, loaded
 
 
 def demo_prompts() -> list[str]:
