@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,14 +18,13 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from tqdm import tqdm
 
 from . import __version__
-from .checkpoint import load, load_drafter
 from .comparing import Difference, distance, first_difference
-from .demo import load_demo
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser
 from .generation import GenerationResponse, Options, is_text, stream_generate, summary
 from .machine import PACKAGES
+from .pair import open_pair
 
 DEMO_PROMPT = "def main("
 
@@ -78,8 +76,6 @@ def check(args: argparse.Namespace) -> None:
     """
     if args.compare and (args.no_drafter or (args.model and not args.drafter)):
         raise RedrafterError("--compare needs a drafter: give --drafter, or leave out --model for the packaged demo")
-    if args.adapter_path and args.model is None and args.prompt_cache_file is None:
-        raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
     template_config(args)
     if args.compare and args.prompt_cache_file:
         raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
@@ -109,30 +105,15 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
     if metadata.get("model") not in (None, name):
         raise RedrafterError(f"the prompt cache was made with {metadata['model']}, got --model {name}")
     args.model = name
-    drafter: Drafter | None = None
-    if name is None:
-        model, tokenizer, drafter = load_demo()
-        note = "the packaged demo: it shows the mechanism, not intelligence"
-    else:
-        config = tokenizer_config(args, metadata)
-        model, tokenizer = load(
-            name,
-            adapter_path=args.adapter_path,
-            tokenizer_config={**config, "trust_remote_code": args.trust_remote_code},
-            model_config={"quantize_activations": args.quantize_activations},
-            trust_remote_code=args.trust_remote_code,
-        )
-        note = "" if args.drafter or args.no_drafter else "no --drafter given: decoding plainly"
-    if note and args.verbose:
-        print(note, file=sys.stderr)
-    if args.no_drafter:
-        drafter = None
-    elif args.drafter:
-        drafter = load_drafter(args.drafter, model)
-        warn_of_base(args.drafter, drafter.args.base_model, args.model)
+    drafter_name = None if args.no_drafter else args.drafter
+    model, tokenizer, drafter = open_pair(args, name, drafter_name, tokenizer_config(args, metadata))
+    if args.verbose and name is None:
+        print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
+    elif args.verbose and drafter is None and not args.no_drafter:
+        print("no --drafter given: decoding plainly", file=sys.stderr)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    return model, tokenizer, drafter
+    return model, tokenizer, None if args.no_drafter else drafter
 
 
 def tokenizer_config(args: argparse.Namespace, metadata: dict[str, str]) -> dict[str, Any]:
@@ -144,13 +125,6 @@ def tokenizer_config(args: argparse.Namespace, metadata: dict[str, str]) -> dict
     if not isinstance(config, dict):
         raise RedrafterError(f"the prompt cache {args.prompt_cache_file}: its tokenizer_config is no JSON object")
     return config
-
-
-def warn_of_base(name: str, base: str | None, model: str | None) -> None:
-    """Says when a drafter was trained for another target, which it then guesses badly."""
-    if base is None or model is None or base == model or Path(base).resolve() == Path(model).resolve():
-        return
-    print(f"warning: {name} was trained for {base}, not for {model}: expect few accepted tokens", file=sys.stderr)
 
 
 def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, str]) -> list[int]:

@@ -40,6 +40,20 @@ def truth(text: str) -> bool:
     return text.lower() not in ("false", "f")
 
 
+def add_pair(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """The flags that name a target and its drafter, as `pair.open_pair` takes them.
+
+    Args:
+        otherwise: what there is without `--drafter`, for the help.
+    """
+    add = parser.add_argument
+    add("--model", help="local directory or Hugging Face repo of the target; the packaged demo when not given")
+    add("--drafter", help=f"local directory or Hugging Face repo of its drafter; {otherwise} when not given")
+    add("--adapter-path", help="path of trained adapter weights and config")
+    add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
+    add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `python -m mlx_redrafter.generate`."""
     parser = argparse.ArgumentParser(
@@ -47,12 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Generate text with a recurrent drafter: the target's own text, sooner.",
     )
     add = parser.add_argument
-    add("--model", help="local directory or Hugging Face repo of the target; the packaged demo when not given")
-    add("--drafter", help="local directory or Hugging Face repo of its drafter; plain decoding when not given")
+    add_pair(parser, "plain decoding")
     add("--no-drafter", action="store_true", help="decode plainly")
-    add("--adapter-path", help="path of trained adapter weights and config")
-    add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
-    add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
     add("--prompt", "-p", help="the prompt; '-' reads from stdin")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")

@@ -307,6 +307,8 @@ def test_another_base_than_the_drafters_is_warned_of(
     [
         (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
         (("--model", "a" * 5000), "no such directory: 'aaa"),
+        (("--adapter-path", "x"), "--adapter-path needs --model"),
+        (("-qa",), "--quantize-activations needs --model"),
         (("--system-prompt", "\udcff"), "the system prompt is not UTF-8"),
         (("--prefill-response", "\udcff"), "the prefill response is not UTF-8"),
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),

@@ -548,7 +548,7 @@ def test_models_of_a_users_own_are_examined(
     measured: list[bool], run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_llama(vocab=64)
-    monkeypatch.setattr("mlx_redrafter.checkup.load", lambda name, **options: (model, None))
+    monkeypatch.setattr("mlx_redrafter.pair.load", lambda name, **options: (model, None))
     status, out, err = run("--model", "mine")
     assert status == 0 and "no drafter given: a random one" in err and "random, it stands in" in " ".join(out.split())
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})

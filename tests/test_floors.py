@@ -23,7 +23,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"anatomy", "prognosis"},
         {"picture"},
     ],
-    "adapters": [{"target"}, {"checkpoint", "patient"}, {"demo"}],
+    "adapters": [{"target"}, {"checkpoint", "patient"}, {"demo"}, {"pair"}],
     "processes": [
         {"rounds"},
         {"meter"},

@@ -22,12 +22,14 @@ from checkpoints import same, tensors
 from mlx_lm.utils import load
 
 from mlx_redrafter import generate_step, load_drafter
+from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
+from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import held
 from mlx_redrafter.generation import encode
 from mlx_redrafter.served import REFUSED
-from mlx_redrafter.training import command, run
+from mlx_redrafter.training import command, measuring, run
 from mlx_redrafter.training.command import make_parser, make_settings
 from mlx_redrafter.training.settings import Settings
 from mlx_redrafter.training.sources import base_name
@@ -300,6 +302,18 @@ def test_eval_only_measures_a_drafter(
     assert out[0] == "temperature 0.8, 4 prompts, 10 tokens each at most"
     assert [line.split()[:3] for line in out[2:]] == [["1", "3", "4"], ["2", "3", "5"]]
     assert all(line.split()[6] == "yes" and float(line.split()[3]) > 1.1 for line in out[2:])
+
+
+def test_eval_only_warns_of_a_drafter_for_another_target(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((Path(target) / "config.json").read_text())
+    save_drafter(tmp_path / "drafter", Drafter(DrafterArgs(32, config["vocab_size"], 16, 0, base_model="some/other")))
+    flags = ("--model", target, "--drafter", str(tmp_path / "drafter"), "--prompts", str(prompts(tmp_path)))
+    monkeypatch.setattr(measuring, "compared", lambda *parts: [])
+    monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *flags])
+    assert command.run() == 0
+    assert f"was trained for some/other, not for {target}" in capsys.readouterr().err
 
 
 def test_the_file_and_the_flags_say_the_same_and_flags_win(tmp_path: Path) -> None:

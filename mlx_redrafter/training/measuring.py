@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import mlx.nn as nn
 
-from ..checkpoint import load_drafter
-from ..demo import DIRECTORY, demo_prompts
+from ..demo import demo_prompts
 from ..drafter import Drafter
 from ..errors import RedrafterError
 from ..generation import encode_chat
+from ..pair import open_pair
 from ..stats import Stats
 from ..target import check_draftable
 from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers, check_sources
-from .sources import open_target, read_prompts, read_texts
+from .sources import read_prompts, read_texts
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
 
@@ -103,10 +103,8 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
     check_numbers(settings)
     if settings.model and not drafter_name:
         raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
-    model, tokenizer = open_target(settings)
-    drafter = load_drafter(drafter_name or DIRECTORY / "drafter", model)
-    if settings.model is None:
-        drafter.set_dtype(model.model.embed_tokens.weight.dtype)  # the demo decodes in float32
+    model, tokenizer, drafter = open_pair(settings, settings.model, drafter_name)
+    assert drafter is not None
     if settings.prompts:
         prompts = read_prompts(settings, tokenizer)
     elif settings.data:

@@ -20,6 +20,7 @@ from ..checkpoint import load_drafter, save_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
 from ..files import held, write_text
+from ..pair import open_target
 from ..target import check_draftable, sizes
 from . import results
 from .answers import Asking, answered, digest, group_size, read
@@ -34,7 +35,7 @@ from .measuring import compared, table, takes_trees
 from .record import Record, open_record
 from .settings import Settings, check
 from .sizing import choose_size
-from .sources import base_name, open_target, read_prompts, read_texts
+from .sources import base_name, read_prompts, read_texts
 from .validation import Ground, Say, get_callbacks, keep_best, manner_of, stale, validated
 
 HELD_OUT, MOST_HELD_OUT = 0.05, 256
@@ -65,7 +66,7 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     found = content(settings.record)
     record = open_record(settings, resume=resume)
     callbacks = get_callbacks(settings) if not dry_run else None
-    model, tokenizer = open_target(settings)
+    model, tokenizer = open_target(settings, settings.model)
     check_draftable(model, tree=False)
     args = record.drafter_args or chosen_size(settings, model, say)
     record.args = dict(args.said)

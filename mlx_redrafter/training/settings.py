@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..errors import RedrafterError
 from ..files import expanded
+from ..pair import check_named
 from ..plan import DEEPEST
 from ..sampling import make_sampler
 from ..shapes import DTYPES
@@ -167,8 +168,7 @@ def check_sources(settings: Settings) -> None:
     """
     if settings.data and settings.prompts:
         raise RedrafterError("give either --data or --prompts, got both")
-    if settings.adapter_path and not settings.model:
-        raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
+    check_named(settings.model, settings)
     if settings.mask_prompt and not settings.data:
         raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
-
-from ..checkpoint import load
-from ..demo import load_demo
 from ..demo.sources import training_prompts
 from ..files import expanded
 from ..generation import encode_chat
@@ -17,18 +13,6 @@ from .settings import Settings
 
 DEMO_PROMPTS = 1024
 """How many pieces of the standard library the demo's target writes on from."""
-
-
-def open_target(settings: Settings) -> tuple[nn.Module, Any]:
-    """(model, tokenizer) of the settings; the demo's, in float32, when they name none."""
-    if settings.model is None:
-        return load_demo()[:2]
-    return load(
-        settings.model,
-        adapter_path=settings.adapter_path,
-        tokenizer_config={"trust_remote_code": settings.trust_remote_code},
-        trust_remote_code=settings.trust_remote_code,
-    )
 
 
 def read_prompts(settings: Settings, tokenizer: Any) -> list[list[int]]:
