@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from .autopilot import flight_of
 from .checkpoint import check_fit
 from .costs import Costs
 from .drafter import Drafter
-from .machine import about
+from .machine import about, memory
 from .patient import Patient, drafter_of, dtype_of, is_sound, target_of
 from .planner import UNKNOWN, Acceptance
 from .prognosis import Cliff, Offer, Outlook, Start, cliffs, in_steps, outlooks, pays_from, quality_of, starts
@@ -162,7 +161,7 @@ def diagnose(
     )
     return Diagnosis(
         machine=machine,
-        memory_bytes=machine_memory(),
+        memory_bytes=memory(),
         peak_bytes=peak,
         target=target,
         drafter=facts,
@@ -187,14 +186,3 @@ def random_drafter(model: nn.Module) -> tuple[Drafter, str]:
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
     return drafter, choice.reason
-
-
-def machine_memory() -> int | None:
-    """Bytes of the device's memory, or of the system's; None where neither tells."""
-    device: dict[str, Any] = dict(mx.device_info(mx.default_device()))
-    if size := device.get("memory_size"):
-        return int(size)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None

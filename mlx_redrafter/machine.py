@@ -18,15 +18,16 @@ RENAMED = ("libscipy_openblas", "libopenblas64")
 
 
 def about() -> dict[str, Any]:
-    """Device, system, versions and, on a CPU, the BLAS that runs."""
+    """Device, system, versions and, on a CPU, the BLAS that runs; what the system does not tell is None."""
     device = mx.default_device()
     info: dict[str, Any] = dict(mx.device_info(device))
+    size = memory()
     found = {
         "device": str(device),
         "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "memory_gb": round(info.get("memory_size", memory()) / 1e9, 1),
+        "memory_gb": None if size is None else round(size / 1e9, 1),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
     }
@@ -35,9 +36,15 @@ def about() -> dict[str, Any]:
     return found
 
 
-def memory() -> int:
-    """Bytes that the machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def memory() -> int | None:
+    """Bytes of the device's memory, or of the system's; None where neither tells."""
+    info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
+    if size := info.get("memory_size") or info.get("total_memory"):
+        return int(size)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
 
 
 def blas() -> str:

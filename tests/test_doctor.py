@@ -19,7 +19,7 @@ from mlx.utils import tree_map
 from small import small_drafter, small_llama
 from toys import make_model, snapshot
 
-from mlx_redrafter import autopilot, meter
+from mlx_redrafter import autopilot, machine, meter
 from mlx_redrafter.advice import has_fast_blas, is_disturbed, notes
 from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.costs import Costs
@@ -520,6 +520,29 @@ def test_the_object_has_its_names(measured: list[bool], run: Any) -> None:
     assert {tuple(each) for each in found["cliffs"]} == {("context", "nodes", "before", "times")}
     assert {tuple(each) for each in found["starts"]} == {("context", "plan", "offer", "reason")}
     assert found["settings"]["model"] == found["settings"]["drafter"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("device", "pages", "size"),
+    [
+        ({"memory_size": 48 * 10**9}, 4, 48 * 10**9),
+        ({"total_memory": 80 * 10**9}, 4, 80 * 10**9),
+        ({}, 4, 4 * 4096),
+        ({}, None, None),
+    ],
+)
+def test_the_memory_is_the_devices_or_the_systems_or_not_told(
+    device: dict[str, int], pages: int | None, size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sysconf(name: str) -> int:
+        if pages is None:
+            raise ValueError("unrecognized configuration name")
+        return {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}[name]
+
+    monkeypatch.setattr(machine.mx, "device_info", lambda device_asked: device)
+    monkeypatch.setattr(machine.os, "sysconf", sysconf)
+    assert machine.memory() == size
+    assert machine.about()["memory_gb"] == (None if size is None else round(size / 1e9, 1))
 
 
 def test_an_object_of_anything_can_be_written(measured: list[bool]) -> None:
