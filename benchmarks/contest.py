@@ -27,11 +27,12 @@ from mlx_redrafter.pilot import FIRST
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.prognosis import shape
 from mlx_redrafter.stats import Stats
+from mlx_redrafter.wiring import wired
 
 from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt
 from .record import SCHEMA
-from .subject import Subject, bytes_per_forward, wired
+from .subject import Subject, bytes_per_forward
 
 PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "plain",

@@ -9,7 +9,7 @@ from mlx_redrafter.planner import UNKNOWN
 from mlx_redrafter.target import check_draftable
 
 from .record import SCHEMA
-from .subject import Subject, wired
+from .subject import Subject
 
 
 def costs_record(subject: Subject) -> dict[str, Any]:
@@ -19,8 +19,7 @@ def costs_record(subject: Subject) -> dict[str, Any]:
     """
     assert subject.drafter is not None
     trees = check_draftable(subject.model, tree=True) is None
-    with wired(subject.model):
-        flight = flight_of(subject.model, subject.drafter, trees=trees, refresh=True)
+    flight = flight_of(subject.model, subject.drafter, trees=trees, refresh=True)
     return subject.described | {
         "schema": SCHEMA,
         "kind": "costs",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +11,6 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import compute_bits_per_weight
@@ -95,15 +92,6 @@ def bytes_per_forward(model: nn.Module) -> int | None:
         return n_bytes(model)
     headed = any(name.rpartition(".")[2] in HEADS for name, _ in model.named_modules())
     return n_bytes(model) - (n_bytes(table) if headed else 0)
-
-
-@contextmanager
-def wired(model: nn.Module) -> Iterator[None]:
-    """Lets a GPU keep the weights at hand, as mlx-lm's `stream_generate` and ours do; its warning goes to stderr."""
-    with ExitStack() as stack:
-        with redirect_stdout(sys.stderr):
-            stack.enter_context(wired_limit(model, cast(Any, [generation_stream])))
-        yield
 
 
 def add_subject(

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import kv
@@ -29,6 +28,7 @@ from .sampling import make_sampler
 from .stats import Stats
 from .stops import StopStrings
 from .target import KVQuantization
+from .wiring import wired
 
 SILENT_ROUNDS = 16
 """After this many rounds without one accepted token the drafter is reported as useless."""
@@ -340,7 +340,7 @@ def stream_generate(
             seed=options["seed"] or 0,
         )
 
-    with wired_limit(model, cast(Any, [generation_stream])), closing(_steps(ids, model, drafter, settings)) as steps:
+    with wired(model), closing(_steps(ids, model, drafter, settings)) as steps:
         count, last = 0, Stats()
         for count, step in enumerate(steps, 1):
             if count == 1:

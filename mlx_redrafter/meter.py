@@ -25,6 +25,7 @@ from .sampling import make_sampler
 from .target import Target
 from .tree import line
 from .types import Tip
+from .wiring import wired
 
 CONTEXTS = (64, 1024)
 """The lengths of the text at which is measured."""
@@ -137,7 +138,7 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
     Args:
         trees: whether the model takes them.
     """
-    with mx.stream(generation_stream):
+    with wired(model), mx.stream(generation_stream):
         beds = [Bed(model, drafter, context) for context in contexts_of(model)]
         beds[0].plain(2)
         beds[0].rewind()

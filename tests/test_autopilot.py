@@ -6,7 +6,9 @@ import json
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import make_model
 
-from mlx_redrafter import autopilot, kv, loop
+from mlx_redrafter import autopilot, kv, loop, meter, wiring
 from mlx_redrafter.autopilot import flight_of, known
 from mlx_redrafter.costs import Costs
 from mlx_redrafter.drafter import Drafter, DrafterArgs
@@ -103,6 +105,28 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     measure = autopilot.measure
     monkeypatch.setattr(autopilot, "measure", lambda *a, **k: calls.append(1) or measure(*a, **k))
     return calls
+
+
+def test_costs_are_measured_with_the_weights_wired_as_when_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[str] = []
+
+    @contextmanager
+    def limit(*args: Any) -> Iterator[None]:
+        wired.append("begins")
+        yield
+        wired.append("ends")
+
+    def taken(*args: Any, **more: Any) -> Any:
+        wired.append("taken")
+        return real(*args, **more)
+
+    real = meter.taken
+    monkeypatch.setattr(wiring, "wired_limit", limit)
+    monkeypatch.setattr(meter, "taken", taken)
+    monkeypatch.setattr(meter, "SECONDS", 0.0)
+    model = make_model()
+    meter.measure(model, Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1)), trees=True)
+    assert wired == ["begins", "taken", "ends"]
 
 
 def test_a_pair_is_measured_once_and_remembered_by_the_machine(counted: list[int], tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from small import small_drafter, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter import cli, generate_step, load
+from mlx_redrafter import cli, generate_step, load, wiring
 from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.comparing import Difference, distance
 from mlx_redrafter.doors import guarded
@@ -125,6 +127,19 @@ def test_json_holds_the_fields_and_every_setting(pair: tuple[str, str], run: Any
     assert set(record["versions"]) == {"python", "mlx", "mlx-lm", "mlx_redrafter"}
     again = json.loads(run(*arguments, "--seed", str(record["seed"]))[1])
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
+
+
+def test_mlx_lms_warning_of_a_large_model_is_not_in_the_json(
+    pair: tuple[str, str], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def warning(*args: Any) -> Iterator[None]:
+        print("[WARNING] a large model")
+        yield
+
+    monkeypatch.setattr(wiring, "wired_limit", warning)
+    _, out, err = run("--model", pair[0], "--prompt", "abc", "-m", "2", "--json")
+    assert len(json.loads(out)["tokens"]) == 2 and "[WARNING] a large model" in err
 
 
 def test_compare_passes_on_equal_tokens_and_fails_on_a_difference(

@@ -18,7 +18,7 @@ ROWS: dict[str, list[set[str]]] = {
     "values": [{"errors", "cards", "machine"}, {"types", "stats", "plan", "stops", "files", "prompts"}, {"costs"}],
     "pure": [{"beam", "tree", "accept"}],
     "parts": [
-        {"comparing", "drafter", "kv", "planner", "positions", "sampling", "served"},
+        {"comparing", "drafter", "kv", "planner", "positions", "sampling", "served", "wiring"},
         {"loss", "pilot", "shapes", "seams"},
         {"anatomy", "prognosis"},
         {"picture"},
