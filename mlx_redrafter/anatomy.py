@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import UnsupportedModelError
@@ -74,6 +75,16 @@ def anatomy(model: nn.Module) -> Anatomy:
         f"cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
         f"{type(model).__module__}.{type(model).__name__} has none"
     )
+
+
+def dtype_of(model: nn.Module) -> mx.Dtype:
+    """What a model computes in: its embedding's rows.
+
+    Raises:
+        UnsupportedModelError: see `anatomy`.
+    """
+    dtype: mx.Dtype = anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype
+    return dtype
 
 
 def inside(model: nn.Module) -> list[list[Slot]]:

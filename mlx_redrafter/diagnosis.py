@@ -10,12 +10,13 @@ import mlx.nn as nn
 
 from . import __version__
 from .advice import notes
+from .anatomy import dtype_of
 from .autopilot import flight_of
 from .checkpoint import check_fit
 from .costs import Costs
 from .drafter import Drafter
 from .machine import about, memory
-from .patient import Patient, drafter_of, dtype_of, is_sound, target_of
+from .patient import Patient, drafter_of, is_sound, target_of
 from .planner import UNKNOWN, Acceptance
 from .prognosis import Cliff, Offer, Outlook, Start, cliffs, in_steps, outlooks, pays_from, quality_of, starts
 from .target import check_draftable

@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .anatomy import anatomy
+from .anatomy import dtype_of
 from .drafter import Drafter
+from .shapes import name_of
 from .target import Target, model_name
 
 
@@ -37,17 +38,6 @@ def target_of(model: nn.Module) -> Patient:
 def drafter_of(drafter: Drafter) -> Patient:
     """A drafter, as a patient."""
     return Patient(sizes_told(drafter), name_of(drafter.dtype), *weights(drafter))
-
-
-def dtype_of(model: nn.Module) -> mx.Dtype:
-    """What a model computes in: its embedding's rows."""
-    dtype: mx.Dtype = anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype
-    return dtype
-
-
-def name_of(dtype: mx.Dtype) -> str:
-    """As configs have it: float16."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 def weights(module: nn.Module) -> tuple[bool, int]:

@@ -12,12 +12,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import generate_step, load_demo, stream_generate
+from mlx_redrafter.anatomy import dtype_of
 from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation import encode
-from mlx_redrafter.patient import dtype_of
 from mlx_redrafter.target import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
-from ..anatomy import anatomy
+from ..anatomy import dtype_of
 from ..checkpoint import load_drafter, save_drafter
 from ..drafter import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
@@ -190,7 +190,7 @@ def final_dtype(settings: Settings, model: nn.Module) -> mx.Dtype:
     """The dtype of the finished drafter."""
     if settings.dtype is not None:
         return cast(mx.Dtype, getattr(mx, settings.dtype))
-    return cast(mx.Dtype, anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype)
+    return dtype_of(model)
 
 
 def expected(
@@ -307,7 +307,7 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
         drafter.update(load_drafter(settings.work / "best", ground.model).parameters())
         record.cut_(best["iteration"])
         say(f"the drafter of iteration {best['iteration']} is the result")
-    drafter.update(cast_to(final_dtype(settings, ground.model), drafter))
+    drafter.set_dtype(final_dtype(settings, ground.model))
     weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
     if bad := [name for name, array in weights.items() if not mx.isfinite(array).all().item()]:
         raise RedrafterError(f"{bad[0]} does not fit into {final_dtype(settings, ground.model)}: give another --dtype")
@@ -334,11 +334,6 @@ def finish(settings: Settings, ground: Ground, record: Record, done: int, say: S
     if not (same := all(row.same for row in rows)):
         say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
     return same
-
-
-def cast_to(dtype: mx.Dtype, drafter: Drafter) -> Any:
-    """Its weights in another dtype."""
-    return tree_map(lambda array: array.astype(dtype), drafter.trainable_parameters())
 
 
 @contextmanager

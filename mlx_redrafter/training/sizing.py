@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..anatomy import anatomy
+from ..anatomy import anatomy, dtype_of
 from ..drafter import Drafter, DrafterArgs
 from ..shapes import expected_shapes
 from ..target import sizes
@@ -84,7 +84,7 @@ def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | Non
         dtype: the drafter's; None for that of the target's hidden states.
     """
     hidden_size, vocab_size = sizes(model)
-    dtype = dtype or anatomy(model).embedding(mx.zeros((1,), mx.int32)).dtype
+    dtype = dtype or dtype_of(model)
     plain = plain_milliseconds(model)
     tried = candidates(hidden_size, vocab_size)
     budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
@@ -112,7 +112,7 @@ def plain_milliseconds(model: nn.Module) -> float:
 def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """The median time of one step of a chain, by a random drafter of these sizes and that dtype."""
     drafter = Drafter(args)
-    drafter.update(tree_map(lambda array: array.astype(dtype), drafter.trainable_parameters()))
+    drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
     hidden = mx.zeros((args.hidden_size,), dtype)
     embed = anatomy(model).embedding
