@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.files import expanded
+from mlx_redrafter.files import expanded, why_not_writable
 
 from . import record
 from .common import positive, seed, shape
@@ -131,11 +130,8 @@ def checked(path: Path) -> Path:
         RedrafterError: which, and why.
     """
     place = expanded(path)
-    above = next(parent for parent in place.absolute().parents if parent.exists())
-    if place.is_dir() or not above.is_dir():
-        raise RedrafterError(f"expected a file to write to, got {path}: it is a directory, or in a file")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise RedrafterError(f"expected a file to write to, got {path}: {above} cannot be written to")
+    if why := why_not_writable(place):
+        raise RedrafterError(f"expected a file to write to, got {path}: {why}")
     return place
 
 

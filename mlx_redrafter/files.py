@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,17 @@ def write_text(path: Path, text: str) -> None:
     """
     with replacing(path) as partly:
         partly.write_text(text, encoding="utf-8")
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Why no file can be written to `path`, folders made as needed; None where nothing is in the way."""
+    if os.path.isdir(path):
+        return f"{path} is a directory"
+    # Path.exists raises where a folder above may not be looked into.
+    above = next(place for place in path.absolute().parents if os.path.exists(place))
+    if not above.is_dir():
+        return f"{above} is no directory"
+    return None if os.access(above, os.W_OK | os.X_OK) else f"no leave to write to {above}"
 
 
 @contextmanager

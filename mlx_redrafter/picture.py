@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .costs import Costs
 from .errors import RedrafterError, one_line
-from .files import expanded, replacing
+from .files import expanded, replacing, why_not_writable
 from .prognosis import BEST, Cliff, cliffs, guesses, in_steps, outlooks, quality_of
 
 if TYPE_CHECKING:
@@ -61,18 +60,15 @@ def check_plot(name: str | None) -> Path | None:
     """The path of a picture that can be drawn, before anything is measured for it.
 
     Raises:
-        RedrafterError: the name is no PNG's, or a folder's, or there is no matplotlib to draw it.
+        RedrafterError: the name is no PNG's, or cannot be written to, or there is no matplotlib to draw it.
     """
     if name is None:
         return None
     path = expanded(name)
     if path.suffix.lower() != ".png":
         raise RedrafterError(f"--plot draws a PNG: expected a name that ends in .png, got {name}")
-    if path.is_dir():
-        raise RedrafterError(f"--plot expected the name of a file, got the folder {path}")
-    above = next(place for place in path.absolute().parents if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise RedrafterError(f"--plot cannot write to {above}: no folder, or no leave to")
+    if why := why_not_writable(path):
+        raise RedrafterError(f"--plot cannot write to {path}: {why}")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

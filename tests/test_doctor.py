@@ -587,8 +587,8 @@ def test_models_of_a_users_own_are_examined(
     ("arguments", "reason"),
     [
         (["--plot", "curve.pdf"], "expected a name that ends in .png, got curve.pdf"),
-        (["--plot", "{tmp}/folder.png"], "got the folder"),
-        (["--plot", "{tmp}/file/curve.png"], "cannot write to"),
+        (["--plot", "{tmp}/folder.png"], "cannot write to {tmp}/folder.png: {tmp}/folder.png is a directory"),
+        (["--plot", "{tmp}/file/curve.png"], "{tmp}/file is no directory"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--quantize-activations"], "--quantize-activations needs --model"),
         (["--model", "{tmp}/nothing"], "nothing"),
@@ -602,7 +602,7 @@ def test_bad_flags_are_one_line_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     status, out, err = run(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert (status, out) == (1, "") and measured == []
-    assert err.startswith("error: ") and len(err.splitlines()) == 1 and reason in err
+    assert err.startswith("error: ") and len(err.splitlines()) == 1 and reason.format(tmp=tmp_path) in err
 
 
 def test_without_matplotlib_no_picture_is_promised(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.files import expanded, held, replacing, write_text
+from mlx_redrafter.files import expanded, held, replacing, why_not_writable, write_text
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -45,3 +46,15 @@ def test_a_held_file_is_nobody_elses_until_it_is_let_go(tmp_path: Path) -> None:
 def test_nobodys_home_is_one_clear_line() -> None:
     with pytest.raises(RedrafterError, match="no such path: '~nouser-at-all/x'"):
         expanded("~nouser-at-all/x")
+
+
+def test_a_place_that_cannot_be_written_to_is_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "new", "new/deeper/file"):
+        assert why_not_writable(tmp_path / place) is None
+    assert why_not_writable(tmp_path) == f"{tmp_path} is a directory"
+    for place in ("file/x", "file/deeper/x"):
+        assert why_not_writable(tmp_path / place) == f"{tmp_path / 'file'} is no directory"
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"], "nothing is made"
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
+    assert why_not_writable(tmp_path / "new" / "x") == f"no leave to write to {tmp_path}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -12,7 +11,7 @@ from typing import Any
 from ..checkpoint import read_object
 from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
-from ..files import PARTLY, write_text
+from ..files import PARTLY, why_not_writable, write_text
 from .settings import Settings, changed, plain
 
 
@@ -96,11 +95,8 @@ def open_record(settings: Settings, *, resume: bool) -> Record:
         RedrafterError: there is a run and it is not to go on, or it cannot with these settings.
     """
     path = settings.record
-    above = next(parent for parent in (settings.place, *settings.place.parents) if parent.exists())
-    if not above.is_dir():
-        raise RedrafterError(f"the output must be a directory, {above} is none: give another --output")
-    if not os.access(above, os.W_OK):
-        raise RedrafterError(f"the output {settings.place} cannot be written: no leave to write to {above}")
+    if why := why_not_writable(settings.place / "config.json"):  # one of the files that will be there
+        raise RedrafterError(f"--output cannot be {settings.place}: {why}")
     if not resume:
         if not is_free(settings):
             raise RedrafterError(
