@@ -88,14 +88,7 @@ def convert(
     given: dict[Part, int | None] = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
     parts = {part: bits for part, bits in given.items() if bits is not None}
     how = settings(quantize, dequantize, q_group_size, q_bits, q_mode, parts)
-    if dtype not in (None, *DTYPES):
-        raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
-        raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
-    if base_model is not None and not (base_model and base_model.isprintable()):
-        raise RedrafterError(f"base_model must be a name, got {base_model!r}")
-    if upload_repo is not None:
-        check_repo(upload_repo)
+    check_request(dtype, draft_depth, base_model, upload_repo)
     place = destination(mlx_path, hf_path, force)
     source = find_source(hf_path, revision)
     used = around([source.path, *source.files])
@@ -103,13 +96,8 @@ def convert(
         check_replaceable(place, mlx_path, used)
     recorded = draft_depth is not None or base_model is not None
     check_state(source, quantize=quantize, dequantize=dequantize, changed=recorded or dtype is not None)
-    found = dequantized(source) if dequantize else find(source)
-    args = replace(
-        found.args,
-        base_model=base_model or found.args.base_model,
-        draft_depth=draft_depth or found.args.draft_depth,
-    )
-    found = found._replace(args=args)
+    found = described(dequantized(source) if dequantize else find(source), base_model, draft_depth)
+    args = found.args
     kind = found.dtype if dtype is None else cast(mx.Dtype, getattr(mx, dtype))
     shapes = expected_shapes(args)
     packing = make_packing(shapes, kind, f"lm_head.{args.num_draft_layers}", how)
@@ -137,6 +125,32 @@ def convert(
         None if before is None or after is None else (before, after),
         found.notes + tuple(f"{layer} is not quantised: {reason}" for layer, reason in packing.left.items()),
     )
+
+
+def check_request(dtype: str | None, draft_depth: int | None, base_model: str | None, upload_repo: str | None) -> None:
+    """Refuses what no drafter can have, and a repository that cannot be uploaded to.
+
+    Raises:
+        RedrafterError: naming the setting.
+    """
+    if dtype not in (None, *DTYPES):
+        raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
+        raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
+    if base_model is not None and not (base_model and base_model.isprintable()):
+        raise RedrafterError(f"base_model must be a name, got {base_model!r}")
+    if upload_repo is not None:
+        check_repo(upload_repo)
+
+
+def described(found: Found, base_model: str | None, draft_depth: int | None) -> Found:
+    """The same drafter with what is said of it, where something is."""
+    args = replace(
+        found.args,
+        base_model=base_model or found.args.base_model,
+        draft_depth=draft_depth or found.args.draft_depth,
+    )
+    return found._replace(args=args)
 
 
 def settings(
