@@ -93,6 +93,7 @@ def find(source: Source) -> Found:
     notes += [f"config.json {clause}; the tensors are believed" for clause in disagreements(args, config)]
 
     def read(name: str, start: int, stop: int) -> mx.array:
+        """Rows of the tensor of Apple's name; what is damaged is refused as it is read."""
         array = stored[name].rows(start, stop)
         if not mx.isfinite(array).all().item():
             raise CheckpointError(f"{where}: {names[name]} holds NaN or infinity")
@@ -176,6 +177,7 @@ def joined(where: str, name: str, parts: Sequence[Stored], dtypes: Mapping[str, 
         return first
 
     def rows(start: int, stop: int) -> mx.array:
+        """Rows of the whole, from those parts that have them."""
         pieces, at = [], 0
         for part in parts:
             low, high = max(start - at, 0), min(stop - at, part.shape[0])
@@ -215,6 +217,7 @@ def dequantized(source: Source, drafter: Drafter | None = None) -> Found:
     dtype = floats[0] if floats else cast(mx.Dtype, getattr(mx, said if said in DTYPES else "float32"))
 
     def read(name: str, start: int, stop: int) -> mx.array:
+        """Rows as numbers: what is packed is unpacked."""
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or layer not in layers:
             return weights[name][start:stop]

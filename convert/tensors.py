@@ -125,6 +125,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         width = math.prod(shape[1:])
 
         def rows(start: int, stop: int) -> mx.array:
+            """Read from the file when they are asked for, no other bytes of it."""
             kind = np.dtype(ON_DISK[dtype])
             count, offset = (stop - start) * width, begin + start * width * kind.itemsize
             try:

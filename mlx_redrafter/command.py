@@ -41,6 +41,7 @@ def run() -> int:
         options["prompt_cache"] = prompt_cache
 
     def decode(drafter: Drafter | None, show: Callable[[str], None]) -> tuple[list[int], str, GenerationResponse]:
+        """(tokens, text, last response); `show` gets the text piece by piece."""
         tokens, text = [], ""
         with progress() as callback:
             options["prompt_progress_callback"] = callback
@@ -172,6 +173,7 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
         messages.append({"role": "assistant", "content": args.prefill_response})
 
     def render() -> str:
+        """What the template makes of the messages as they are now."""
         try:
             rendered: str = tokenizer.apply_chat_template(
                 messages,
@@ -197,6 +199,7 @@ def progress() -> Iterator[Callable[[int, int], None]]:
     bar = tqdm(unit="token", desc="prompt", leave=False, delay=1.0, disable=not sys.stderr.isatty())
 
     def callback(done: int, total: int) -> None:
+        """(tokens read, tokens of the prompt) as mlx-lm tells it."""
         bar.total = total
         bar.update(done - bar.n)
         if done == total:

@@ -220,7 +220,7 @@ def table(times: dict[Part, list[float]], lengths: tuple[int, ...], replays: boo
     level = tuple(found["level", 0, width] / LEVELS for width in widths)
 
     def rest(plan: Plan) -> float:
-        """What a whole round takes beyond its forward and its draft."""
+        """What a round of that plan takes beyond its forward and its draft, in milliseconds."""
         if plan.width not in widths:
             return 0.0
         parts = verify[0][counts.index(plan.size)] + plan.depth * level[widths.index(plan.width)]

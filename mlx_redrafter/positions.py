@@ -114,6 +114,7 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
     masks: dict[int, tuple[mx.array, mx.array]] = {}
 
     def rope_by_node(x: mx.array, *args: Any, offset: Any, **kwargs: Any) -> mx.array:
+        """A forward's nodes go to the batch axis, each with its position."""
         if threading.get_ident() != thread or x.shape[-2] != count:
             return cast(mx.array, rope(x, *args, offset=offset, **kwargs))
         calls.append("rope")
@@ -127,6 +128,7 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
         return mx.swapaxes(rope(moved, *args, offset=places, **kwargs), 0, -2)
 
     def arange_by_node(*args: Any, **kwargs: Any) -> mx.array:
+        """What counts on from an `Offsets` is the nodes' positions."""
         if threading.get_ident() != thread or not any(isinstance(arg, Offsets) for arg in args):
             return cast(mx.array, arange(*args, **kwargs))
         calls.append("arange")
@@ -134,6 +136,7 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
         return start.positions if isinstance(start, Offsets) else stop.columns(start)
 
     def attention_by_node(*args: Any, mask: Any = None, **kwargs: Any) -> mx.array:
+        """A mask that the model made itself leaves each node its ancestors."""
         if threading.get_ident() == thread:
             if isinstance(mask, str):
                 raise UnsupportedModelError(f"one of its layers asks for a {mask} mask")
@@ -142,6 +145,7 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
         return cast(mx.array, attention(*args, mask=mask, **kwargs))
 
     def among(mask: mx.array) -> mx.array:
+        """The mask without the nodes that are no ancestors; `View`'s own masks are so already."""
         if any(mask is one for one in made):
             return mask
         calls.append("mask")

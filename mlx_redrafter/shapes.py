@@ -65,6 +65,7 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
         raise CheckpointError(f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
 
     def inner(name: str) -> int:
+        """The length of a layer's rows as it computes, packed or not."""
         scales = shapes.get(f"{name}.scales")
         own = quantization.get(name)
         if scales is None:

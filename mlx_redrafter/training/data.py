@@ -170,6 +170,7 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
     count = len(texts) // batch_size
 
     def batch(iteration: int) -> Batch:
+        """A function of the iteration alone: a run that goes on gets the same ones."""
         epoch, at = divmod(iteration, count)
         rng = np.random.default_rng((seed, epoch))
         # Texts that do not fill a batch are others in each epoch.

@@ -90,6 +90,7 @@ def loss_of(drafter: Drafter, recipe: Recipe) -> Loss:
     """The loss of a lesson's arrays."""
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        """(loss, what is shown of it) of a lesson's arrays."""
         weights, again = recipe.depth_weights or None, recipe.grad_checkpoint
         result = draft_loss(drafter, Lesson(*arrays), recipe.depth, weights, grad_checkpoint=again)
         return result.loss, {"loss": result.loss, "first": result.accuracy[0], "last": result.accuracy[-1]}

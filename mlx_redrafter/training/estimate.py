@@ -75,6 +75,7 @@ def estimated(
     grads_of = nn.value_and_grad(drafter, loss if course.dtype is None else computed_in(course.dtype, drafter, loss))
 
     def taught(tokens: int) -> list[mx.array]:
+        """A lesson of one batch whose texts have so many tokens."""
         batch = Batch(mx.zeros((batch_size, tokens), mx.int32), mx.ones((batch_size, tokens - 1), mx.bool_))
         return lesson_arrays(make_lesson(hear(model, batch), recipe, vocabulary, 0), course.dtype)
 

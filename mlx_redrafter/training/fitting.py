@@ -90,6 +90,7 @@ def fit_(
     update = make_update(model, optimizer, loss, course)
 
     def prepared(step: int) -> Sequence[mx.array]:
+        """The arrays of that step, computed; none behind the last."""
         arrays = batch(step) if step < course.iters else []
         mx.eval(arrays)
         return arrays
@@ -141,6 +142,7 @@ def make_update(
 
     @partial(mx.compile, inputs=state, outputs=state)
     def step(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
+        """(what is shown, the gradients that wait for an update or None)."""
         (_, shown), grads = loss_and_grads(*arrays)
         if before is not None:
             grads = tree_map(mx.add, before, grads)
@@ -153,6 +155,7 @@ def make_update(
     held: list[Any] = [None]
 
     def update(arrays: Sequence[mx.array], *, last: bool) -> dict[str, float]:
+        """One step, computed; `last` of those that an update gathers."""
         shown, held[0] = step(arrays, held[0], last)
         mx.eval(shown, state, held)
         return {key: float(value.item()) for key, value in shown.items()}  # type: ignore[arg-type]

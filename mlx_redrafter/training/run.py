@@ -207,6 +207,7 @@ def expected(
         lengths = [len(text.ids) for text in texts[0]] or [1]
 
     def padded(tokens: float) -> int:
+        """The length of a batch of such texts, as `data` pads it."""
         shortest = settings.draft_depth + 2
         tokens = max(shortest, min(round(tokens), settings.max_seq_length + 1))
         return 1 + PAD_TO * -(-(tokens - 1) // PAD_TO)
@@ -266,6 +267,7 @@ def fit(
     clock = [time.perf_counter(), 0]
 
     def after(done: int, shown: dict[str, float]) -> bool:
+        """Writes down an iteration; whether it is the last."""
         if record.ended is not None:
             return True  # only the end of an update is waited for
         record.cut_(done - 1)  # what a run wrote down behind its last checkpoint comes again
