@@ -145,7 +145,7 @@ def diagnose(
         """Says so, and the peak of memory counts from here."""
         nonlocal measures
         measures = True
-        say("measuring: four to ten seconds, or one turn of everything where that takes longer")
+        say("measuring: ten seconds at most, or one turn of everything where that takes longer")
         mx.reset_peak_memory()
 
     flight = flight_of(model, drafter, trees=trees, refresh=refresh, begin=begin)
