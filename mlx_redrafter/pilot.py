@@ -44,8 +44,14 @@ PATIENCE = 6.0
 """How many expected hits weigh as much as what is believed already."""
 
 
-ENOUGH, FEW, KEPT = 5, 3, 15
-"""So many times of plain steps, and of rounds, are needed before they count, and so many of either are kept."""
+FEW, MANY, KEPT = 2, 8, 9
+"""Plain steps, and rounds behind them, that make a comparison: so many at least and at most. So many comparisons count."""
+
+CHANCE = 0.1
+"""So much of a correction may be chance; of several comparisons the less, by the root of their number."""
+
+DOUBT = 1.2
+"""Rounds that seem to take so many times what they should are held against plain steps once more."""
 
 FARTHEST = 4.0
 """Rounds are never thought to take more times what the table says, and never less than it says: a slow moment while
@@ -53,31 +59,62 @@ plain steps are seen must not make rounds look cheap."""
 
 
 class Drift:
-    """How far rounds and plain steps are from what the table of costs says they take, one against the other.
+    """How far rounds are from what the table of costs says they take, measured in plain steps.
 
-    What else the machine does makes a time longer and never shorter, so lower quartiles count. Of plain steps and of
-    rounds the time counts that the loop was at work, not what its caller did between two tokens, the same for both.
+    A machine has slow and fast seconds, so only what stands side by side is compared: the first rounds of a flight with
+    the plain steps before it. What else the machine does makes a time longer and never shorter, so lower quartiles
+    count, of times and of comparisons. The time counts that the loop was at work, not what its caller did between two
+    tokens.
+
+    Attributes:
+        doubts: whether the last comparison was so bad that another one is wanted.
     """
 
     def __init__(self) -> None:
-        self._plain: deque[float] = deque(maxlen=KEPT)
-        self._rounds: deque[float] = deque(maxlen=KEPT)
+        self._plain: deque[float] = deque(maxlen=MANY)
+        self._rounds: list[float] = []
+        self._compared: deque[float] = deque(maxlen=KEPT)
+        self.doubts = False
 
     def saw(self, milliseconds: float, said: float, *, plain: bool) -> None:
         """A round, or a plain step, took that long where the table said something else."""
-        (self._plain if plain else self._rounds).append(milliseconds / said)
+        if not plain:
+            if len(self._rounds) < MANY:
+                self._rounds.append(milliseconds / said)
+            if len(self._rounds) == MANY and self._plain:
+                self._compare()
+            return
+        if self._rounds:
+            self._compare()
+            self._rounds = []
+        self.doubts = False
+        self._plain.append(milliseconds / said)
+
+    def _compare(self) -> None:
+        """The rounds of this flight with the plain steps before it, once."""
+        if self._now:
+            self._compared += self._now
+            self.doubts = self._compared[-1] > DOUBT
+        self._plain.clear()
 
     @property
-    def knows_plain(self) -> bool:
-        """Whether enough plain steps were seen."""
-        return len(self._plain) >= ENOUGH
+    def _now(self) -> list[float]:
+        """What the flight under way shows, if it was not compared yet."""
+        enough = min(len(self._plain), len(self._rounds)) >= FEW
+        return [low(self._rounds) / low(self._plain)] if enough else []
+
+    @property
+    def knows(self) -> bool:
+        """Whether rounds and plain steps were compared."""
+        return bool(self._compared)
 
     @property
     def factor(self) -> float:
         """What the table's rounds are to be multiplied by, if its plain steps are right."""
-        if not self.knows_plain or len(self._rounds) < FEW:
+        found = [*self._compared, *self._now]
+        if not found:
             return 1.0
-        return min(max(low(self._rounds) / low(self._plain), 1.0), FARTHEST)
+        return min(max(low(found) / (1 + CHANCE / len(found) ** 0.5), 1.0), FARTHEST)
 
 
 class Flight(NamedTuple):
@@ -158,7 +195,10 @@ class Pilot:
     def choose(self, length: int) -> Plan | None:
         """The plan of the next round behind a text of that length; None: `pause` plain steps, and then ask again."""
         if self._mode is Mode.BEGINS and not self.tokens:
-            self.pause = AGAIN if self._drift.knows_plain else FIRST  # they cost nothing against plain decoding
+            self.pause = AGAIN if self._drift.knows else FIRST  # they cost nothing against plain decoding
+            return None
+        if self._mode is Mode.FLIES and self._drift.doubts:
+            self._mode, self.pause = Mode.BEGINS, AGAIN
             return None
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import ALLOWED, Drift, Flight, Pilot, make_flight
+from mlx_redrafter.pilot import ALLOWED, CHANCE, Drift, Flight, Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
 
@@ -209,14 +209,20 @@ def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
     assert max(fly(costs, lambda at: 1.0, 256, seed, flight=flight) for seed in range(3)) > 1.2
 
 
-def test_drift_is_that_of_lower_quartiles_of_rounds_and_of_plain_steps() -> None:
+def test_drift_is_that_of_the_first_rounds_of_a_flight_beside_the_plain_steps_before_it() -> None:
     drift = Drift()
-    for took in (1.0, 2.0, 2.0, 2.0, 30.0):
-        assert drift.factor == 1.0
+    for took in (2.0, 2.0, 2.0, 30.0):
         drift.saw(took, 1.0, plain=True)
-    for took, factor in ((9.0, 1.0), (3.0, 1.0), (3.0, 1.5), (30.0, 1.5), (30.0, 1.5)):
+    for took, factor in ((9.0, 1.0), (3.0, 1.5), (3.0, 1.5), (30.0, 1.5), *[(99.0, 1.5)] * 3):
         drift.saw(took, 1.0, plain=False)
-        assert drift.factor == factor
+        assert drift.factor == pytest.approx(max(1.0, factor / (1 + CHANCE))) and not drift.knows
+    for _ in range(100):
+        drift.saw(3.0, 1.0, plain=False)
+        assert drift.factor == pytest.approx(1.5 / (1 + CHANCE)) and drift.knows and drift.doubts
+    for _ in range(9):
+        for plain, took in ((True, 8.0), (True, 8.0), (False, 8.0), (False, 8.0)):
+            drift.saw(took, 1.0, plain=plain)
+    assert drift.factor == 1.0 and not drift.doubts, "slow seconds are slow for both"
 
 
 def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
