@@ -45,7 +45,7 @@ PATIENCE = 6.0
 
 
 FEW, MANY, KEPT = 2, 8, 9
-"""Plain steps, and rounds behind them, that make a comparison: so many at least and at most. So many comparisons count."""
+"""A comparison is of so many plain steps, and of so many rounds, at least and at most; so many comparisons count."""
 
 CHANCE = 0.1
 """So much of a correction may be chance; of several comparisons the less, by the root of their number."""
