@@ -10,13 +10,16 @@ if TYPE_CHECKING:
     from .demo import load_demo
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
     from .generation import GenerationResponse, generate, generate_step, stream_generate
+    from .session import Answer, Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Answer": "session",
     "CheckpointError": "errors",
     "GenerationResponse": "generation",
     "RedrafterError": "errors",
+    "Session": "session",
     "UnsupportedModelError": "errors",
     "generate": "generation",
     "generate_step": "generation",
@@ -27,9 +30,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "Answer",
     "CheckpointError",
     "GenerationResponse",
     "RedrafterError",
+    "Session",
     "UnsupportedModelError",
     "generate",
     "generate_step",

@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     sampler: Callable[[mx.array], mx.array] | None
     logits_processors: Sequence[Processor] | None
     prompt_cache: kv.Cache | None
+    history: Sequence[int]
     prefill_step_size: int
     prompt_progress_callback: Callable[[int, int], None] | None
     max_kv_size: int | None
@@ -85,6 +86,7 @@ def make_settings(
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Processor] | None = None,
     prompt_cache: kv.Cache | None = None,
+    history: Sequence[int] = (),
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     max_kv_size: int | None = None,
@@ -111,6 +113,8 @@ def make_settings(
         logits_processors: of mlx-lm's kind, each a function of (history, logits): it is called for every node, with
             histories that may come to nothing. The tree is then not pruned.
         prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards.
+        history: the ids that `prompt_cache` holds, for processors to see, and for caches that do not count: without it
+            the noise of a sampled text behind such a cache starts at position 0.
         prefill_step_size: prompt tokens in one forward.
         prompt_progress_callback: called with (tokens read, tokens in all).
         max_kv_size: how many rows the KV cache has at most, the first 4 of the text and the latest; as in mlx-lm, for
@@ -154,6 +158,7 @@ def make_settings(
         plan=plan_of(drafter, read_plan(plan, beam_width, draft_depth, tree_size), ordered=bool(logits_processors)),
         max_tokens=int(max_tokens),
         prompt_cache=prompt_cache,
+        history=tuple(history),
         max_kv_size=None if max_kv_size is None else int(max_kv_size),
         prefill_step_size=int(prefill_step_size),
         quantization=KVQuantization(

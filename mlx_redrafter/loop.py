@@ -56,6 +56,7 @@ class Settings:
     plan: Plan | Flight | Literal["auto"] | None = None
     max_tokens: int = 256
     prompt_cache: kv.Cache | None = None
+    history: Sequence[int] = ()
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
     quantization: KVQuantization = field(default_factory=KVQuantization)
@@ -89,6 +90,7 @@ def decode(
         drafter = None if settings.plan is None else drafter
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization, settings.max_kv_size)
+        target.length = behind(target.length, settings.history)
         outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
     if settings.max_tokens == 0:
         return
@@ -142,11 +144,23 @@ def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
     return line_of(plan.depth)
 
 
+def behind(length: int, history: Sequence[int]) -> int:
+    """How long the text is that the cache holds: as many tokens as are said to be its history, if any are.
+
+    Raises:
+        RedrafterError: the cache counts other ones.
+    """
+    if history and length not in (0, len(history)):
+        raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
+    return len(history) or length
+
+
 def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: bool) -> tuple[Outcome, mx.array | None]:
     """The prompt into the cache, in chunks, its last token alone; (the first choice, the history behind it)."""
     report = settings.prompt_progress_callback or (lambda done, total: None)
     total, done = tokens.shape[0], 0
     processors = settings.chooser.processors
+    before = mx.array(list(settings.history), mx.int32) if processors and settings.history else None
     report(done, total)
     while total - done > 1:
         count = min(settings.prefill_step_size, total - done - 1)
@@ -156,11 +170,11 @@ def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: boo
         done += count
         report(done, total)
         mx.clear_cache()
-    history = tokens[:done] if processors and done else None
+    history = extended(before, tokens[:done]) if processors and done else before
     outcome = step(target, tokens[done:], settings.chooser, history, tapped=tapped)
     mx.eval(outcome, target.pending())
     report(total, total)
-    return outcome, tokens if processors else None
+    return outcome, extended(before, tokens) if processors else None
 
 
 def plain(

@@ -1,0 +1,366 @@
+"""A conversation over a kept cache says what a fresh run over the same tokens says, whatever happens in between."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import make_family
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from toys import ids, make_tokenizer, run
+
+from mlx_redrafter import RedrafterError, Session, stream_generate
+from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.generation import make_settings
+from mlx_redrafter.growth import growth_of
+from mlx_redrafter.loop import decode
+from mlx_redrafter.session import MARGIN
+from mlx_redrafter.target import sizes
+from mlx_redrafter.turns import behind, whole
+
+CHAT = (
+    "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"
+    "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+END = 26
+"""The id of z, which ends each message of `CHAT`."""
+
+FAMILIES = ["qwen3", "gemma3_text", "mamba", "qwen3_5"]
+"""Rows, rings, states, and rows beside states."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+SAMPLED = {"temp": 0.8, "seed": 3}
+HOWS: list[dict[str, Any]] = [{}, SAMPLED, SAMPLED | {"penalty": True}, {"kv_bits": 8, "kv_group_size": 32}]
+WORDS = ("hello", "what now", "tell me more", "and then", "why")
+
+
+@functools.cache
+def make_model(family: str) -> nn.Module:
+    """A random model, shared between tests."""
+    return make_family(family)
+
+
+def make_drafter(model: nn.Module) -> Drafter:
+    """One that knows nothing."""
+    return Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1))
+
+
+def chatty() -> Any:
+    """Letters, and a chat template."""
+    tokenizer = make_tokenizer([END], vocab=53)
+    tokenizer._tokenizer.chat_template = CHAT
+    tokenizer.has_chat_template = True
+    return tokenizer
+
+
+def session(family: str = "qwen3", *, drafter: bool = True, **options: Any) -> Session:
+    """Over a toy, with a random drafter."""
+    model = make_model(family)
+    options = {"max_tokens": 9, "beam_width": 1, "draft_depth": 2} | options
+    return Session(model, chatty(), make_drafter(model) if drafter else None, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_each_of_ten_turns_is_that_of_a_fresh_run_on_the_same_tokens(family: str, how: dict[str, Any]) -> None:
+    how = dict(how)
+    if "kv_bits" in how and family != "qwen3":
+        pytest.skip("mlx-lm quantises the caches of few families")
+    if how.pop("penalty", False):
+        how["logits_processors"] = make_logits_processors(repetition_penalty=1.5, repetition_context_size=40)
+    talk = session(family, **how)
+    for turn in range(10):
+        before = talk.tokens
+        answer = talk.send(WORDS[turn % len(WORDS)])
+        told = talk.tokens
+        assert told[: len(before)] == before and told[len(told) - len(answer.tokens) :] == answer.tokens
+        read = told[: len(told) - len(answer.tokens)]
+        fresh = run(talk.model, read, max_tokens=len(answer.tokens), **how)
+        assert ids(fresh) == answer.tokens, turn
+        assert answer.last is not None and answer.last.prompt_tokens == len(read) - len(before), "nothing is read twice"
+    assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 10
+
+
+def test_history_is_what_processors_see_and_where_noise_starts() -> None:
+    """The control of the test above: without it a continued text is another one."""
+    model = make_model("mamba")
+    penalty = make_logits_processors(repetition_penalty=3.0, repetition_context_size=40)
+    first, second = list(range(3, 23)), [4, 5, 6]
+    for more in (SAMPLED, {"logits_processors": penalty}):
+        fresh = ids(run(model, [*first, *second], max_tokens=12, **more))
+        made = []
+        for history in (first, ()):
+            cache = make_prompt_cache(model)
+            model(mx.array([first]), cache=cache)
+            settings = make_settings(max_tokens=12, prompt_cache=cache, history=history, **more)  # type: ignore[arg-type]
+            made.append(ids(list(decode(second, model, None, settings))))
+        assert made[0] == fresh != made[1]
+
+
+def test_a_history_of_another_length_than_the_cache_is_refused() -> None:
+    model = make_model("qwen3")
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    with pytest.raises(RedrafterError, match="the prompt cache holds 3 tokens, its history is 2"):
+        list(decode([4], model, None, make_settings(prompt_cache=cache, history=[1, 2])))
+
+
+def test_turns_are_rendered_behind_the_answer_and_its_end_is_not_said_twice() -> None:
+    tokenizer = chatty()
+    before = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    new = [{"role": "user", "content": "v"}]
+    assert tokenizer.decode(whole(tokenizer, before)) == "SszUuzA"
+    assert tokenizer.decode(behind(tokenizer, before, new, 5)) == "zUvzA", "broken off: its end is read"
+    assert tokenizer.decode(behind(tokenizer, before, new, END)) == "UvzA"
+    tokenizer._tokenizer.chat_template = "{{ messages[-1].content }}"
+    assert behind(tokenizer, before, new, 5) is None
+
+
+def test_a_template_that_drops_what_was_said_is_read_anew() -> None:
+    talk = session()
+    talk.tokenizer._tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}U{{ m.content }}{% endfor %}A"
+    talk.send("one")
+    answer = talk.send("two")
+    assert talk.tokenizer.decode(talk.tokens[: -len(answer.tokens)]) == "UoneUtwoA"
+    assert len(talk.messages) == 4
+
+
+def test_without_a_template_texts_follow_each_other() -> None:
+    model = make_model("qwen3")
+    talk = Session(model, make_tokenizer(vocab=53), make_drafter(model), max_tokens=4, draft_depth=2)
+    first = talk.send("abc")
+    talk.send("de")
+    assert talk.tokenizer.decode(talk.tokens[: 3 + 4 + 2]) == "abc" + first.text + "de"
+
+
+def test_text_comes_to_callbacks_and_to_the_iterator_alike() -> None:
+    talk, other = session(), session()
+    texts: list[str] = []
+    responses: list[Any] = []
+    answer = talk.send("hello", on_text=texts.append, on_token=responses.append)
+    streamed = list(other.stream("hello"))
+    assert "".join(texts) == answer.text == "".join(each.text for each in streamed)
+    assert [each.token for each in responses] == answer.tokens == [each.token for each in streamed]
+    assert answer.finish_reason == streamed[-1].finish_reason and talk.messages == other.messages
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_is_cancelled_stays_as_far_as_it_came(family: str) -> None:
+    talk = session(family, max_tokens=40)
+    answer = talk.send("hello", on_token=lambda response: response.generation_tokens == 5 and talk.cancel())
+    assert answer.finish_reason == "cancelled" and len(answer.tokens) == 5
+    assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
+    before = talk.tokens
+    again = talk.send("more")
+    assert again.tokens == ids(run(talk.model, talk.tokens[: -len(again.tokens)], max_tokens=len(again.tokens)))
+    assert talk.tokens[: len(before)] == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("turns", [0, 1])
+def test_cancelled_while_the_prompt_is_read_nothing_has_happened(family: str, turns: int) -> None:
+    talk = session(family, prefill_step_size=4)
+    for _ in range(turns):
+        talk.send("hello")
+    before, said = talk.tokens, talk.messages
+    answer = talk.send(
+        "a long message to be read", prompt_progress_callback=lambda done, total: 0 < done < total and talk.cancel()
+    )
+    assert answer.finish_reason == "cancelled" and answer.tokens == [] and answer.last is None
+    assert talk.tokens == before and talk.messages == said
+    again = talk.send("other")
+    assert again.tokens == ids(run(talk.model, talk.tokens[: -len(again.tokens)], max_tokens=len(again.tokens)))
+
+
+def test_a_cancel_before_a_turn_does_not_end_it() -> None:
+    talk = session()
+    talk.cancel()
+    assert talk.send("hello").finish_reason != "cancelled"
+
+
+def test_a_timer_cancels_from_another_thread() -> None:
+    talk = session(max_tokens=-1)
+    timer = threading.Timer(0.3, talk.cancel)
+    timer.start()
+    answer = talk.send("hello", logits_processors=[never(END)])
+    timer.join()
+    assert answer.finish_reason == "cancelled" and answer.tokens
+
+
+def never(token: int) -> Callable[[mx.array, mx.array], mx.array]:
+    """A processor that forbids a token."""
+
+    def forbid(history: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(logits.shape[-1]) == token, -mx.inf, logits)
+
+    return forbid
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forks_part_and_do_not_disturb_each_other(family: str) -> None:
+    talk = session(family)
+    talk.send("hello")
+    other = talk.fork()
+    common = talk.tokens
+    for one, text in ((talk, "left"), (other, "right"), (talk, "again"), (other, "again")):
+        answer = one.send(text)
+        fresh = run(one.model, one.tokens[: -len(answer.tokens)], max_tokens=len(answer.tokens))
+        assert answer.tokens == ids(fresh)
+    assert talk.tokens != other.tokens and talk.tokens[: len(common)] == other.tokens[: len(common)] == common
+
+
+def test_reset_forgets() -> None:
+    talk = session()
+    first = talk.send("hello")
+    talk.reset()
+    assert talk.tokens == [] and talk.messages == [] and talk.send("hello").tokens == first.tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_session_goes_on_as_it_would_have(family: str, tmp_path: Path) -> None:
+    talk = session(family, **SAMPLED)
+    talk.send("hello")
+    talk.save(tmp_path / "talk.safetensors")
+    assert [each.name for each in tmp_path.iterdir()] == ["talk.safetensors"]
+    loaded = Session.load(
+        tmp_path / "talk.safetensors", talk.model, talk.tokenizer, talk.drafter,
+        max_tokens=9, beam_width=1, draft_depth=2, **SAMPLED,
+    )  # fmt: skip
+    assert loaded.tokens == talk.tokens and loaded.messages == talk.messages
+    assert loaded.send("more").tokens == talk.send("more").tokens
+    assert load_prompt_cache(str(tmp_path / "talk.safetensors")), "mlx-lm reads it, too"
+
+
+def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(tmp_path: Path) -> None:
+    talk = session()
+    with pytest.raises(RedrafterError, match="nothing was said yet"):
+        talk.save(tmp_path / "talk.safetensors")
+    talk.send("hello")
+    with pytest.raises(RedrafterError, match=r"saved as \.safetensors, got talk\.bin"):
+        talk.save(tmp_path / "talk.bin")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RedrafterError, match="cannot save the session"):
+        talk.save(tmp_path / "file" / "talk.safetensors")
+    place = tmp_path / "talk.safetensors"
+    talk.save(place)
+    whole_file = place.read_bytes()
+    damaged = {
+        "none.safetensors": None,
+        "empty.safetensors": b"",
+        "cut.safetensors": whole_file[: len(whole_file) // 2],
+        "other.safetensors": whole_file.replace(b"session", b"sesion_"),
+    }
+    for name, content in damaged.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(RedrafterError, match="cannot read the session"):
+            Session.load(tmp_path / name, talk.model, talk.tokenizer)
+    with pytest.raises(RedrafterError, match="was saved with another model"):
+        Session.load(place, make_model("gemma3_text"), talk.tokenizer)
+
+
+def test_two_threads_at_once_are_told_apart() -> None:
+    talk = session()
+    stream = talk.stream("hello")
+    next(stream)
+    for refused in (lambda: talk.send("me too"), talk.reset, talk.fork, lambda: next(talk.stream("me too"))):
+        with pytest.raises(RedrafterError, match="the session is in use by thread MainThread: one thread at a time"):
+            refused()  # type: ignore[no-untyped-call]
+    stream.close()
+    assert talk.send("me too").tokens
+
+
+def test_sessions_over_one_model_do_not_mix() -> None:
+    talk = session()
+    other = Session(talk.model, talk.tokenizer, talk.drafter, max_tokens=9, draft_depth=2)
+    list(zip_longest(talk.stream("hello"), other.stream("why")))
+    for one in (talk, other):
+        answer = one.send("more")
+        assert answer.tokens == ids(run(one.model, one.tokens[: -len(answer.tokens)], max_tokens=len(answer.tokens)))
+
+
+@pytest.mark.parametrize(("family", "limit"), [("qwen3", {}), ("qwen3", {"max_kv_size": 300}), ("gemma3_text", {})])
+def test_memory_is_known_before_it_is_taken(family: str, limit: dict[str, int]) -> None:
+    model = make_model(family)
+    growth = growth_of(model, **limit)
+    for tokens in (10, 256, 257, 700):
+        cache = make_prompt_cache(model, limit.get("max_kv_size"))
+        for start in range(0, tokens, 50):
+            model(mx.ones((1, min(50, tokens - start)), mx.int32), cache=cache)
+        real = sum(c.nbytes for c in cache)
+        assert 0.5 * real <= growth.bytes_at(tokens) <= 2 * real + growth.bytes_at(1)
+        assert growth.bytes_at(growth.tokens_in(growth.bytes_at(tokens), 10**6)) <= growth.bytes_at(tokens)
+    assert growth.tokens_in(0, 10**6) == 0
+
+
+def test_a_turn_for_which_there_is_no_room_is_refused_before_anything_is_read() -> None:
+    model = make_model("qwen3")
+    budget = growth_of(model).bytes_at(256)
+    talk = session(memory_budget=budget)
+    talk.send("hello")
+    before = talk.tokens
+    with pytest.raises(RedrafterError, match=f"more than its budget of {budget}"):
+        talk.send("x" * 300)
+    assert talk.tokens == before
+    long = talk.send("more", max_tokens=-1, logits_processors=[never(END)])
+    assert long.finish_reason == "length" and len(talk.tokens) == 256 - MARGIN
+
+
+def test_the_oldest_messages_but_the_systems_are_forgotten_to_make_room() -> None:
+    talk = session(memory_budget=growth_of(make_model("qwen3")).bytes_at(256), when_full="trim")
+    talk.send([{"role": "system", "content": "be brief"}, {"role": "user", "content": "a" * 40}])
+    for letter in "bcdefgh":
+        answer = talk.send(letter * 40)
+        assert answer.finish_reason in ("stop", "length") and len(talk.tokens) <= 256 - MARGIN
+        assert answer.tokens == ids(run(talk.model, talk.tokens[: -len(answer.tokens)], max_tokens=len(answer.tokens)))
+    assert talk.messages[0] == {"role": "system", "content": "be brief"}
+    assert talk.messages[1]["content"] not in ("a" * 40, "b" * 40) and talk.messages[-2]["content"] == "h" * 40
+    with pytest.raises(RedrafterError, match="more than its budget"):
+        talk.send("x" * 300)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "the message is empty|expected"),
+        ([], "expected a text or messages"),
+        ([{"role": "user"}], "a message needs a role and a content"),
+        ([1], "expected a text or messages"),
+        ("\ud800", "not UTF-8"),
+    ],
+)
+def test_what_is_no_message_is_refused_and_the_session_goes_on(given: Any, said: str) -> None:
+    model = make_model("qwen3")
+    talk = Session(model, make_tokenizer(vocab=53), max_tokens=3)
+    with pytest.raises(RedrafterError, match=said):
+        talk.send(given)
+    assert talk.send("abc").tokens
+
+
+def test_options_that_a_session_has_no_use_for_are_refused() -> None:
+    for name in ("prompt_cache", "history"):
+        with pytest.raises(RedrafterError, match=f"a session has a {name} of its own"):
+            session(**{name: []})
+    with pytest.raises(RedrafterError, match="when_full must be"):
+        session(when_full="explode")
+    with pytest.raises(RedrafterError, match="memory_budget must be"):
+        session(memory_budget=0)
+    with pytest.raises(RedrafterError, match="temp must be"):
+        session(temp=-1.0)
+
+
+def test_a_session_says_what_stream_generate_says() -> None:
+    talk = session(**SAMPLED)
+    answer = talk.send("hello")
+    made = list(stream_generate(talk.model, talk.tokenizer, "UhellozA", max_tokens=9, **SAMPLED))
+    assert answer.text == "".join(each.text for each in made) and answer.last is not None
+    assert json.dumps(talk.messages) and answer.last.seed == 3
