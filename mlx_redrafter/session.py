@@ -311,7 +311,7 @@ class Session:
 
         options["prompt_progress_callback"] = progress
         options |= {"prompt_cache": cache, "history": start.tokens}
-        layers, marks = list(cache), kv.mark(cache)
+        layers, marks = list(cache), kv.mark_rows(cache)
         said, text = list[int](), ""
         try:
             responses = stream_generate(

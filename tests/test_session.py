@@ -181,6 +181,27 @@ def test_cancelled_while_the_prompt_is_read_nothing_has_happened(family: str, tu
     assert again.tokens == ids(run(talk.model, talk.tokens[: -len(again.tokens)], max_tokens=len(again.tokens)))
 
 
+@pytest.mark.parametrize("text", ["x", "xy", "xyz", "xyzabcd"])
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cancelled_behind_the_last_token_of_the_prompt_nothing_has_happened(family: str, step: int, text: str) -> None:
+    """A forward of one row writes over the oldest row of a full ring."""
+    model = make_model(family)
+    talk = Session(model, make_tokenizer(vocab=53), max_tokens=9, prefill_step_size=step)
+    for word in WORDS[:3]:
+        talk.send(word.replace(" ", ""))
+    before = talk.tokens
+
+    def late(history: mx.array, logits: mx.array) -> mx.array:
+        talk.cancel()
+        return logits
+
+    answer = talk.send(text, logits_processors=[late])
+    assert answer.finish_reason == "cancelled" and answer.tokens == [] and talk.tokens == before
+    again = talk.send("other")
+    assert again.tokens == ids(run(model, talk.tokens[: -len(again.tokens)], max_tokens=len(again.tokens)))
+
+
 def test_a_cancel_before_a_turn_does_not_end_it() -> None:
     talk = session()
     talk.cancel()
