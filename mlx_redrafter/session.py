@@ -166,6 +166,7 @@ class Session:
             new = as_messages(messages)
             stop = options.pop("stop", self._stop)
             turn = self._options | refused_here(options)
+            make_settings(self.drafter, **turn)
             start = self._start(new)
             room = self._room(start)
             if room < 1 and self._trims:

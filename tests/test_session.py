@@ -379,6 +379,25 @@ def test_options_that_a_session_has_no_use_for_are_refused() -> None:
         session(temp=-1.0)
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"max_tokens": "5"}, "max_tokens must be an integer, got '5'"),
+        ({"max_tokens": None}, "max_tokens must be an integer, got None"),
+        ({"max_tokens": 0}, "max_tokens must not be 0"),
+        ({"prompt_progress_callback": 5}, "prompt_progress_callback must be a function, got 5"),
+        ({"stop": 5}, "stop must be a string or several, got 5"),
+    ],
+)
+def test_an_option_of_one_turn_that_cannot_be_is_refused_and_the_session_goes_on(
+    option: dict[str, Any], said: str
+) -> None:
+    talk = session()
+    with pytest.raises(RedrafterError, match=said):
+        talk.send("hello", **option)
+    assert talk.tokens == [] and talk.send("hello").tokens
+
+
 def test_a_session_says_what_stream_generate_says() -> None:
     talk = session(**SAMPLED)
     answer = talk.send("hello")
