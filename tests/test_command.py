@@ -72,6 +72,7 @@ def test_every_option_is_a_parameter_of_the_function_with_its_default() -> None:
         assert parsed[name] == parameters[name].default, name
     library_only = {
         "drafter",
+        "history",
         "sampler",
         "logits_processors",
         "prompt_cache",
