@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Container
 
 from .generation import make_settings
 from .plan import AUTO, DRAFT_DEPTH, OFF
@@ -48,7 +49,7 @@ def add_pair(parser: argparse.ArgumentParser, otherwise: str) -> None:
     """
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo when not given")
-    add("--drafter", help=f"local directory or Hugging Face repo of its drafter; {otherwise} when not given")
+    add_drafter(parser, otherwise)
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
@@ -74,10 +75,28 @@ def make_parser() -> argparse.ArgumentParser:
     add("--verbose", type=truth, default=True, help="F prints the text alone, at the end")
     add("--compare", action="store_true", help="decode plainly, then with the drafter; exit 1 if a token differs")
     add("--json", action="store_true", help="print one JSON object instead of the text")
+    add_options(parser)
+    return parser
+
+
+def add_drafter(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """The flag that names a drafter.
+
+    Args:
+        otherwise: see `add_pair`.
+    """
+    parser.add_argument(
+        "--drafter", help=f"local directory or Hugging Face repo of its drafter; {otherwise} when not given"
+    )
+
+
+def add_options(parser: argparse.ArgumentParser, without: Container[str] = ()) -> None:
+    """The flags of `OPTIONS`, but those named in `without`."""
     defaults = {name: p.default for name, p in inspect.signature(make_settings).parameters.items()}
     for name, kind, text in OPTIONS:
+        if name in without:
+            continue
         flags = [f"--{name.replace('_', '-')}"] + (["-m"] if name == "max_tokens" else [])
         shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
         choices = (AUTO, OFF) if name == "plan" else None
-        add(*flags, type=kind, choices=choices, default=defaults[name], help=text + shown)
-    return parser
+        parser.add_argument(*flags, type=kind, choices=choices, default=defaults[name], help=text + shown)
