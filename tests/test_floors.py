@@ -38,10 +38,10 @@ ROWS: dict[str, list[set[str]]] = {
     ],
     "doors": [
         {"flags", "page"},
-        {"command"},
-        {"checkup"},
+        {"command", "screen"},
+        {"checkup", "talk"},
         {"doors"},
-        {"generate", "cli", "convert", "train", "doctor"},
+        {"generate", "chat", "cli", "convert", "train", "doctor"},
         {"__main__"},
     ],
 }
