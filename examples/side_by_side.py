@@ -1,0 +1,38 @@
+"""Two sessions over one model: a conversation is forked, and both go on with other seeds, in turns."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from examples.common import DRAFTED, load_pair, make_parser
+from mlx_redrafter import Session
+
+SEEDS = (1, 2)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs it."""
+    args = make_parser(__doc__, "class Stack:\n").parse_args(argv)
+    session = Session(*load_pair(args), max_tokens=args.max_tokens, temp=0.8, **DRAFTED)
+    beginning = session.send(args.prompt, max_tokens=20, seed=0)
+    sessions = (session, session.fork())  # from here on they share nothing but the models
+    streams = [one.stream("\n", seed=seed) for one, seed in zip(sessions, SEEDS, strict=True)]
+    texts = [args.prompt + beginning.text] * 2
+    with Live(refresh_per_second=20) as live:
+        for responses in zip_longest(*streams):  # one thread: a device does one thing at a time
+            texts = [text + (one.text if one else "") for text, one in zip(texts, responses, strict=True)]
+            panels = [Panel(Text(text), title=f"seed {seed}") for text, seed in zip(texts, SEEDS, strict=True)]
+            columns = Table.grid(expand=True)
+            for _ in panels:
+                columns.add_column(ratio=1)
+            columns.add_row(*panels)
+            live.update(columns)
+
+
+if __name__ == "__main__":
+    main()

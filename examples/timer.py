@@ -1,0 +1,34 @@
+"""A timer cancels an answer from another thread; what was said stays, and the conversation goes on."""
+
+from __future__ import annotations
+
+import threading
+
+from examples.common import DRAFTED, load_pair, make_parser
+from mlx_redrafter import Answer, Session
+
+
+def send_within(session: Session, text: str, seconds: float) -> Answer:
+    """An answer that takes no longer than that, as far as it came."""
+    timer = threading.Timer(seconds, session.cancel)
+    timer.start()
+    try:
+        return session.send(text, on_text=lambda piece: print(piece, end="", flush=True))
+    finally:
+        timer.cancel()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs it."""
+    parser = make_parser(__doc__, "def main(", max_tokens=-1)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    args = parser.parse_args(argv)
+    session = Session(*load_pair(args), max_tokens=args.max_tokens, **DRAFTED)
+    for text in (args.prompt, "\nclass Stack:\n"):
+        print(text, end="")
+        answer = send_within(session, text, args.seconds)
+        print(f"\n-- {answer.finish_reason} after {len(answer.tokens)} tokens; {len(session.tokens)} in the cache")
+
+
+if __name__ == "__main__":
+    main()
