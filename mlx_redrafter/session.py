@@ -22,7 +22,7 @@ from .drafter import Drafter
 from .errors import RedrafterError, one_line
 from .files import expanded, replacing
 from .generation import GenerationResponse, Options, make_settings, stream_generate
-from .growth import free, growth_of
+from .growth import arrays, free, growth_of
 from .turns import Message, as_messages, behind, whole
 
 FORMAT = "1"
@@ -335,6 +335,7 @@ class Session:
             elif marks:
                 cache[:] = layers
                 kv.restore_(cache, marks)
+            mx.eval(arrays([list(vars(c).values()) for c in kv.leaves(cache)]))  # another turn's thread cannot
 
 
 def refused_here(options: Any) -> Options:

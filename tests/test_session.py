@@ -16,6 +16,8 @@ import pytest
 from families import make_family
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
+from test_interruptions import failing_at
+from test_threads import workers
 from toys import ids, make_tokenizer, run
 
 from mlx_redrafter import RedrafterError, Session, stream_generate
@@ -199,6 +201,21 @@ def test_cancelled_behind_the_last_token_of_the_prompt_nothing_has_happened(fami
     answer = talk.send(text, logits_processors=[late])
     assert answer.finish_reason == "cancelled" and answer.tokens == [] and talk.tokens == before
     again = talk.send("other")
+    assert again.tokens == ids(run(model, talk.tokens[: -len(again.tokens)], max_tokens=len(again.tokens)))
+
+
+@pytest.mark.parametrize("place", [1, 2, 6, 11])
+@pytest.mark.parametrize("text", ["x", "xyzabcd"])
+@pytest.mark.parametrize("family", [*FAMILIES, "recurrent_gemma"])
+def test_behind_a_turn_that_failed_the_next_may_come_from_another_thread(family: str, text: str, place: int) -> None:
+    """Nothing unevaluated stays in the cache: a stream belongs to its thread."""
+    model = make_model(family)
+    talk = Session(model, make_tokenizer(vocab=53), max_tokens=20)
+    talk.send("hello", max_tokens=6)
+    with pytest.raises(KeyboardInterrupt):
+        talk.send(text, logits_processors=[failing_at(place, lambda history, logits: logits)])
+    with workers(1) as (pool,):
+        again = pool.submit(talk.send, "other").result()
     assert again.tokens == ids(run(model, talk.tokens[: -len(again.tokens)], max_tokens=len(again.tokens)))
 
 
