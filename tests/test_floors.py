@@ -32,6 +32,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"generation", "trial", "growth"},
         {"turns"},
         {"session"},
+        {"serving"},
         {"training"},
         {"advice"},
         {"diagnosis"},

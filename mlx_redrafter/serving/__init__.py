@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server: mlx-lm's own, whose answers this package's engine decodes."""

@@ -1,0 +1,65 @@
+"""A request on its way through the server, and what comes back for it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.server import CompletionRequest, Response
+
+DEFAULT = "default_model"
+"""mlx-lm's word for the model, and here for the drafter, that the command line names."""
+
+
+@dataclass
+class Job(CompletionRequest):
+    """mlx-lm's request, and what this server has to know besides.
+
+    Attributes:
+        drafter: a drafter's name, `DEFAULT`, or None for plain decoding.
+        options: of `make_settings`: those of its four for the beam that the client gave.
+        client: whose line it waits in.
+        sock: to see whether the client is still there.
+        status: of HTTP, once something went wrong.
+        retry_after: seconds, with status 503.
+        rounds, drafted, accepted: what drafting has done so far; written before a token is handed over.
+        asked: when, by `time.perf_counter`.
+    """
+
+    drafter: str | None = DEFAULT
+    options: dict[str, Any] = field(default_factory=dict)
+    client: str = ""
+    sock: socket.socket | None = None
+    stream: bool = False
+    status: int | None = None
+    retry_after: int = 1
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    asked: float = field(default_factory=time.perf_counter)
+
+    def usage(self) -> dict[str, Any]:
+        """The fields that `usage` has besides OpenAI's."""
+        rate = 1 + self.accepted / self.rounds if self.rounds else 1.0
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_round": round(rate, 3),
+        }
+
+
+@dataclass
+class Told(Response):
+    """mlx-lm's response, a token; also whether the drafter had guessed it.
+
+    No tuple: those are taken for news of the prompt's progress.
+    """
+
+    from_draft: bool = False
+
+
+class Gone(Exception):
+    """The client has closed its connection."""

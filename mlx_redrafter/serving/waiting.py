@@ -1,0 +1,71 @@
+"""Requests that wait: a queue that is fair to its clients, and whether a client is still there."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from queue import Queue
+from typing import Any
+
+
+class FairQueue(Queue[Any]):
+    """One line for each client, served in turn: who asks for much waits for himself only.
+
+    An item is a tuple whose second member has a `client`. Putting never blocks: a full queue raises `queue.Full`.
+    """
+
+    def _init(self, maxsize: int) -> None:
+        self._lines: OrderedDict[str, deque[Any]] = OrderedDict()
+
+    def _qsize(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def _put(self, item: Any) -> None:
+        self._lines.setdefault(item[1].client, deque()).append(item)
+
+    def _get(self) -> Any:
+        client, line = self._lines.popitem(last=False)
+        item = line.popleft()
+        if line:
+            self._lines[client] = line  # behind all others
+        return item
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Adds to the line of the item's client.
+
+        Raises:
+            queue.Full: at once, whatever `block` says: mlx-lm's own call would wait.
+        """
+        super().put(item, block=False)
+
+    def take(self, wanted: Callable[[Any], bool]) -> Any:
+        """What is next, if it is wanted; else None: nothing overtakes it."""
+        with self.mutex:
+            if not self._lines or not wanted(next(iter(self._lines.values()))[0]):
+                return None
+            item = self._get()
+            self.not_full.notify()
+            return item
+
+    def drain(self) -> list[Any]:
+        """Everything, in the order in which it would have been served."""
+        with self.mutex:
+            return [self._get() for _ in range(self._qsize())]
+
+
+def left(sock: socket.socket | None) -> bool:
+    """Whether the client at the other end has closed its side; asked without waiting.
+
+    Not `select`, which knows no file descriptors above 1023, and not MSG_DONTWAIT alone, before which Python waits
+    where the socket has a timeout.
+    """
+    if sock is None:
+        return False
+    try:
+        poll = select.poll()
+        poll.register(sock, select.POLLIN | select.POLLHUP | select.POLLERR)
+        return bool(poll.poll(0)) and sock.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):  # reset, or closed on this side
+        return True
