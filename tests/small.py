@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
 from mlx_redrafter.beam import Advance
@@ -101,3 +103,17 @@ def small_llama(*, hidden: int = 32, vocab: int = 64, layers: int = 2, seed: int
     )
     model: llama.Model = randomised(llama.Model(args), seed)
     return model
+
+
+def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> None:
+    """A target as `mlx_lm.load` reads it.
+
+    Args:
+        model: of mlx-lm's classes.
+        tokenizer: of transformers.
+        config: more keys for config.json.
+    """
+    tokenizer.save_pretrained(directory)
+    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    known = {name: value for name, value in vars(model.args).items() if value is not None}
+    (directory / "config.json").write_text(json.dumps(known | config), encoding="utf-8")

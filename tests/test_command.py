@@ -15,9 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
-from small import small_drafter, small_llama
+from small import save_target, small_drafter, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,12 +38,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     tokenizer = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(root / "target")
     vocab = len(alphabet) + 1
-    model = small_llama(vocab=vocab)
-    mx.save_safetensors(str(root / "target" / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    config = {name: value for name, value in vars(model.args).items() if value is not None} | {"eos_token_id": 0}
-    (root / "target" / "config.json").write_text(json.dumps(config))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    save_target(root / "target", small_llama(vocab=vocab), fast, eos_token_id=0)
     save_drafter(root / "drafter", small_drafter(vocab=vocab))
     return str(root / "target"), str(root / "drafter")
 
