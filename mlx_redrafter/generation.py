@@ -64,6 +64,7 @@ class Options(TypedDict, total=False):
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
+    on_drafter_failure: Callable[[Exception], None] | None
 
 
 def make_settings(
@@ -93,6 +94,7 @@ def make_settings(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    on_drafter_failure: Callable[[Exception], None] | None = None,
 ) -> Settings:
     """Every keyword of the three functions, checked.
 
@@ -120,6 +122,8 @@ def make_settings(
         max_kv_size: how many rows the KV cache has at most, the first 4 of the text and the latest; as in mlx-lm, for
             models that do not say themselves what caches they have, and without a `prompt_cache`.
         kv_bits, kv_group_size, quantized_kv_start: quantisation of the KV cache from that length on.
+        on_drafter_failure: called once with what the drafter raises; plain decoding goes on from there, and no token is
+            lost. None passes it on. What fails only when it is computed, as memory does, is passed on in any case.
 
     Raises:
         RedrafterError: a value out of its range.
@@ -140,7 +144,7 @@ def make_settings(
     )
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
-    check_callers(logits_processors, prompt_progress_callback, prompt_cache)
+    check_callers(logits_processors, prompt_progress_callback, on_drafter_failure, prompt_cache)
     chosen = make_sampler(
         seed=fresh_seed() if seed is None else int(seed),
         temp=temp,
@@ -165,6 +169,7 @@ def make_settings(
             None if kv_bits is None else int(kv_bits), int(kv_group_size), int(quantized_kv_start)
         ).check(),
         prompt_progress_callback=prompt_progress_callback,
+        on_drafter_failure=on_drafter_failure,
     )
 
 
@@ -179,7 +184,9 @@ def check_integers(**given: object) -> None:
             raise RedrafterError(f"{name} must be an integer, got {value!r}")
 
 
-def check_callers(logits_processors: object, prompt_progress_callback: object, prompt_cache: object) -> None:
+def check_callers(
+    logits_processors: object, prompt_progress_callback: object, on_drafter_failure: object, prompt_cache: object
+) -> None:
     """Refuses functions that cannot be called, and a cache that is none.
 
     Raises:
@@ -193,6 +200,8 @@ def check_callers(logits_processors: object, prompt_progress_callback: object, p
         raise RedrafterError(f"logits_processors must be a list of functions, got {logits_processors!r}")
     if prompt_progress_callback is not None and not callable(prompt_progress_callback):
         raise RedrafterError(f"prompt_progress_callback must be a function, got {prompt_progress_callback!r}")
+    if on_drafter_failure is not None and not callable(on_drafter_failure):
+        raise RedrafterError(f"on_drafter_failure must be a function, got {on_drafter_failure!r}")
     if prompt_cache is not None and not isinstance(prompt_cache, list):
         raise RedrafterError(
             f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"

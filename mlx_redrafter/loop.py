@@ -57,6 +57,7 @@ class Settings:
     max_tokens: int = 256
     prompt_cache: kv.Cache | None = None
     history: Sequence[int] = ()
+    on_drafter_failure: Callable[[Exception], None] | None = None
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
     quantization: KVQuantization = field(default_factory=KVQuantization)
@@ -219,6 +220,7 @@ class Place:
         rows: of the last forward's nodes, those whose tokens were yielded.
         tokens: their tokens.
         root: yielded, and in no row yet.
+        grounded: the drafter has failed; nothing is drafted any more.
     """
 
     history: mx.array | None
@@ -227,6 +229,7 @@ class Place:
     rows: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     root: int | None = None
+    grounded: bool = False
 
 
 def drafted(
@@ -240,6 +243,8 @@ def drafted(
         plan = wanted(pilot, target, target.length)
         while True:
             # Here `outcome` is that of a plain step: its token is not read, and in no row.
+            if place.grounded:
+                pilot, plan = Fixed(None), None
             if plan is None:
                 outcome = yield from coast(target, outcome, place, settings.chooser, pilot)
                 plan = wanted(pilot, target, target.length)
@@ -305,22 +310,23 @@ def fly(
     plan: Plan,
 ) -> Generator[Step, None, Outcome]:
     """Rounds until the pilot wants none; the outcome of the plain step behind them. The next draft is enqueued before
-    a round is read."""
-    chooser = settings.chooser
+    a round is read. Where the drafter fails, rounds end as if the pilot wanted none."""
     with on_stream():
-        ahead = enqueue_draft(target, drafter, chooser, outcome, mx.array(target.length + 1), plan)
+        ahead = enqueue_draft(target, drafter, settings, place, outcome, mx.array(target.length + 1), plan)
+        if ahead is None:
+            return outcome
         (place.root,) = read(outcome.report)
     place.emitted += 1
     yield Step(place.root, outcome.logprobs[0], False, place.stats)
     following: Plan | None = plan
     steady = False
-    while following is not None:
+    while following is not None and ahead is not None:
         started = perf_counter()
         with on_stream():
             now = enqueue_round(target, ahead, place, settings, following)
             following = wanted(pilot, target, now.length)
             if following is not None:
-                ahead = enqueue_draft(target, drafter, chooser, now.outcome, now.behind, following)
+                ahead = enqueue_draft(target, drafter, settings, place, now.outcome, now.behind, following)
             n_accepted, path, chosen = understood(read(now.outcome.report), now.plan)
             if place.history is not None:
                 place.history = extended(place.history, mx.array([now.root, *chosen[:n_accepted]]))
@@ -332,22 +338,36 @@ def fly(
         drawn = (0, 0, 0) if now.plan is None else (now.plan.size - 1, n_accepted, now.plan.depth)
         place.stats = place.stats.after(*drawn, now.replayed)
         yield from hand_out(place, now, n_accepted, path, chosen)
-    outcome = enqueue_step(target, place, chooser)
+    outcome = enqueue_step(target, place, settings.chooser)
     place.stats = place.stats.after(0, 0, 0, 0)
     return outcome
 
 
 def enqueue_draft(
-    target: Target, drafter: Drafter, chooser: Chooser, outcome: Outcome, behind: mx.array, plan: Plan
-) -> Draft:
-    """A draft from the tip of an outcome that need not be read yet.
+    target: Target,
+    drafter: Drafter,
+    settings: Settings,
+    place: Place,
+    outcome: Outcome,
+    behind: mx.array,
+    plan: Plan,
+) -> Draft | None:
+    """A draft from the tip of an outcome that need not be read yet; None where the drafter failed and that was told.
 
     Args:
         behind: () int32, the position behind the tip's token.
     """
     assert outcome.tip is not None
-    made = make_draft(drafter, target, chooser.sampler, outcome.tip, behind, plan, ordered=bool(chooser.processors))
-    mx.async_eval(made)
+    sampler, ordered = settings.chooser.sampler, bool(settings.chooser.processors)
+    try:
+        made = make_draft(drafter, target, sampler, outcome.tip, behind, plan, ordered=ordered)
+        mx.async_eval(made)
+    except Exception as error:
+        if settings.on_drafter_failure is None:
+            raise
+        place.grounded = True
+        settings.on_drafter_failure(error)
+        return None
     return made
 
 

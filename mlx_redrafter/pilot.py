@@ -145,12 +145,12 @@ class Fixed:
     """The same plan for every round.
 
     Args:
-        plan: that one.
+        plan: that one; None for plain steps only.
     """
 
     pause = 1
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan | None) -> None:
         self._plan = plan
 
     def choose(self, length: int) -> Plan | None:
