@@ -42,7 +42,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"command", "screen"},
         {"checkup", "talk"},
         {"doors"},
-        {"generate", "chat", "cli", "convert", "train", "doctor"},
+        {"generate", "chat", "cli", "convert", "train", "doctor", "server", "stdio"},
         {"__main__"},
     ],
 }

@@ -25,6 +25,7 @@ class Job(CompletionRequest):
         status: of HTTP, once something went wrong.
         retry_after: seconds, with status 503.
         rounds, drafted, accepted: what drafting has done so far; written before a token is handed over.
+        prompt_tokens, cached_tokens, generated_tokens: what was read, what of it was not read anew, what was said.
         asked: when, by `time.perf_counter`.
     """
 
@@ -38,6 +39,9 @@ class Job(CompletionRequest):
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
     asked: float = field(default_factory=time.perf_counter)
 
     def usage(self) -> dict[str, Any]:
@@ -63,3 +67,17 @@ class Told(Response):
 
 class Gone(Exception):
     """The client has closed its connection."""
+
+
+class Unanswered(BaseException):
+    """Carries what keeps an answer from beginning past mlx-lm's handler, which makes a 404 of every `Exception`.
+
+    Args:
+        error: what it is.
+        status: of HTTP.
+        retry_after: seconds, with status 503.
+    """
+
+    def __init__(self, error: Exception, status: int, retry_after: int) -> None:
+        super().__init__(str(error))
+        self.error, self.status, self.retry_after = error, status, retry_after

@@ -1,0 +1,90 @@
+"""The flags of the server: all of mlx-lm's, and ours."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from mlx_lm import server
+
+from ..errors import RedrafterError
+from ..plan import AUTO, OFF
+
+CONCURRENCY = 4
+"""Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""
+
+
+class Parsed(Exception):
+    """Carries the arguments out of mlx-lm's `main` before it does anything with them."""
+
+
+class Parser(argparse.ArgumentParser):
+    """What mlx-lm's `main` is given to put its flags in.
+
+    Attributes:
+        argv: what is parsed; None for `sys.argv`.
+    """
+
+    argv: Sequence[str] | None = None
+
+    def parse_args(self, *args: Any, **more: Any) -> Any:
+        """Parses, once mlx-lm has added its flags, and goes no further.
+
+        Raises:
+            Parsed: always.
+        """
+        self.set_defaults(decode_concurrency=CONCURRENCY, num_draft_tokens=None)
+        raise Parsed(super().parse_args(self.argv))
+
+
+def make_parser() -> Parser:
+    """The parser with our flags; mlx-lm adds its own."""
+    parser = Parser(
+        prog="mlx_redrafter.server",
+        description="mlx_lm.server with recurrent drafters. Without --model it serves the packaged demo.",
+    )
+    add = parser.add_argument_group("drafting").add_argument
+    add(
+        "--drafter",
+        action="append",
+        metavar="[NAME=]PATH",
+        help="a drafter for --model, by directory or hub id; several may be given, and a request names one in "
+        "draft_model. The first is the default",
+    )
+    add("--no-drafter", action="store_true", help="decode plainly")
+    add("--plan", choices=(AUTO, OFF), default=AUTO, help="auto chooses round by round; off decodes plainly")
+    add("--beam-width", type=int, help="W, how many continuations are drafted, in every round instead of a plan")
+    add("--draft-depth", type=int, help="K, how many tokens each continuation is long")
+    add("--tree-size", type=int, help="N, how many nodes the target verifies, the root included")
+    add = parser.add_argument_group("service").add_argument
+    add("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
+    add("--api-key-file", metavar="FILE", help="a file that holds the key")
+    add("--max-queue", type=int, default=64, help="requests that may wait (default: 64)")
+    add("--max-request-bytes", type=int, default=8 << 20, help="length of a request's body (default: 8 MiB)")
+    add("--max-prompt-tokens", type=int, help="length of a prompt (default: no limit)")
+    add("--max-completion-tokens", type=int, help="length of an answer (default: no limit)")
+    return parser
+
+
+def read_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What `sys.argv` or `argv` says, in mlx-lm's names and ours.
+
+    mlx-lm makes its parser where it also serves. For this call alone it finds ours in place of `argparse`.
+
+    Raises:
+        RedrafterError: mlx-lm does something else.
+    """
+    parser = make_parser()
+    parser.argv = argv
+    before = server.argparse
+    vars(server)["argparse"] = SimpleNamespace(ArgumentParser=lambda **_: parser)
+    try:
+        server.main()
+    except Parsed as parsed:
+        args: argparse.Namespace = parsed.args[0]
+        return args
+    finally:
+        vars(server)["argparse"] = before
+    raise RedrafterError("this mlx-lm reads its server's flags in another way: expected mlx-lm 0.32")

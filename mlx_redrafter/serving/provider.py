@@ -1,0 +1,162 @@
+"""mlx-lm's model provider, with drafters in place of draft models. Only the generation thread calls it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.server import ModelProvider
+
+from ..autopilot import flight_of
+from ..checkpoint import find, load_drafter
+from ..demo import DIRECTORY
+from ..drafter import Drafter
+from ..plan import AUTO
+from ..target import check_draftable
+from .bodies import Refusal
+from .jobs import DEFAULT
+
+PLAIN = "none"
+"""A drafter's name that asks for none, for clients that cannot send null."""
+
+
+class Provider(ModelProvider):
+    """One target at a time, as mlx-lm has it, and all drafters of the one that the command line names.
+
+    Args:
+        cli_args: mlx-lm's flags and ours; see `flags`.
+
+    Attributes:
+        loaded: done when the first target and its drafters are; holds what went wrong.
+        drafters: by name, the default one first; for `home` only.
+        home: the key of the target that they are for.
+        vocab_size: of the target.
+    """
+
+    model: Any
+    tokenizer: Any
+
+    def __init__(self, cli_args: argparse.Namespace) -> None:
+        super().__init__(cli_args)
+        self.loaded: Future[None] = Future()
+        self.drafters: dict[str, Drafter] = {}
+        self.home: Any = None
+        self.vocab_size = 0
+
+    def load_default(self) -> None:
+        """Loads what the command line names; `loaded` says how it went."""
+        try:
+            super().load_default()
+        except BaseException as error:
+            self.loaded.set_exception(error)
+            raise
+        self.loaded.set_result(None)
+
+    def key(self, model_path: str, adapter_path: str | None) -> tuple[str, str | None, None]:
+        """What `model_key` is once these are loaded: one key for a directory, however it is written."""
+        name = self._model_map.get(model_path, model_path)
+        return local(name), self._adapter_map.get(model_path, adapter_path), None
+
+    def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> Any:
+        """As mlx-lm's; a request's drafter is no part of it, so that naming another one reloads nothing.
+
+        Raises:
+            CheckpointError: there is no such model; the one that is loaded stays.
+        """
+        key = self.key(model_path, adapter_path)
+        if key != self.model_key:
+            find(key[0])
+            self._load(*key)
+        return self.model, self.tokenizer
+
+    def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> None:
+        self.drafters = {}
+        super()._load(model_path, adapter_path, None)
+        self.is_batchable = False  # every answer is decoded by this package's engine, one at a time
+        model = self.model
+        if model_path == local(DIRECTORY / "target"):
+            set_float32(model)
+        self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # built, not computed
+        self.home = self.home or self.model_key
+        if self.model_key == self.home:
+            try:
+                self.drafters = self.load_drafters(model)
+            except BaseException:
+                self.reset()
+                raise
+
+    def load_drafters(self, model: nn.Module) -> dict[str, Drafter]:
+        """The drafters of the command line, checked against their target, and measured where `plan` is "auto".
+
+        Raises:
+            RedrafterError: one cannot be loaded, or does not fit.
+        """
+        found: dict[str, Drafter] = {}
+        for name, path in self.cli_args.drafters.items():
+            drafter = load_drafter(path, model)
+            if local(path) == local(DIRECTORY / "drafter"):
+                set_float32(drafter)
+            found[name] = drafter
+        if found:
+            check_draftable(model, tree=False)
+        for drafter in found.values():
+            self.measure(model, drafter)
+        return found
+
+    def measure(self, model: nn.Module, drafter: Drafter) -> None:
+        """What `plan="auto"` would else measure while the first client waits: with trees, and without for requests
+        with logits processors."""
+        args = self.cli_args
+        beam = (args.beam_width, args.draft_depth, args.tree_size)
+        if args.plan != AUTO or beam != (None, None, None):
+            return
+        logging.info("Measuring what a round costs on this machine...")
+        trees = check_draftable(model, tree=True) is None
+        for branched in {trees, False}:
+            flight_of(model, drafter, trees=branched)
+
+    def drafter(self, name: str | None) -> Drafter | None:
+        """The drafter of a request; None for plain decoding.
+
+        Args:
+            name: as the request has it: a drafter's name, `DEFAULT`, `PLAIN` or None.
+
+        Raises:
+            Refusal: there is none of that name for the target that is loaded.
+        """
+        if name is None or name == PLAIN:
+            return None
+        if name == DEFAULT:
+            return next(iter(self.drafters.values()), None)
+        if name not in self.drafters:
+            known = ", ".join([*self.drafters, PLAIN])
+            raise Refusal(f"there is no drafter {name!r:.100} for this model; there are {known}")
+        return self.drafters[name]
+
+    def beam(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The beam of a request, else that of the command line."""
+        if asked:
+            return asked
+        args = self.cli_args
+        given = {name: getattr(args, name) for name in ("plan", "beam_width", "draft_depth", "tree_size")}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def local(name: str | Path) -> str:
+    """A directory's own name, where there is one of that name; else the name, of a model on the hub."""
+    try:
+        path = Path(name).expanduser()
+        return str(path.resolve()) if path.exists() else str(name)
+    except (OSError, RuntimeError, ValueError):  # no path on this system, or nobody's home
+        return str(name)
+
+
+def set_float32(module: nn.Module) -> None:
+    """As `load_demo`: stored in 16 bits, decoded in 32."""
+    module.set_dtype(mx.float32)
+    mx.eval(module.parameters())
