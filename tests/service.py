@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,6 +90,14 @@ def ask(server: Server, method: str, path: str, body: Any = None, headers: dict[
         return Reply(reply.status, {k.lower(): v for k, v in reply.getheaders()}, reply.read())
     finally:
         connection.close()
+
+
+def send(server: Server, **fields: Any) -> socket.socket:
+    """A request whose reply is not read."""
+    raw = json.dumps({"prompt": "hello", "max_tokens": 100_000} | fields).encode()
+    connection = socket.create_connection(server.server_address[:2], timeout=30)
+    connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    return connection
 
 
 def complete(server: Server, prompt: str, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from typing import Any
 
 import openai
 import pytest
-from service import BEAM, Reference, ask, client_of, complete, save_toys, server_of, until, with_toys
+from service import BEAM, Reference, ask, client_of, complete, save_toys, send, server_of, until, with_toys
 
 from mlx_redrafter.serving import answers
 from mlx_redrafter.serving.command import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
-LONG = 100_000
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +55,6 @@ def held(server: Server, monkeypatch: pytest.MonkeyPatch, *, at: int = 3) -> Ite
             yield gate
         finally:
             gate.set()
-
-
-def send(server: Server, **fields: Any) -> socket.socket:
-    """A request whose reply is not read."""
-    raw = json.dumps({"prompt": "hello", "max_tokens": LONG} | fields).encode()
-    connection = socket.create_connection(server.server_address[:2], timeout=30)
-    connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
-    return connection
 
 
 def counted(server: Server, name: str, **labels: str) -> float:

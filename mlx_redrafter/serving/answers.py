@@ -149,7 +149,7 @@ class Responder(ResponseGenerator):
         """Runs an answer for a while; whether there is more of it."""
         started = time.perf_counter()
         count = 0
-        while count < LEAST or time.perf_counter() - started < TURN:
+        while (count < LEAST or time.perf_counter() - started < TURN) and not self._stop:
             if next(answer, self) is self:
                 return False
             count += 1
@@ -225,6 +225,8 @@ class Responder(ResponseGenerator):
                 answers.put(context)
             held[0] = prompt[: known + done]
             answers.put((done, total))
+            if self._stop:
+                raise self.busy(job, "the server ends")
             if context._should_stop or left(job.sock):
                 raise Gone("the client has gone")
 

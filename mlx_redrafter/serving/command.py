@@ -61,12 +61,13 @@ class Server(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Counts what is being answered."""
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts a request that has been read, for as long as it is being answered."""
         with self._idle:
             self._busy += 1
         try:
-            super().process_request_thread(request, client_address)
+            yield
         finally:
             with self._idle:
                 self._busy -= 1
@@ -100,12 +101,13 @@ def run() -> int:
         level=getattr(logging, args.log_level.upper(), None), format="%(asctime)s - %(levelname)s - %(message)s"
     )
     logging.captureWarnings(True)
-    signals: SimpleQueue[int] = SimpleQueue()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.put(number))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while models are loaded there is nothing to finish
     # Once for all: of answers in turns, the first to end would else set back what the others rely on.
     maybe_set_recommended_wired_limit()
+    signals: SimpleQueue[int] = SimpleQueue()
     with serving(args) as server:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: signals.put(number))
         print(f"serving on {server.url}", file=sys.stderr, flush=True)
         return attend(server, signals)
 
@@ -152,7 +154,6 @@ def attend(server: Server, signals: SimpleQueue[int]) -> int:
             raise RedrafterError("the thread that generates has died; see the log")
     logging.info("Ending: what runs is finished, what waits is refused")
     responder.drain()
-    server.shutdown()
     while not server.wait_idle(WATCH / 4):
         if second := received(signals, 0.01):
             return 128 + second

@@ -40,6 +40,7 @@ class Handler(APIHandler):
     """
 
     response_generator: Responder
+    server: Any
     timeout = SILENCE
     job: Job | None = None
 
@@ -50,7 +51,8 @@ class Handler(APIHandler):
             if self.path not in PATHS:
                 raise Refusal(f"expected one of {', '.join(PATHS)}", 404)
             self.receive()
-            super().do_POST()
+            with self.server.busy():
+                super().do_POST()
         except Refusal as refusal:
             self.fail(refusal.status, str(refusal))
         except Unanswered as unanswered:

@@ -1,0 +1,323 @@
+"""What the server refuses: keys, lengths, paths, fields, and more requests than it can hold."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from service import BEAM, ask, client_of, complete, save_toys, server_of, together, until, with_toys
+
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.serving.command import Server, checked
+from mlx_redrafter.serving.flags import read_flags
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+KEY = "s3cret key"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+TEXT = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    limits = ("--max-prompt-tokens", "20", "--max-completion-tokens", "12", "--max-request-bytes", "3000")
+    with server_of(*with_toys(root), *BEAM, *limits, "--max-queue", "2", "--decode-concurrency", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def locked(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.write_text(KEY + "\n")
+    with server_of(*with_toys(root), *BEAM, "--api-key-file", str(file)) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": 13}, "max_tokens must be at most 12, got 13"),
+        ({"max_completion_tokens": 13}, "max_tokens must be at most 12"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"prompt": "a" * 21}, "the prompt must have at most 20 tokens, got 21"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": None}, "the request has no prompt"),
+        ({"prompt": "\ud800"}, "the prompt cannot be made"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"temperature": 1e-200}, "temp must be"),
+        ({"top_k": 53, "temperature": 1}, "top_k must be below the vocabulary's 53"),
+        ({"xtc_probability": 0.5, "xtc_threshold": 0.9, "temperature": 1}, "xtc_threshold must be from 0 to 0.5"),
+        ({"logit_bias": {"53": 1}}, "logit_bias must be of token ids from 0 to 52, got 53"),
+        ({"draft_model": "third"}, "there is no drafter 'third' for this model; there are one, second, none"),
+        ({"beam_width": 99}, "beam_width must be from 1 to the vocabulary's 53"),
+        ({"draft_depth": 10**6}, "draft_depth must be from 1 to"),
+        ({"plan": "fast"}, "plan must be 'auto', 'off'"),
+        ({"plan": [2, 2], "beam_width": 2}, "give either plan or beam_width"),
+        ({"stop": 5}, "stop must be a string"),
+        ({"n": 3}, "n must be 1"),
+        ({"top_logprobs": 12}, "top_logprobs must be at most 11"),
+        ({"repetition_penalty": -2}, "repetition_penalty must be at least 0"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_told_why(fields: dict[str, Any], said: str, server: Server) -> None:
+    reply = ask(server, "POST", TEXT, {"prompt": "hello"} | fields)
+    assert reply.status == 400 and said in reply.error, reply
+    assert reply.json["error"]["type"] == "invalid_request_error"
+    assert complete(server, "hello")["usage"]["completion_tokens"] <= 12
+
+
+def test_openais_client_shows_what_is_wrong(server: Server) -> None:
+    with client_of(server) as client, pytest.raises(openai.BadRequestError, match="max_tokens must be at most 12"):
+        client.completions.create(model="default_model", prompt="x", max_tokens=99)
+
+
+def test_a_chat_needs_messages_and_a_model_that_sees_for_images(server: Server) -> None:
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        assert ask(server, "POST", path, {"prompt": "x"}).error == "the request has no messages"
+    part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/never-asked"}}
+    reply = ask(server, "POST", path, {"messages": [{"role": "user", "content": [part]}]})
+    assert (reply.status, reply.error) == (400, "the model that is loaded sees no images")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_another_path_is_not_found(method: str, server: Server) -> None:
+    assert ask(server, method, "/v1/embeddings", {} if method == "POST" else None).status == 404
+
+
+def raw(server: Server, data: bytes, *, close: bool = True) -> bytes:
+    """Bytes to the server, and all that comes back."""
+    with socket.create_connection(server.server_address[:2], timeout=30) as connection:
+        connection.sendall(data)
+        if close:
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        while more := connection.recv(1 << 16):
+            found += more
+        return found
+
+
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [(b"", 411), (b"-5", 400), (b"x", 400), (b"1_0", 400), (b"+3", 400), (b"3001", 413), (b"9" * 400, 413)],
+)
+def test_a_body_needs_a_length_that_is_one_and_not_too_long(length: bytes, status: int, server: Server) -> None:
+    header = b"Content-Length: " + length + b"\r\n" if length else b""
+    reply = raw(server, b"POST /v1/completions HTTP/1.1\r\n" + header + b"\r\n{}", close=True)
+    assert reply.split()[1] == str(status).encode(), reply
+
+
+def test_a_long_body_is_refused_before_it_is_read_and_its_sender_sees_the_reply(server: Server) -> None:
+    reply = ask(server, "POST", TEXT, {"prompt": "a" * 2_000_000})
+    assert (reply.status, reply.error) == (413, "the body must have at most 3000 bytes")
+
+
+@pytest.mark.parametrize("data", [b"", b"\r\n", b"nonsense\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\xff\x00" * 50])
+def test_what_is_no_http_does_no_harm(data: bytes, server: Server) -> None:
+    raw(server, data)
+    assert complete(server, "hello", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_client_that_says_nothing_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_redrafter.serving.handler.Handler.timeout", 0.2)
+    started = time.monotonic()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"
+    assert b"200" not in raw(server, head, close=False)[:20]
+    assert time.monotonic() - started < 10
+    assert server.wait_idle(5)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": KEY},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": "Bearer \xe9\xff"},
+        {"Authorization": f"Bearer {KEY}x"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", TEXT), ("POST", "/x"), ("GET", "/v1/models"), ("GET", "/metrics")]
+)
+def test_without_the_key_nothing_is_answered(method: str, path: str, headers: dict[str, str], locked: Server) -> None:
+    reply = ask(locked, method, path, {"prompt": "x"} if method == "POST" else None, headers)
+    assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer" and KEY not in reply.error
+
+
+def test_with_the_key_everything_is_and_health_without(locked: Server) -> None:
+    assert ask(locked, "GET", "/health").status == 200
+    for path in ("/v1/models", "/metrics"):
+        assert ask(locked, "GET", path, headers=BEARER).status == 200
+    with client_of(locked, KEY) as client:
+        assert client.completions.create(model="default_model", prompt="x", max_tokens=3).choices[0].text
+    with client_of(locked, "other") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, told = threading.Event(), type(server.responder)._told
+
+    def waiting(*args: Any) -> Any:
+        gate.wait(20)
+        return told(server.responder, *args)
+
+    monkeypatch.setattr(server.responder, "_told", waiting)
+    replies: list[Any] = []
+
+    def one() -> None:
+        replies.append(ask(server, "POST", TEXT, {"prompt": "hello", "max_tokens": 3}))
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    try:
+        for count, thread in enumerate(threads):
+            thread.start()
+            until(lambda count=count: server.responder.running + server.responder.queue.qsize() == count + 1)  # type: ignore[misc]
+        health = ask(server, "GET", "/health").json
+        assert (health["status"], health["running"], health["queue"]) == ("ok", 1, 2)
+        refused = ask(server, "POST", TEXT, {"prompt": "hello"})
+        assert refused.status == 503 and "the queue is full: 2 requests wait" in refused.error
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        with client_of(server) as client, pytest.raises(openai.InternalServerError, match="queue is full"):
+            client.completions.create(model="default_model", prompt="hello")
+    finally:
+        gate.set()
+        for thread in threads:
+            thread.join()
+    assert [reply.status for reply in replies] == [200] * 3
+    assert len({json.dumps(reply.json["choices"]) for reply in replies}) == 1
+
+
+def test_health_says_what_there_is(server: Server, root: Path) -> None:
+    reply = ask(server, "GET", "/health")
+    assert reply.status == 200
+    model = str((root / "target").resolve())
+    assert reply.json == {"status": "ok", "model": model, "drafters": ["one", "second"], "running": 0, "queue": 0}
+
+
+def test_metrics_count_what_was_asked_and_answered(root: Path) -> None:
+    def read(server: Server) -> dict[str, float]:
+        reply = ask(server, "GET", "/metrics")
+        assert reply.status == 200 and reply.headers["content-type"].startswith("text/plain")
+        families = list(text_string_to_metric_families(reply.body.decode()))
+        assert all(family.name.startswith("mlx_redrafter_") for family in families)
+        return {
+            sample.name.removeprefix("mlx_redrafter_") + "".join(f",{v}" for _, v in sorted(sample.labels.items())):
+                sample.value
+            for family in families for sample in family.samples
+        }  # fmt: skip
+
+    with server_of(*with_toys(root), *BEAM) as server:
+        assert read(server)["rounds_total"] == 0
+        usage = [complete(server, "metrics", max_tokens=9)["usage"] for _ in range(2)]
+        ask(server, "POST", TEXT, {"prompt": 3})
+        ask(server, "GET", "/of-my-own-making")
+        until(lambda: server.responder.running == 0)
+        found = read(server)
+        for kind in ("drafted", "accepted"):
+            assert found[f"tokens_total,{kind}"] == sum(each[kind] for each in usage)
+        assert found["rounds_total"] == sum(each["rounds"] for each in usage) > 0
+        assert found["tokens_total,generated"] == sum(each["completion_tokens"] for each in usage)
+        assert found["tokens_total,prompt"] == 14 and 0 < found["tokens_total,cached"] < 7
+        assert found[f"requests_total,{TEXT},200"] == 2 and found[f"requests_total,{TEXT},400"] == 1
+        assert found["requests_total,other,404"] == 1 and "making" not in str(found)
+        assert found["first_token_seconds_count"] == found["answer_seconds_count"] == found["queue_seconds_count"] == 2
+        assert found["queue_length"] == found["running"] == 0 < found["prompt_cache_bytes"]
+
+
+def test_a_drafter_that_fails_in_the_middle_is_told_in_the_log_and_nowhere_else(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server_of(*with_toys(root), *BEAM) as server:
+        plain = complete(server, "failing", max_tokens=25, draft_model=None, temperature=0.9, seed=1)
+        drafter = server.responder.model_provider.drafters["one"]
+        left, real = iter(range(5)), type(drafter).logits
+
+        def logits(self: Any, *args: Any) -> Any:
+            if self is drafter and next(left, None) is None:
+                raise RuntimeError("out of wits")
+            return real(self, *args)
+
+        monkeypatch.setattr(type(drafter), "logits", logits)
+        reply = complete(server, "failing", max_tokens=25, temperature=0.9, seed=1)
+        assert reply["choices"] == plain["choices"] and 0 < reply["usage"]["drafted"] < 20
+        said = [record for record in caplog.records if "The drafter has failed" in record.message]
+        assert len(said) == 1 and "out of wits" in str(said[0].exc_info)
+        assert server.responder.meters.registry.get_sample_value("mlx_redrafter_drafter_failures_total") == 1
+
+
+def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
+    with server_of(*with_toys(root), *BEAM) as server:
+        expected = {seed: complete(server, "x", temperature=1, seed=seed, max_tokens=9)["choices"] for seed in range(4)}
+        calls = [
+            lambda seed=seed % 4: (seed, complete(server, "x", temperature=1, seed=seed, max_tokens=9)["choices"])
+            for seed in range(12)
+        ]
+        for seed, choices in together(calls):
+            assert choices == expected[seed]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--host", "0.0.0.0"], "lets others in: expected --api-key-file or --api-key"),
+        (["--host", "0.0.0.0", "--api-key", ""], "the key must be printable ASCII, and not empty"),
+        (["--api-key", "a", "--api-key-file", "b"], "give either --api-key or --api-key-file"),
+        (["--api-key-file", "/nowhere/key"], "cannot read the key in /nowhere/key"),
+        (["--draft-model", "x"], "--draft-model is not served: expected --drafter"),
+        (["--pipeline"], "--pipeline is not served"),
+        (["--drafter", "x", "--no-drafter"], "either --drafter or --no-drafter"),
+        (["--drafter", "a=x", "--drafter", "a=y"], "--drafter must be [NAME=]PATH with a name of its own, got 'a=y'"),
+        (["--drafter", "none=x"], "with a name of its own"),
+        (["--max-queue", "0"], "--max-queue must be at least 1, got 0"),
+        (["--port", "65536"], "--port must be from 0 to 65535"),
+        (["--adapter-path", "x"], "--adapter-path needs --model"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(RedrafterError) as caught:
+        checked(read_flags(flags))
+    assert said in str(caught.value)
+
+
+def test_every_flag_of_mlx_lm_is_there_and_its_module_is_left_alone() -> None:
+    from mlx_lm import server as upstream
+
+    before = upstream.argparse
+    args = vars(read_flags(["--temp", "0.5", "--chat-template-args", '{"a": 1}', "--kv-bits", "8"]))
+    assert upstream.argparse is before
+    assert args["temp"] == 0.5 and args["chat_template_args"] == {"a": 1} and args["kv_bits"] == 8
+    known = {"adapter_path", "allowed_origins", "log_level", "use_default_chat_template", "min_p", "prompt_cache_bytes"}
+    assert known <= set(args) and args["decode_concurrency"] == 4
+    assert checked(read_flags(["--num-draft-tokens", "5"])).draft_depth == 5
+    assert checked(read_flags(["--num-draft-tokens", "0"])).drafters == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "./nowhere"], "no such directory: './nowhere'"),
+        (["--drafter", "./nowhere"], "no such directory: './nowhere'"),
+        (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen on no.such.host.invalid"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_and_leaves_no_thread(flags: list[str], said: str, root: Path) -> None:
+    before = threading.active_count()
+    given = flags if "--model" in flags else [*with_toys(root)[:2], *flags]
+    with pytest.raises(RedrafterError, match=said), server_of(*given, *BEAM):
+        pytest.fail("it started")
+    assert threading.active_count() == before

@@ -1,0 +1,111 @@
+"""The command as a process: what it prints, how it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+from service import BEAM, END, save_toys, until, with_toys
+
+ROOT = Path(__file__).parent.parent
+LONG = {"max_tokens": 600, "logit_bias": {str(END): -100}}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toys(tmp_path_factory.mktemp("toys"))
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_redrafter.server", *flags]
+
+
+@contextmanager
+def process(root: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(the running command, its URL); killed at the end if it still runs."""
+    given = [*with_toys(root), *BEAM, "--port", "0", "--log-level", "ERROR", *flags]
+    with subprocess.Popen(
+        command(*given), cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stderr is not None
+            line = running.stderr.readline()
+            assert line.startswith("serving on http://127.0.0.1:"), line + running.stderr.read()
+            yield running, line.split()[-1]
+        finally:
+            running.kill()
+
+
+def post(url: str, **fields: Any) -> Any:
+    """An open reply."""
+    return urlopen(Request(f"{url}/v1/completions", json.dumps({"prompt": "hello"} | fields).encode()), timeout=60)
+
+
+def status(url: str) -> str:
+    """What /health says."""
+    try:
+        with urlopen(f"{url}/health", timeout=20) as reply:
+            return str(json.load(reply)["status"])
+    except HTTPError as error:
+        with error:
+            return str(json.load(error)["status"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_answer_end_refuses_others_and_exits_with_0(number: int, root: Path) -> None:
+    with process(root, "--decode-concurrency", "1") as (running, url):
+        where = urlsplit(url)
+        idle = socket.create_connection((where.hostname, where.port), timeout=20)  # says nothing, and is not waited for
+        with idle, post(url, stream=True, **LONG) as stream:
+            assert stream.readline().startswith(b": keepalive")
+            assert status(url) == "ok"
+            running.send_signal(number)
+            until(lambda: status(url) == "draining")
+            with pytest.raises(HTTPError, match="503") as refused:
+                post(url)
+            with refused.value:
+                assert int(refused.value.headers["Retry-After"]) >= 1
+            lines = [line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert len("".join(chunk["choices"][0]["text"] for chunk in chunks)) == LONG["max_tokens"]
+        assert running.wait(20) == 0
+        assert running.stderr is not None and running.stderr.read() == ""
+
+
+def test_a_second_signal_ends_it_at_once(root: Path) -> None:
+    with process(root) as (running, url), post(url, stream=True, max_tokens=10**6, logit_bias={END: -100}) as stream:
+        assert stream.readline()
+        running.send_signal(signal.SIGTERM)
+        until(lambda: status(url) == "draining")
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_port_in_use_is_told_in_one_line(root: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = command(*with_toys(root), *BEAM, "--port", str(taken.getsockname()[1]), "--log-level", "WARNING")
+        result = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: cannot listen on 127.0.0.1, port")
+
+
+def test_help_has_mlx_lms_flags_and_ours() -> None:
+    given = [sys.executable, "-m", "mlx_redrafter", "server", "--help"]
+    result = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    for flag in ("--drafter", "--api-key-file", "--host", "--prompt-cache-size", "--chat-template-args", "--kv-bits"):
+        assert flag in result.stdout
