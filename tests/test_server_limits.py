@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from service import BEAM, ask, client_of, complete, save_toys, server_of, together, until, with_toys
+from service import BEAM, ask, client_of, complete, save_toys, send, server_of, together, until, with_toys
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import Server, checked
@@ -200,6 +200,35 @@ def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(
             thread.join()
     assert [reply.status for reply in replies] == [200] * 3
     assert len({json.dumps(reply.json["choices"]) for reply in replies}) == 1
+
+
+def test_clients_that_went_while_they_waited_keep_no_place_in_the_queue(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, told = threading.Event(), type(server.responder)._told
+
+    def waiting(*args: Any) -> Any:
+        gate.wait(20)
+        return told(server.responder, *args)
+
+    monkeypatch.setattr(server.responder, "_told", waiting)
+    opened = []
+    try:
+        for count in range(3):
+            opened.append(send(server, max_tokens=3))
+            until(lambda count=count: server.responder.running + server.responder.queue.qsize() == count + 1)  # type: ignore[misc]
+        assert server.responder.queue.full()
+        for each in opened[1:]:
+            each.close()
+        with send(server, max_tokens=3) as last:
+            until(lambda: server.responder.queue.qsize() == 1)
+            gate.set()
+            assert b" 200 " in last.recv(1 << 16)
+    finally:
+        gate.set()
+        for each in opened:
+            each.close()
+    until(lambda: server.responder.running == 0)
 
 
 def test_health_says_what_there_is(server: Server, root: Path) -> None:

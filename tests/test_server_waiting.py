@@ -61,9 +61,18 @@ def test_only_what_is_next_can_be_taken_and_only_if_it_is_wanted() -> None:
     queue.put(item("b", 2))
     assert queue.take(lambda each: each[2] == 2) is None and queue.qsize() == 2
     assert queue.take(lambda each: each[2] == 1)[2] == 1
-    assert [number for _, _, number in queue.drain()] == [2]
+    assert queue.get()[2] == 2
     with pytest.raises(Empty):
         queue.get_nowait()
+
+
+def test_what_is_unwanted_can_be_taken_out_and_the_rest_keeps_its_order() -> None:
+    queue = FairQueue(6)
+    for number, client in enumerate("aabbca"):
+        queue.put(item(client, number))
+    assert sorted(number for _, _, number in queue.remove(lambda each: each[2] in (0, 4))) == [0, 4]
+    assert [queue.get()[2] for _ in range(queue.qsize())] == [1, 2, 5, 3]
+    assert queue.remove(lambda each: True) == [] and not queue.full()
 
 
 def test_a_waiting_thread_gets_what_is_put() -> None:

@@ -97,6 +97,8 @@ class Responder(ResponseGenerator):
         try:
             if self.draining:
                 raise self.busy(request, "the server is about to end")
+            if self.queue.full():
+                self._sweep()
             return super().generate(request, generation_args, progress_callback)
         except Full:
             error: Exception = self.busy(request, f"the queue is full: {self.queue.maxsize} requests wait")
@@ -114,10 +116,16 @@ class Responder(ResponseGenerator):
         job.retry_after = min(LONGEST_WAIT, 1 + int(self.queue.qsize() * self.seconds / turns))
         return Refusal(reason, 503)
 
+    def _sweep(self) -> None:
+        """Frees the places of clients that went while they waited."""
+        for answers, _, _ in self.queue.remove(lambda each: left(each[1].sock)):
+            self.meters.left.inc()
+            answers.put(Gone("the client has gone"))
+
     def drain(self) -> None:
         """Takes no more requests, and refuses those that wait."""
         self.draining = True
-        for answers, job, _ in self.queue.drain():
+        for answers, job, _ in self.queue.remove(lambda each: True):
             answers.put(self.busy(job, "the server is about to end"))
 
     def _serve_single(self, request: Any, stream: Any) -> None:

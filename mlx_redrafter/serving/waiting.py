@@ -49,10 +49,16 @@ class FairQueue(Queue[Any]):
             self.not_full.notify()
             return item
 
-    def drain(self) -> list[Any]:
-        """Everything, in the order in which it would have been served."""
+    def remove(self, unwanted: Callable[[Any], bool]) -> list[Any]:
+        """Takes out what is unwanted; the rest keeps its order."""
         with self.mutex:
-            return [self._get() for _ in range(self._qsize())]
+            found = [item for line in self._lines.values() for item in line if unwanted(item)]
+            for item in found:
+                line = self._lines[item[1].client]
+                line.remove(item)
+                if not line:
+                    del self._lines[item[1].client]
+            return found
 
 
 def left(sock: socket.socket | None) -> bool:
