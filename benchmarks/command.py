@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import acceptance, predict, report, round_time, sweep, synthetic, ties, training
+from . import acceptance, predict, report, round_time, serving, sweep, synthetic, ties, training
 from . import run as runs
 
 COMMANDS = {
@@ -16,6 +16,7 @@ COMMANDS = {
     "acceptance": acceptance,
     "ties": ties,
     "round": round_time,
+    "serving": serving,
     "training": training,
 }
 
