@@ -39,7 +39,7 @@ ROWS: dict[str, list[set[str]]] = {
     ],
     "doors": [
         {"flags", "page"},
-        {"command", "screen"},
+        {"command", "screen", "lines"},
         {"checkup", "talk"},
         {"doors"},
         {"generate", "chat", "cli", "convert", "train", "doctor", "server", "stdio"},

@@ -1,0 +1,335 @@
+"""Sessions over lines of JSON: a program holds this one as a child process, and needs no Python of its own.
+
+Requests come on stdin, events go to stdout, an object a line; docs/stdio.schema.json has every one of them. The main
+thread loads, reads prompts and decodes, in the order of the requests; another one reads stdin, so that a request can be
+cancelled while it is answered. When stdin ends, what was asked is finished; when the parent is gone, nothing is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from queue import SimpleQueue
+from typing import IO, Any
+
+from . import __version__
+from .errors import RedrafterError, one_line
+from .flags import OPTIONS, add_options, add_pair
+from .generation import is_text
+from .pair import open_pair
+from .session import Session
+
+PROTOCOL = 1
+"""Of the schema; another number means other lines."""
+
+LONGEST = 8 * 2**20
+"""Bytes of a request's line."""
+
+WATCHED, PATIENCE = 0.5, 3.0
+"""Seconds between two looks at the parent, and from its end to ours."""
+
+MAIN = "main"
+"""The session that is there from the beginning."""
+
+FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "send": {"session": str, "text": str, "messages": list, "options": dict},
+    "cancel": {},
+    "open": {"session": str},
+    "reset": {"session": str},
+    "fork": {"session": str, "as": str},
+    "save": {"session": str, "path": str},
+    "load": {"session": str, "path": str},
+    "close": {"session": str},
+    "ping": {},
+}
+"""What a request of each type may say beside its type and its id."""
+
+TURN = {name for name, _, _ in OPTIONS} - {"max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"} | {"stop"}
+"""The options of a turn; those of the cache are the session's."""
+
+Request = dict[str, Any]
+
+
+class Refused(Exception):
+    """A line that is no request; `id` is that of the request, if it says one."""
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.id = name
+
+
+class Events:
+    """Where events go, whole lines from any thread.
+
+    Args:
+        stream: binary.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def tell(self, kind: str, name: str | None, **fields: Any) -> None:
+        """One event.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
+        with self._lock:
+            self._stream.write(line)
+            self._stream.flush()
+
+
+def requests(stream: IO[bytes]) -> Iterator[Request | Refused]:
+    """The requests of a stream, or what is wrong with a line."""
+    while line := stream.readline(LONGEST + 1):
+        if len(line) > LONGEST and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(LONGEST)
+            yield Refused(f"a request has {LONGEST} bytes at most")
+            continue
+        if not line.strip():
+            continue
+        try:
+            yield understood(line)
+        except Refused as refused:
+            yield refused
+
+
+def understood(line: bytes) -> Request:
+    """The request of a line.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        found = json.loads(line.decode("utf-8"), parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"no JSON: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"a request is an object, got {type(found).__name__}")
+    name = found.get("id")
+    if not isinstance(name, str) or not name or not is_text(name):
+        raise Refused("a request has an id, a text that is not empty")
+    kind = found.get("type")
+    if kind not in FIELDS:
+        raise Refused(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}", name)
+    for field, value in found.items():
+        expected = FIELDS[kind].get(field, str if field in ("id", "type") else None)
+        if expected is None:
+            raise Refused(f"{kind} has no {field!r:.100}", name)
+        if not isinstance(value, expected):
+            raise Refused(f"{field} must be a JSON {said(expected)}, got {value!r:.100}", name)
+        if isinstance(value, str) and not is_text(value):
+            raise Refused(f"{field} is not UTF-8", name)
+    if kind == "send" and ("text" in found) is ("messages" in found):
+        raise Refused("send has either a text or messages", name)
+    for field in {"fork": ("as",), "save": ("path",), "load": ("path",)}.get(kind, ()):
+        if field not in found:
+            raise Refused(f"{kind} needs {field!r}", name)
+    if odd := sorted(set(found.get("options", {})) - TURN):
+        raise Refused(f"{odd[0]!r:.100} is no option of a turn: {', '.join(sorted(TURN))}", name)
+    return found
+
+
+def no_number(text: str) -> None:
+    """Refuses what JSON has no numbers for."""
+    raise ValueError(f"{text} is no number")
+
+
+def said(kind: type | tuple[type, ...]) -> str:
+    """A type in JSON's words."""
+    return {str: "string", list: "array", dict: "object"}[kind]  # type: ignore[index]
+
+
+class Desk:
+    """Takes requests and answers them.
+
+    Args:
+        events: where answers go.
+        make: makes a session; given a path, one that was saved.
+    """
+
+    def __init__(self, events: Events, make: Callable[[str | None], Session]) -> None:
+        self._events, self._make = events, make
+        self._queue: SimpleQueue[Request | None] = SimpleQueue()
+        self._waiting: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._lock = threading.Lock()
+        self.gone = threading.Event()
+        self.sessions: dict[str, Session] = {}
+
+    def listen(self, stream: IO[bytes]) -> None:
+        """Reads requests until there are no more; in a thread of its own."""
+        try:
+            for request in requests(stream):
+                self.take(request)
+        except OSError:
+            self.gone.set()
+        finally:
+            self._queue.put(None)
+
+    def take(self, request: Request | Refused) -> None:
+        """Puts a request in the queue, or does at once what cannot wait.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        if isinstance(request, Refused):
+            self._events.tell("error", request.id, message=str(request))
+            return
+        name, kind = request["id"], request["type"]
+        with self._lock:
+            known = name in self._waiting
+            if kind == "cancel" and known:
+                self._cancelled.add(name)
+            elif not known and kind not in ("cancel", "ping"):
+                self._waiting.add(name)
+        if kind == "ping":
+            self._events.tell("ok", name)
+        elif kind == "cancel":
+            if not known:
+                self._events.tell("error", name, message="nothing of this id is waiting or being answered")
+        elif known:
+            self._events.tell("error", name, message="a request of this id is waiting or being answered")
+        else:
+            self._queue.put(request)
+
+    def work(self) -> None:
+        """Answers requests in their order until there are no more."""
+        while (request := self._queue.get()) is not None and not self.gone.is_set():
+            name = request["id"]
+            try:
+                self.answer(request)
+            except (RedrafterError, ValueError, TypeError) as error:
+                self._events.tell("error", name, message=one_line(error))
+            finally:
+                with self._lock:
+                    self._waiting.discard(name)
+                    self._cancelled.discard(name)
+
+    def answer(self, request: Request) -> None:
+        """Does what one request asks for.
+
+        Raises:
+            RedrafterError: it cannot be done.
+            OSError: nobody reads any more.
+        """
+        kind, name, place = request["type"], request["id"], request.get("session", MAIN)
+        new = place if kind in ("open", "load") else request.get("as")
+        if new in self.sessions and kind != "load":
+            raise RedrafterError(f"there is a session {new!r} already")
+        if kind in ("open", "load"):
+            self.sessions[place] = self._make(request.get("path"))
+        elif place not in self.sessions:
+            raise RedrafterError(f"there is no session {place!r}, only {', '.join(map(repr, self.sessions)) or 'none'}")
+        elif kind == "send":
+            self.say(self.sessions[place], request)
+            return
+        elif kind == "reset":
+            self.sessions[place].reset()
+        elif kind == "fork":
+            self.sessions[request["as"]] = self.sessions[place].fork()
+        elif kind == "save":
+            self.sessions[place].save(request["path"])
+        elif kind == "close":
+            del self.sessions[place]
+        self._events.tell("ok", name)
+
+    def say(self, session: Session, request: Request) -> None:
+        """A turn, token by token.
+
+        Raises:
+            RedrafterError: see `Session.stream`.
+            OSError: nobody reads any more.
+        """
+        name, text, last = request["id"], "", None
+
+        def look(done: int = 0, total: int = 0) -> None:
+            """Passes on that an answer is no longer wanted."""
+            if self.gone.is_set() or name in self._cancelled:
+                session.cancel()
+
+        turn = request.get("options", {}) | {"prompt_progress_callback": look}
+        with closing(session.stream(request.get("text", request.get("messages")), **turn)) as responses:
+            for last in responses:
+                text += last.text
+                self._events.tell("token", name, text=last.text, token=last.token, from_draft=last.from_draft)
+                look()
+        reason = None if last is None else last.finish_reason
+        fields = {} if last is None else {field: getattr(last, field) for field in USAGE}
+        self._events.tell("done", name, text=text, finish_reason=reason or "cancelled", usage=fields)
+
+
+USAGE = (
+    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
+    "tokens_per_round", "peak_memory", "seed",
+)  # fmt: skip
+"""The fields of a response that tell of the whole answer."""
+
+
+def watch(parent: int, desk: Desk) -> None:
+    """Ends the process when its parent is gone; in a thread of its own."""
+    while os.getppid() == parent:
+        time.sleep(WATCHED)
+    desk.gone.set()
+    time.sleep(PATIENCE)
+    os._exit(0)  # what is still at work would speak to nobody
+
+
+def own_stdout() -> IO[bytes]:
+    """The real stdout for events alone; what anything else prints goes to stderr from now on."""
+    sys.stdout.flush()
+    events = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return events
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `python -m mlx_redrafter.stdio`."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_redrafter.stdio", description="Sessions for another program: lines of JSON on stdin and stdout."
+    )
+    add_pair(parser, "the packaged one with the packaged demo, or plain decoding")
+    parser.add_argument("--no-drafter", action="store_true", help="decode plainly")
+    parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
+    parser.add_argument("--memory-budget", type=int, help="bytes a session's cache may take; then what the machine has")
+    parser.add_argument("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room")
+    add_options(parser)
+    return parser
+
+
+def run() -> int:
+    """Reads the flags, loads, and answers until stdin ends."""
+    args = make_parser().parse_args()
+    parent = os.getppid()
+    events = Events(own_stdout())
+    name, drafter_name = args.model, None if args.no_drafter else args.drafter
+    model, tokenizer, drafter = open_pair(args, name, drafter_name)
+    drafter = None if args.no_drafter else drafter
+    settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
+    settings |= {"stop": list(args.stop), "memory_budget": args.memory_budget, "when_full": args.when_full}
+
+    def make(path: str | None) -> Session:
+        """A session of these flags."""
+        if path is None:
+            return Session(model, tokenizer, drafter, **settings)
+        return Session.load(path, model, tokenizer, drafter, **settings)
+
+    desk = Desk(events, make)
+    desk.sessions[MAIN] = make(None)
+    for target, of in ((desk.listen, (sys.stdin.buffer,)), (watch, (parent, desk))):
+        threading.Thread(target=target, args=of, daemon=True).start()  # type: ignore[arg-type]
+    told = None if drafter is None else drafter_name or "demo"
+    try:
+        events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=name or "demo", drafter=told)
+        desk.work()
+    except OSError:
+        return 0  # nobody reads any more
+    return 0
