@@ -216,7 +216,7 @@ class Session:
             try:
                 with replacing(place) as partly:
                     save_prompt_cache(str(partly), self._cache, {"session": json.dumps(told)})
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, TypeError, ValueError) as error:
                 raise RedrafterError(f"cannot save the session as {place}: {one_line(error)}") from error
 
     @classmethod

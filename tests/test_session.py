@@ -289,6 +289,11 @@ def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(tmp_path: Path) -> Non
     with pytest.raises(RedrafterError, match="cannot save the session"):
         talk.save(tmp_path / "file" / "talk.safetensors")
     place = tmp_path / "talk.safetensors"
+    other = talk.fork()
+    other.send([{"role": "user", "content": "hello", "seen": {1}}])
+    with pytest.raises(RedrafterError, match=r"cannot save the session .* set is not JSON serializable"):
+        other.save(place)
+    assert not place.exists()
     talk.save(place)
     whole_file = place.read_bytes()
     damaged = {
