@@ -257,7 +257,9 @@ class Desk:
                 session.cancel()
 
         turn = request.get("options", {}) | {"prompt_progress_callback": look}
-        with closing(session.stream(request.get("text", request.get("messages")), **turn)) as responses:
+        with closing(
+            session.stream(request["text"] if "text" in request else request["messages"], **turn)
+        ) as responses:
             for last in responses:
                 text += last.text
                 self._events.tell("token", name, text=last.text, token=last.token, from_draft=last.from_draft)
@@ -325,7 +327,7 @@ def run() -> int:
     desk = Desk(events, make)
     desk.sessions[MAIN] = make(None)
     for target, of in ((desk.listen, (sys.stdin.buffer,)), (watch, (parent, desk))):
-        threading.Thread(target=target, args=of, daemon=True).start()  # type: ignore[arg-type]
+        threading.Thread(target=target, args=of, daemon=True).start()
     told = None if drafter is None else drafter_name or "demo"
     try:
         events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=name or "demo", drafter=told)

@@ -72,7 +72,6 @@ def test_every_option_is_a_parameter_of_the_function_with_its_default() -> None:
         "sampler",
         "logits_processors",
         "prompt_cache",
-        "history",
         "on_drafter_failure",
         "prompt_progress_callback",
         "xtc_special_tokens",

@@ -1,4 +1,4 @@
-"""The child process that speaks lines of JSON: its schema, garbage, cancelling, and that it goes when its parent goes."""
+"""The child process that speaks lines of JSON: its schema, garbage, cancelling, and going when its parent goes."""
 
 from __future__ import annotations
 
@@ -96,12 +96,16 @@ def send(name: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_turn_says_what_the_library_says(child: Child) -> None:
-    child.write({"type": "open", "id": "o", "session": "turn"}, send("a", "class Stack:", session="turn", options={"seed": 1}))
+    child.write(
+        {"type": "open", "id": "o", "session": "turn"}, send("a", "class Stack:", session="turn", options={"seed": 1})
+    )
     *_, done = events = child.until("done", "a")[1:]
     tokens = [event for event in events if event["type"] == "token"]
     model, tokenizer, drafter = load_demo()
     made = list(
-        stream_generate(model, tokenizer, "class Stack:", drafter=drafter, max_tokens=12, temp=0.8, seed=1, draft_depth=3)
+        stream_generate(
+            model, tokenizer, "class Stack:", drafter=drafter, max_tokens=12, temp=0.8, seed=1, draft_depth=3
+        )
     )
     assert [event["token"] for event in tokens] == [each.token for each in made]
     assert [event["from_draft"] for event in tokens] == [each.from_draft for each in made]
@@ -114,7 +118,8 @@ def test_sessions_are_opened_forked_saved_loaded_reset_and_closed(child: Child, 
     fixed = {"options": {"seed": 5}}
     child.write(
         {"type": "open", "id": "1", "session": "x"}, send("2", "def main(", session="x", **fixed),
-        {"type": "fork", "id": "3", "session": "x", "as": "y"}, {"type": "save", "id": "4", "session": "x", "path": place},
+        {"type": "fork", "id": "3", "session": "x", "as": "y"},
+        {"type": "save", "id": "4", "session": "x", "path": place},
         send("5", "\n", session="x", **fixed), send("6", "\n", session="y", **fixed),
         {"type": "load", "id": "7", "session": "z", "path": place}, send("8", "\n", session="z", **fixed),
         {"type": "reset", "id": "9", "session": "x"}, send("10", "def main(", session="x", **fixed),
@@ -156,14 +161,18 @@ def test_the_same_id_twice_is_refused_and_a_turns_errors_are_its_own(child: Chil
 
 
 GARBAGE = [
-    b"\n", b"no json\n", b"[]\n", b"\xff\xfe\n", b"{\n", b'{"type": "send", "id": "g", "text": NaN}\n', b"[" * 100000 + b"\n",
+    b"\n", b"no json\n", b"[]\n", b"\xff\xfe\n", b"{\n", b'{"type": "send", "id": "g", "text": NaN}\n',
+    b"[" * 100000 + b"\n",
     b'{"type": "send"}\n', b'{"type": "dance", "id": "g"}\n', b'{"type": "send", "id": 7, "text": "x"}\n',
     b'{"type": "send", "id": "g", "text": "x", "messages": []}\n', b'{"type": "send", "id": "g", "text": 1e999}\n',
     b'{"type": "send", "id": "g", "text": "\\ud800"}\n', b'{"type": "fork", "id": "g"}\n', b"1" * 5000 + b"\n",
-    b'{"type": "send", "id": "g", "text": "x", "options": {"max_kv_size": 4}}\n', b'{"type": "send", "id": "g", "txt": "x"}\n',
-    b'{"type": "send", "id": "g", "messages": [{"role": 1}]}\n', b'{"type": "send", "id": "g", "text": "", "options": {}}\n',
+    b'{"type": "send", "id": "g", "text": "x", "options": {"max_kv_size": 4}}\n',
+    b'{"type": "send", "id": "g", "txt": "x"}\n',
+    b'{"type": "send", "id": "g", "messages": [{"role": 1}]}\n',
+    b'{"type": "send", "id": "g", "text": "", "options": {}}\n',
     b"x" * (LONGEST + 10) + b"\n", b'{"type": "load", "id": "g", "path": "/nowhere.safetensors"}\n',
-    b'{"type": "send", "id": "g", "text": "x", "options": {"stop": 5}}\n', b'{"type": "send", "id": "g", "text": "x", "options": {"seed": []}}\n',
+    b'{"type": "send", "id": "g", "text": "x", "options": {"stop": 5}}\n',
+    b'{"type": "send", "id": "g", "text": "x", "options": {"seed": []}}\n',
     b'{"type": "send", "id": "g", "text": "x", "options": {"plan": {}}}\n',
 ]  # fmt: skip
 
@@ -172,7 +181,9 @@ def test_garbage_is_answered_by_an_error_a_line_and_what_comes_between_is_right(
     right = []
     for number, line in enumerate(GARBAGE):
         name = f"between {number}"
-        child.write(line, {"type": "reset", "id": f"r{number}"}, send(name, "class A:", options={"seed": 2, "max_tokens": 3}))
+        child.write(
+            line, {"type": "reset", "id": f"r{number}"}, send(name, "class A:", options={"seed": 2, "max_tokens": 3})
+        )
         events = child.until("done", name)
         errors = [event for event in events if event["type"] == "error"]
         assert len(errors) == (line != b"\n"), (line[:100], errors)
@@ -211,7 +222,9 @@ def test_what_anything_prints_does_not_come_among_the_events() -> None:
         "lines.Desk.say = say; sys.argv[1:] = ['--max-tokens', '2', '--plan', 'off']; lines.run()"
     )
     asked = json.dumps(send("a", "x")) + "\n"
-    ran = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, timeout=WAIT, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], input=asked, capture_output=True, text=True, timeout=WAIT, check=True
+    )
     assert [json.loads(line)["type"] for line in ran.stdout.splitlines()] == ["ready", "token", "token", "done"]
     assert "NOISE" in ran.stderr, "stdin that has ended finishes what was asked"
 
