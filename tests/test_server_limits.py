@@ -308,7 +308,7 @@ def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
         (["--api-key", "a", "--api-key-file", "b"], "give either --api-key or --api-key-file"),
         (["--api-key-file", "/nowhere/key"], "cannot read the key in /nowhere/key"),
         (["--draft-model", "x"], "--draft-model is not served: expected --drafter"),
-        (["--pipeline"], "--pipeline is not served"),
+        (["--pipeline"], "several processes are not served"),
         (["--drafter", "x", "--no-drafter"], "either --drafter or --no-drafter"),
         (["--drafter", "a=x", "--drafter", "a=y"], "--drafter must be [NAME=]PATH with a name of its own, got 'a=y'"),
         (["--drafter", "none=x"], "with a name of its own"),

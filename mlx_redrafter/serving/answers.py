@@ -24,10 +24,10 @@ from mlx_lm.server import (
     ResponseGenerator,
     _format_top_logprobs,
     _image_parts,
-    _make_logits_processors,
 )
 
 from ..generation import GenerationResponse, stream_generate
+from .asking import check, options
 from .bodies import Refusal
 from .jobs import Gone, Job, Told, Unanswered
 from .meters import Meters
@@ -183,9 +183,8 @@ class Responder(ResponseGenerator):
             answers.put(self.busy(job, "the server ends"))
             raise
         except Exception as error:
-            job.status = getattr(
-                error, "status", 500 if began or not isinstance(error, (ValueError, TypeError)) else 400
-            )
+            early = not began and isinstance(error, ValueError)  # as `RedrafterError` is
+            job.status = getattr(error, "status", 400 if early else 500)
             if job.status >= 500:
                 logging.exception("An answer has failed")
             answers.put(error)
@@ -216,15 +215,7 @@ class Responder(ResponseGenerator):
         known = len(prompt) - len(rest)
         job.prompt_tokens, job.cached_tokens = len(prompt), known
         cache = make_prompt_cache(model) if cache is None else cache
-        context = GenerationContext(
-            has_thinking=tokenizer.has_thinking,
-            has_tool_calling=tokenizer.has_tool_calling,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=self._make_state_machine(key, tokenizer, [])[1],  # stop words are the engine's matter
-            initial_state=initial_state,
-            prompt=prompt,
-            prompt_cache_count=known,
-        )
+        context = self._context(prompt, known, initial_state)
         held = [prompt[:known]]
 
         def progress(done: int, total: int) -> None:
@@ -248,7 +239,7 @@ class Responder(ResponseGenerator):
             history=prompt[:known],
             prompt_progress_callback=progress,
             on_drafter_failure=self._without,
-            **self._options(args),
+            **options(args, self.cli_args),
             **provider.beam(job.options),
         )
         tokens: list[int] = []
@@ -264,6 +255,20 @@ class Responder(ResponseGenerator):
             self._keep(key, prompt + tokens if tokens else held[0], cache)
             raise
         self._keep(key, prompt + tokens, cache)
+
+    def _context(self, prompt: list[int], known: int, initial_state: str) -> GenerationContext:
+        """What the handler has to know before the first token; stop words are not its matter but the engine's."""
+        provider = self.model_provider
+        tokenizer = provider.tokenizer
+        return GenerationContext(
+            has_thinking=tokenizer.has_thinking,
+            has_tool_calling=tokenizer.has_tool_calling,
+            tool_parser=tokenizer.tool_parser,
+            text_sm=self._make_state_machine(provider.model_key, tokenizer, [])[1],
+            initial_state=initial_state,
+            prompt=prompt,
+            prompt_cache_count=known,
+        )
 
     def _kept(self) -> int:
         """Bytes of the prompt caches; none once the thread has ended."""
@@ -285,36 +290,8 @@ class Responder(ResponseGenerator):
             prompt = [int(token) for token in prompt]
         except Exception as error:  # a template may raise whatever it likes
             raise Refusal(f"the prompt cannot be made: {error}") from error
-        if not prompt:
-            raise Refusal("the prompt is empty: expected at least one token")
-        most = self.cli_args.max_prompt_tokens
-        if most is not None and len(prompt) > most:
-            raise Refusal(f"the prompt must have at most {most} tokens, got {len(prompt)}")
-        vocab_size = self.model_provider.vocab_size
-        if odd := [token for token in args.logits.logit_bias or () if token >= vocab_size]:
-            raise Refusal(f"logit_bias must be of token ids from 0 to {vocab_size - 1}, got {odd[0]}")
-        if args.top_logprobs > vocab_size:
-            raise Refusal(f"top_logprobs must be at most the vocabulary's {vocab_size}, got {args.top_logprobs}")
+        check(prompt, args, self.cli_args.max_prompt_tokens, self.model_provider.vocab_size)
         return prompt, initial_state
-
-    def _options(self, args: GenerationArguments) -> dict[str, Any]:
-        """The keywords of `stream_generate` for a request's sampling and the command line's cache."""
-        sampling, flags = args.sampling, self.cli_args
-        return {
-            "max_tokens": args.max_tokens,
-            "temp": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "xtc_probability": sampling.xtc_probability,
-            "xtc_threshold": sampling.xtc_threshold,
-            "seed": args.seed,
-            "logits_processors": _make_logits_processors(args) or None,
-            "prefill_step_size": flags.prefill_step_size,
-            "kv_bits": flags.kv_bits,
-            "kv_group_size": flags.kv_group_size,
-            "quantized_kv_start": flags.quantized_kv_start,
-        }
 
     def _told(self, job: Job, args: GenerationArguments, response: GenerationResponse) -> Told:
         """A response for the handler.

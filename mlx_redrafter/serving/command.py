@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -176,8 +177,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     """
     if args.draft_model is not None:
         raise RedrafterError("--draft-model is not served: expected --drafter, or mlx_lm.server for two whole models")
-    if args.pipeline:
-        raise RedrafterError("--pipeline is not served: expected one process")
+    if args.pipeline or mx.distributed.init().size() > 1:
+        raise RedrafterError("several processes are not served: expected one, without --pipeline")
     if args.no_drafter and args.drafter:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
     if args.model is None and args.adapter_path:
