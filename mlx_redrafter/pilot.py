@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
+from threading import Lock
 from typing import NamedTuple
 
 from .costs import Costs, low
@@ -44,14 +45,15 @@ PATIENCE = 6.0
 """How many expected hits weigh as much as what is believed already."""
 
 
-FEW, MANY, KEPT = 2, 8, 9
+FEW, MANY, KEPT = 2, 8, 5
 """A comparison is of so many plain steps, and of so many rounds, at least and at most; so many comparisons count."""
 
 CHANCE = 0.1
 """So much of a correction may be chance; of several comparisons the less, by the root of their number."""
 
-DOUBT = 1.2
-"""Rounds that seem to take so many times what they should are held against plain steps once more."""
+DOUBT, UNSEEN = 1.2, 96
+"""Rounds that take so many times what was thought of them, or were not compared for so many rounds, are held against
+plain steps once more. Two comparisons in a row that say so are believed alone."""
 
 FARTHEST = 4.0
 """Rounds are never thought to take more times what the table says, and never less than it says: a slow moment while
@@ -64,44 +66,68 @@ class Drift:
     A machine has slow and fast seconds, so only what stands side by side is compared: the first rounds of a flight with
     the plain steps before it. What else the machine does makes a time longer and never shorter, so lower quartiles
     count, of times and of comparisons. The time counts that the loop was at work, not what its caller did between two
-    tokens.
+    tokens. Texts in several threads share one.
 
     Attributes:
-        doubts: whether the last comparison was so bad that another one is wanted.
+        doubts: whether another comparison is wanted.
     """
 
     def __init__(self) -> None:
         self._plain: deque[float] = deque(maxlen=MANY)
         self._rounds: list[float] = []
         self._compared: deque[float] = deque(maxlen=KEPT)
+        self._last: deque[float] = deque(maxlen=2 * MANY)
+        self._first, self._flown, self._surprised = 0.0, 0, False
+        self._lock = Lock()
         self.doubts = False
 
     def saw(self, milliseconds: float, said: float, *, plain: bool) -> None:
         """A round, or a plain step, took that long where the table said something else."""
-        if not plain:
-            if len(self._rounds) < MANY:
-                self._rounds.append(milliseconds / said)
-            if len(self._rounds) == MANY and self._plain:
-                self._compare()
-            return
+        with self._lock:
+            if plain:
+                self._saw_plain(milliseconds / said)
+            else:
+                self._saw_round(milliseconds / said)
+
+    def _saw_plain(self, ratio: float) -> None:
         if self._rounds:
             self._compare()
-            self._rounds = []
-        self.doubts = False
-        self._plain.append(milliseconds / said)
+        self._rounds, self._flown, self._first, self.doubts = [], 0, 0.0, False
+        self._last.clear()
+        self._plain.append(ratio)
+
+    def _saw_round(self, ratio: float) -> None:
+        self._flown += 1
+        self._last.append(ratio)
+        if len(self._rounds) < MANY:
+            self._rounds.append(ratio)
+            if len(self._rounds) == MANY:
+                self._first = low(self._rounds)
+                self._compare()
+            return
+        slower = len(self._last) == 2 * MANY and low(self._last) > DOUBT * self._first
+        self.doubts = self.doubts or slower or self._flown >= UNSEEN
 
     def _compare(self) -> None:
         """The rounds of this flight with the plain steps before it, once."""
-        if self._now:
-            self._compared += self._now
-            self.doubts = self._compared[-1] > DOUBT
+        for ratio in self._now():
+            surprised = ratio > DOUBT * self._factor([])
+            if surprised and self._surprised:
+                before = self._compared.pop()
+                self._compared.clear()
+                self._compared.append(before)
+            self._compared.append(ratio)
+            self.doubts = self._surprised = surprised
         self._plain.clear()
 
-    @property
     def _now(self) -> list[float]:
         """What the flight under way shows, if it was not compared yet."""
         enough = min(len(self._plain), len(self._rounds)) >= FEW
         return [low(self._rounds) / low(self._plain)] if enough else []
+
+    def _factor(self, now: list[float]) -> float:
+        found = [*self._compared, *now]
+        return min(max(low(found) / (1 + CHANCE / len(found) ** 0.5), 1.0), FARTHEST) if found else 1.0
 
     @property
     def knows(self) -> bool:
@@ -111,10 +137,8 @@ class Drift:
     @property
     def factor(self) -> float:
         """What the table's rounds are to be multiplied by, if its plain steps are right."""
-        found = [*self._compared, *self._now]
-        if not found:
-            return 1.0
-        return min(max(low(found) / (1 + CHANCE / len(found) ** 0.5), 1.0), FARTHEST)
+        with self._lock:
+            return self._factor(self._now())
 
 
 class Flight(NamedTuple):

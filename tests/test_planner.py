@@ -186,6 +186,25 @@ def test_where_the_table_is_wrong_what_is_seen_corrects_it(curve: str, share: fl
         assert min(speeds[1:]) > 1 - ALLOWED - 0.005
 
 
+@pytest.mark.parametrize("curve", ["flat", "gentle"])
+def test_rounds_that_become_dearer_in_a_long_text_are_noticed(curve: str) -> None:
+    costs = costs_of(curve)
+    far = dearer(costs, 2.0)
+    truth = costs._replace(verify=(costs.verify[0], far.verify[1]))  # as the table says at 64 tokens, not at 1,024
+    assert fly(costs, lambda at: 0.5, 3000, seed=1, truth=truth) > 1 - ALLOWED - 0.005
+
+
+@pytest.mark.parametrize("curve", ["flat", "gentle", "a cliff at 6"])
+def test_a_machine_that_changes_behind_many_calm_texts_is_noticed(curve: str) -> None:
+    costs = costs_of(curve)
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
+    for seed in range(10):
+        fly(costs, lambda at: 1.0, 256, seed, flight=flight)
+    speeds = [fly(costs, lambda at: 0.3, 256, seed, truth=dearer(costs, 2.0), flight=flight) for seed in range(3)]
+    assert speeds[0] > 0.9, "the first text has to find out"
+    assert min(speeds[1:]) > 1 - ALLOWED - 0.005
+
+
 def test_a_slow_moment_of_plain_steps_does_not_make_rounds_look_cheap() -> None:
     costs = costs_of("half of every row")
     flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
