@@ -46,6 +46,8 @@ def why_not_writable(path: Path) -> str | None:
     """Why no file can be written to `path`, folders made as needed; None where nothing is in the way."""
     if os.path.isdir(path):
         return f"{path} is a directory"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return f"{path} is no regular file, and would be replaced by one"
     # Path.exists raises where a folder above may not be looked into.
     above = next(place for place in path.absolute().parents if os.path.exists(place))
     if not above.is_dir():

@@ -164,6 +164,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation_and_ends_it_at_the_pr
         terminal.type(CTRL_C)
         terminal.until(COUNTS)
         terminal.until(PROMPT)
+        time.sleep(1.0)  # a signal between the prompt and the wait for a key is heard at the next key only
         terminal.type(CTRL_C)
         status, last = terminal.ended()
     found = re.search(COUNTS, first)

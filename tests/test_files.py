@@ -53,6 +53,10 @@ def test_a_place_that_cannot_be_written_to_is_known_beforehand(tmp_path: Path, m
     for place in ("file", "new", "new/deeper/file"):
         assert why_not_writable(tmp_path / place) is None
     assert why_not_writable(tmp_path) == f"{tmp_path} is a directory"
+    os.mkfifo(tmp_path / "pipe")
+    told = why_not_writable(tmp_path / "pipe")
+    assert told == f"{tmp_path / 'pipe'} is no regular file, and would be replaced by one"
+    os.unlink(tmp_path / "pipe")
     for place in ("file/x", "file/deeper/x"):
         assert why_not_writable(tmp_path / place) == f"{tmp_path / 'file'} is no directory"
     assert [*tmp_path.iterdir()] == [tmp_path / "file"], "nothing is made"

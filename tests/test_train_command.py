@@ -419,9 +419,9 @@ def test_a_run_that_another_process_has_moved_on_meanwhile_is_left_to_it(
     record = place / "training" / "run.json"
     open_target = run.open_target
 
-    def slowly(settings: Settings) -> Any:
+    def slowly(*arguments: Any) -> Any:
         record.write_text(record.read_text() + "\n")
-        return open_target(settings)
+        return open_target(*arguments)
 
     monkeypatch.setattr(run, "open_target", slowly)
     flags = ("--model", target, "--prompts", whole[0].parent / "prompts.jsonl", "--output", place, *QUICK, "--resume")
