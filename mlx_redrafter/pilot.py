@@ -77,7 +77,7 @@ class Drift:
         self._rounds: list[float] = []
         self._compared: deque[float] = deque(maxlen=KEPT)
         self._last: deque[float] = deque(maxlen=2 * MANY)
-        self._first, self._flown, self._surprised = 0.0, 0, False
+        self._flown, self._surprised = 0, False
         self._lock = Lock()
         self.doubts = False
 
@@ -92,7 +92,7 @@ class Drift:
     def _saw_plain(self, ratio: float) -> None:
         if self._rounds:
             self._compare()
-        self._rounds, self._flown, self._first, self.doubts = [], 0, 0.0, False
+        self._rounds, self._flown, self.doubts = [], 0, False
         self._last.clear()
         self._plain.append(ratio)
 
@@ -102,10 +102,9 @@ class Drift:
         if len(self._rounds) < MANY:
             self._rounds.append(ratio)
             if len(self._rounds) == MANY:
-                self._first = low(self._rounds)
                 self._compare()
             return
-        slower = len(self._last) == 2 * MANY and low(self._last) > DOUBT * self._first
+        slower = len(self._last) == 2 * MANY and low(self._last) > DOUBT * low(self._rounds)
         self.doubts = self.doubts or slower or self._flown >= UNSEEN
 
     def _compare(self) -> None:
