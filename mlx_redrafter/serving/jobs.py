@@ -9,6 +9,8 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest, Response
 
+from ..stats import Stats
+
 DEFAULT = "default_model"
 """mlx-lm's word for the model, and here for the drafter, that the command line names."""
 
@@ -46,7 +48,7 @@ class Job(CompletionRequest):
 
     def usage(self) -> dict[str, Any]:
         """The fields that `usage` has besides OpenAI's."""
-        rate = 1 + self.accepted / self.rounds if self.rounds else 1.0
+        rate = Stats(self.rounds, self.drafted, self.accepted).tokens_per_round
         return {
             "rounds": self.rounds,
             "drafted": self.drafted,
