@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import acceptance, round_time, shapes, ties, training
 from benchmarks.acceptance import Ranked
-from benchmarks.command import make_parser
 from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape, target_of
@@ -124,29 +123,6 @@ def test_the_demo_comes_with_its_own_prompts_and_no_draft_model() -> None:
     found = open_subject(flags(acceptance))
     assert found.draft_model is None and found.draft_model_name is None
     assert {prompt.category for prompt in found.prompts} == {"demo"}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("acceptance --max-tokens -1", "--max-tokens: expected a whole number above 0, got '-1'"),
-        ("acceptance --draft-model x", "unrecognized arguments: --draft-model x"),
-        ("ties --max-tokens 0", "--max-tokens: expected a whole number above 0"),
-        ("ties --kinds 5", "--kinds: invalid choice: '5'"),
-        ("round --repeats 0", "--repeats: expected a whole number above 0"),
-        ("round --synthetic 100,1", "expected D a multiple of 64 and LAYERS at least 1, got '100,1'"),
-        ("training cost --batch-size 0", "--batch-size: expected a whole number above 0"),
-        ("training predict --bandwidth 0 --tflops 1", "--bandwidth: expected a number above 0, got '0'"),
-        ("training", "arguments are required: kind"),
-    ],
-)
-def test_a_flag_that_cannot_be_is_refused_by_the_parser(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        make_parser().parse_args(words.split())
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_training_is_predicted_for_every_published_target_of_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
