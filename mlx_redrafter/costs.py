@@ -66,6 +66,10 @@ class Costs(NamedTuple):
         """A step of plain decoding behind a text of that length."""
         return along(self.contexts, self.plain, length)
 
+    def draft_at(self, plan: Plan) -> float:
+        """A draft of that plan, whose width was measured."""
+        return plan.depth * self.level[self.widths.index(plan.width)]
+
     def round_at(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """A round of that plan behind a text of that length, which reads so many tokens again.
 
@@ -76,7 +80,7 @@ class Costs(NamedTuple):
             raise RedrafterError(f"a round of {plan.size} nodes, {plan.width} wide, was not measured")
         column = self.counts.index(plan.size)
         verify = along(self.contexts, [row[column] for row in self.verify], length)
-        draft = plan.depth * self.level[self.widths.index(plan.width)]
+        draft = self.draft_at(plan)
         least = self.plain_at(length)  # what is hidden is never the forward itself: less was a bad measurement
         return max(verify + draft + self.rest[plan.width > 1], least) + replayed * self.again
 

@@ -256,9 +256,9 @@ def drafted(
             settle_(target, place)
 
 
-def wanted(pilot: Pilot | Fixed, target: Target, length: int) -> Plan | None:
+def wanted(pilot: Pilot | Fixed, target: Target, length: int, replayed: int = 0) -> Plan | None:
     """The pilot's plan behind a text of that length; None: plain steps, and nothing is drafted that has no room."""
-    return pilot.choose(length) if target.room(2) else None
+    return pilot.choose(length, replayed) if target.room(2) else None
 
 
 def coast(
@@ -281,14 +281,16 @@ class Round(NamedTuple):
     """A round that is enqueued.
 
     Attributes:
-        plan: None where it drafts nothing: there is too much to read again, or no room.
+        plan: of its draft.
+        verifies: whether it verifies the draft, or is a plain step: there is too much to read again, or no room.
         outcome: not read yet.
         root: its first token.
         length: of the text before the root.
         replayed: how many tokens it reads again.
     """
 
-    plan: Plan | None
+    plan: Plan
+    verifies: bool
     outcome: Outcome
     root: int
     length: int
@@ -297,7 +299,7 @@ class Round(NamedTuple):
     @property
     def behind(self) -> mx.array:
         """() int32, the position behind the last token that it chooses."""
-        return mx.array(self.length + 2) if self.plan is None else self.outcome.report[0] + (self.length + 2)
+        return self.outcome.report[0] + (self.length + 2) if self.verifies else mx.array(self.length + 2)
 
 
 def fly(
@@ -324,22 +326,23 @@ def fly(
         started = perf_counter()
         with on_stream():
             now = enqueue_round(target, ahead, place, settings, following)
-            following = wanted(pilot, target, now.length)
+            following = wanted(pilot, target, now.length, now.replayed)
             if following is not None:
                 ahead = enqueue_draft(target, drafter, settings, place, now.outcome, now.behind, following)
-            n_accepted, path, chosen = understood(read(now.outcome.report), now.plan)
+            n_accepted, path, chosen = understood(read(now.outcome.report), now)
             if place.history is not None:
                 place.history = extended(place.history, mx.array([now.root, *chosen[:n_accepted]]))
                 mx.async_eval(place.history)
-        drafts = now.plan is not None
-        took = 1e3 * (perf_counter() - started) if steady and drafts else None  # before the first one nothing waited
-        pilot.saw(now.plan, n_accepted + 1, now.length, now.replayed, took)
-        steady = drafts
-        drawn = (0, 0, 0) if now.plan is None else (now.plan.size - 1, n_accepted, now.plan.depth)
+        took = 1e3 * (perf_counter() - started)
+        known = steady and now.verifies  # before the first one nothing waited
+        steady = now.verifies
+        pilot.saw(now.plan, n_accepted + 1, now.length, now.replayed, took if known else None, verified=now.verifies)
+        drawn = (now.plan.size - 1, n_accepted, now.plan.depth) if now.verifies else (0, 0, 0)
         place.stats = place.stats.after(*drawn, now.replayed)
         yield from hand_out(place, now, n_accepted, path, chosen)
-    outcome = enqueue_step(target, place, settings.chooser)
-    place.stats = place.stats.after(0, 0, 0, 0)
+    outcome, replayed = enqueue_step(target, place, settings.chooser)
+    pilot.saw(None, 0, target.length, replayed)
+    place.stats = place.stats.after(0, 0, 0, replayed)
     return outcome
 
 
@@ -375,14 +378,14 @@ def enqueue_round(target: Target, ahead: Draft, place: Place, settings: Settings
     """The draft verified, behind what was yielded; or a plain step, where it cannot be."""
     commit_(target, place)
     chooser, length, replayed, root = settings.chooser, target.length, target.replayed, cast(int, place.root)
-    if drafts := replayed <= MOST_REPLAYED and target.room(plan.size):
+    if verifies := replayed <= MOST_REPLAYED and target.room(plan.size):
         limit = most_accepted(target, plan, settings, place)
         outcome = verify(target, ahead, chooser, place.history, plan, limit)
     else:
         outcome = step(target, mx.array([root]), chooser, place.history, tapped=True)
         place.root = None
     mx.async_eval(outcome, target.pending())
-    return Round(plan if drafts else None, outcome, root, length, replayed)
+    return Round(plan, verifies, outcome, root, length, replayed)
 
 
 def hand_out(
@@ -397,16 +400,17 @@ def hand_out(
         yield Step(chosen[i], now.outcome.logprobs[i], i < n_accepted, place.stats)
 
 
-def enqueue_step(target: Target, place: Place, chooser: Chooser) -> Outcome:
-    """The plain step behind the last round."""
+def enqueue_step(target: Target, place: Place, chooser: Chooser) -> tuple[Outcome, int]:
+    """(the plain step behind the last round, how many tokens it reads again)."""
     with on_stream():
         commit_(target, place)
+        replayed = target.replayed
         token = mx.array([place.root])
         outcome = step(target, token, chooser, place.history)
         place.root = None
         place.history = extended(place.history, token) if chooser.processors else None
         mx.async_eval(outcome, place.history, target.pending())
-    return outcome
+    return outcome, replayed
 
 
 def commit_(target: Target, place: Place) -> None:
@@ -420,12 +424,12 @@ def read(report: mx.array) -> list[int]:
     return cast(list[int], report.tolist())
 
 
-def understood(report: list[int], plan: Plan | None) -> tuple[int, list[int], list[int]]:
+def understood(report: list[int], now: Round) -> tuple[int, list[int], list[int]]:
     """(n_accepted, the accepted path, what the target chose behind each node on it) of a round's report."""
-    if plan is None:
+    if not now.verifies:
         return 0, [], report
     n_accepted, *rest = report
-    return n_accepted, rest[: n_accepted + 1], rest[plan.depth + 1 :]
+    return n_accepted, rest[: n_accepted + 1], rest[now.plan.depth + 1 :]
 
 
 def most_accepted(target: Target, plan: Plan, settings: Settings, place: Place) -> int:

@@ -9,7 +9,7 @@ take beside each other corrects the table of costs, which may have been measured
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum
 from threading import Lock
 from typing import NamedTuple
@@ -176,11 +176,20 @@ class Fixed:
     def __init__(self, plan: Plan | None) -> None:
         self._plan = plan
 
-    def choose(self, length: int) -> Plan | None:
+    def choose(self, length: int, replayed: int = 0) -> Plan | None:
         """The plan."""
         return self._plan
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
+    def saw(
+        self,
+        plan: Plan | None,
+        tokens: int,
+        length: int,
+        replayed: int = 0,
+        took: float | None = None,
+        *,
+        verified: bool = True,
+    ) -> None:
         """Nothing is learned."""
 
 
@@ -215,8 +224,12 @@ class Pilot:
         """How much of the drafter's acceptance this text grants now."""
         return self._passing.share(self._lasting.share(1.0))
 
-    def choose(self, length: int) -> Plan | None:
-        """The plan of the next round behind a text of that length; None: `pause` plain steps, and then ask again."""
+    def choose(self, length: int, replayed: int = 0) -> Plan | None:
+        """The plan of the next round behind a text of that length; None: `pause` plain steps, and then ask again.
+
+        Args:
+            replayed: how many tokens the round reads again that is under way, unread; 0 where none is.
+        """
         if self._mode is Mode.BEGINS and not self.tokens:
             self.pause = AGAIN if self._drift.knows else FIRST  # they cost nothing against plain decoding
             return None
@@ -225,31 +238,44 @@ class Pilot:
             return None
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL
+        among = [each for each in self._prospects.values() if self._affordable(each.plan, length, replayed)]
         if self._mode is Mode.TRIES and self._trials:
             self._trials -= 1
-            chosen, _ = self._best(length, -1.0)
+            chosen, _ = self._best(among, length, -1.0)
         elif self._mode is Mode.FLIES:
-            chosen = self._kept(length)
+            chosen = self._kept(among, length)
         else:
-            chosen, _ = self._best(length, MARGIN)
+            chosen, _ = self._best(among, length, MARGIN)
             failed = self._mode is Mode.TRIES and chosen is None
             self.pause = min(2 * self.pause, LONGEST_PAUSE) if failed else PAUSE
             self._mode = Mode.FLIES
-        if chosen is not None and not self._affordable(chosen.plan, length):
-            chosen = None
         if chosen is None:
             self._mode = Mode.COASTS
         self._flown = chosen
         return chosen and chosen.plan
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
+    def saw(
+        self,
+        plan: Plan | None,
+        tokens: int,
+        length: int,
+        replayed: int = 0,
+        took: float | None = None,
+        *,
+        verified: bool = True,
+    ) -> None:
         """A round has made `tokens` behind a text of that length; without a plan, a plain step has.
 
         Args:
+            tokens: 0 for a plain step that is only begun, when what it reads again is told beforehand.
             replayed: how many tokens were read again for it.
             took: milliseconds; None where it is not known, or says nothing.
+            verified: False where the plan's draft was made in vain, and a plain step taken.
         """
         self.tokens += tokens
+        if plan is not None and not verified:
+            self.balance -= self._costs.draft_at(plan) + replayed * self._costs.again
+            return
         said = self._costs.plain_at(length) if plan is None else self._costs.round_at(plan, length, replayed)
         if took is not None:
             self._drift.saw(took, said, plain=plan is None)
@@ -261,29 +287,32 @@ class Pilot:
         for evidence in (self._lasting, self._passing):
             evidence.add(tokens - 1, tried)
 
-    def _best(self, length: int, margin: float) -> tuple[Prospect | None, float]:
+    def _best(self, among: Iterable[Prospect], length: int, margin: float) -> tuple[Prospect | None, float]:
         """See `best`, with what this text grants and what was seen of the costs."""
-        return best(self._costs, self._prospects.values(), length, self.share, margin, self._drift.factor)
+        return best(self._costs, among, length, self.share, margin, self._drift.factor)
 
-    def _kept(self, length: int) -> Prospect | None:
+    def _kept(self, among: Collection[Prospect], length: int) -> Prospect | None:
         """The plan in use, unless another is so much faster, or plain decoding is."""
-        found, speed = self._best(length, -STAYS)
-        if found is None or self._flown is None or found is self._flown:
+        found, speed = self._best(among, length, -STAYS)
+        if found is None or found is self._flown or self._flown not in among:
             return found
+        assert self._flown is not None
         now = speed_of(self._costs, self._flown, length, self.share, self._drift.factor)
         return found if speed > now * (1 + MARGIN) else self._flown
 
-    def _affordable(self, plan: Plan, length: int) -> bool:
+    def _affordable(self, plan: Plan, length: int, replayed: int) -> bool:
         """Whether the account may bear two rounds that bring one token each: one is under way unread.
 
-        What was seen of the costs counts only so far that a text can bear it at its beginning, or else a bad moment
-        would turn drafting off for good.
+        Where the model cannot forget what it rejects, each of them leaves a token more to read again, and so they do
+        to the plain step behind them. What was seen of the costs counts only so far that a text can bear it at its
+        beginning, or else a bad moment would turn drafting off for good.
         """
         plain, said = self._costs.plain_at(length), self._costs.round_at(plan, length)
         allowed = ALLOWED * plain * max(self.tokens, SHORTEST)
         bearable = plain * (1 + ALLOWED * SHORTEST / 2)
         dearer = min(self._drift.factor * said, max(said, bearable)) - plain
-        return self.balance - 2 * max(0.0, dearer) >= -allowed
+        again = self._costs.again * (3 * replayed + 3)
+        return self.balance - 2 * max(0.0, dearer) - again >= -allowed
 
 
 class Evidence:

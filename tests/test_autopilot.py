@@ -46,11 +46,11 @@ class Wild:
         self.pause = 1
         self.seen: list[tuple[Plan | None, int]] = []
 
-    def choose(self, length: int) -> Plan | None:
+    def choose(self, length: int, replayed: int = 0) -> Plan | None:
         self.pause = self._generator.randrange(1, 4)
         return self._generator.choice([None, *self._plans])
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
+    def saw(self, plan: Plan | None, tokens: int, length: int, *rest: Any, **more: Any) -> None:
         self.seen.append((plan, tokens))
 
 

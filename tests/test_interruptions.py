@@ -87,11 +87,11 @@ class Changeable:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._asked = plan, 0
 
-    def choose(self, length: int) -> Plan | None:
+    def choose(self, length: int, replayed: int = 0) -> Plan | None:
         self._asked += 1
         return self._plan if self._asked % 3 else None
 
-    def saw(self, plan: Plan | None, tokens: int, length: int, replayed: int = 0, took: float | None = None) -> None:
+    def saw(self, plan: Plan | None, tokens: int, length: int, *rest: Any, **more: Any) -> None:
         pass
 
 

@@ -9,9 +9,20 @@ import pytest
 
 from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import ALLOWED, CHANCE, Drift, Flight, Pilot, make_flight
+from mlx_redrafter.loop import MOST_REPLAYED
+from mlx_redrafter.pilot import ALLOWED, CHANCE, SHORTEST, Drift, Flight, Pilot, make_flight
 from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans, levels, prospect, rated
+from mlx_redrafter.planner import (
+    DEEPEST_PLANNED,
+    MOST,
+    UNKNOWN,
+    best,
+    expected_tokens,
+    few_plans,
+    levels,
+    prospect,
+    rated,
+)
 
 ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
 CURVES: dict[str, Callable[[int], float]] = {
@@ -57,6 +68,7 @@ def fly(
     flight: Flight | None = None,
 ) -> float:
     """Speed against plain decoding: the next plan is chosen before the round before it is read, as the loop does.
+    Where reading again costs something, what a round did not accept whole is read again.
 
     Args:
         truth: what everything really takes, which the pilot is told as it goes; None for what the table says.
@@ -64,7 +76,7 @@ def fly(
     """
     pilot = Pilot(flight or make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE)))
     generator, made, took, start = random.Random(seed), 0, 0.0, 100
-    real = truth or costs
+    real, behind = truth or costs, 0
 
     def stalled(milliseconds: float) -> float:
         return milliseconds * (5.0 if generator.random() < stalls else 1.0)
@@ -79,12 +91,20 @@ def fly(
                 made += 1
             plan = pilot.choose(start + made)
             continue
-        now, plan = plan, pilot.choose(start + made)
-        step = real.round_at(now, start + made)
+        now, replayed, plan = plan, behind, pilot.choose(start + made, behind)
+        if verified := replayed <= MOST_REPLAYED:
+            step = real.round_at(now, start + made, replayed)
+            count = 1 + accepted(now, share(made), generator)
+            behind = replayed + count if real.again and count <= now.depth else 0
+        else:
+            step = real.plain_at(start + made) + real.draft_at(now) + replayed * real.again
+            count, behind = 1, 0
         took += step
-        count = 1 + accepted(now, share(made), generator)
-        pilot.saw(now, count, start + made, took=stalled(step))
+        pilot.saw(now, count, start + made, replayed, stalled(step) if verified else None, verified=verified)
         made += count
+        if plan is None and behind:
+            pilot.saw(None, 0, start + made, behind)
+            took, behind = took + behind * real.again, 0
     return sum(real.plain_at(start + i) for i in range(made)) / took
 
 
@@ -164,6 +184,30 @@ def test_no_text_makes_the_whole_slower_than_is_allowed(curve: str) -> None:
     for text in texts:
         for tokens in (256, 700):
             assert fly(costs, text, tokens, seed=tokens) > 1 - ALLOWED - 0.005
+
+
+@pytest.mark.parametrize("again", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("curve", ["flat", "gentle"])
+def test_no_text_makes_it_slower_where_tokens_are_read_again(curve: str, again: float) -> None:
+    costs = costs_of(curve).lines()._replace(again=again)
+    for text in (lambda at: 0.0, lambda at: 0.5, lambda at: 0.9, lambda at: 1.5 if at % 80 < 40 else 0.0):
+        for tokens in (256, 700):
+            speeds = [fly(costs, text, tokens, seed) for seed in range(5)]
+            assert min(speeds) > 1 - ALLOWED - 0.005
+
+
+def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None:
+    costs = costs_of("a cliff at 6")
+    short, long = Plan(1, 1, 2), Plan(1, 15, 16)
+    acceptance = ((MOST,),)
+    pilot = Pilot(make_flight(costs, acceptance, (short, long)))
+    pilot.choose(100)
+    pilot.saw(None, pilot.pause, 100)
+    assert pilot.choose(100) == long
+    pilot.balance = -ALLOWED * SHORTEST + 0.5
+    assert pilot.choose(100) == short
+    pilot.balance = -ALLOWED * SHORTEST
+    assert pilot.choose(100) is None
 
 
 def dearer(costs: Costs, times: float) -> Costs:
