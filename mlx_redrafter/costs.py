@@ -42,8 +42,11 @@ class Costs(NamedTuple):
         contexts, counts = len(self.contexts), len(self.counts)
         rows = (self.contexts, self.counts, self.widths)
         numbers = [*self.plain, *self.level, *(ms for row in self.verify for ms in row)]
+        others = (*self.rest, self.again)
         sound = (
-            contexts >= 1
+            all(type(number) is int for row in rows for number in row)
+            and all(type(number) in (int, float) for number in (*numbers, *others))
+            and contexts >= 1
             and all(list(row) == sorted(set(row)) for row in rows)
             and self.counts[:1] == (1,)
             and len(self.verify) == len(self.plain) == contexts
@@ -52,7 +55,7 @@ class Costs(NamedTuple):
             and self.widths[0] == 1
             and len(self.rest) == 2
             and all(0 < number < float("inf") for number in numbers)
-            and all(abs(number) < float("inf") for number in (*self.rest, self.again))
+            and all(abs(number) < float("inf") for number in others)
         )
         if not sound:
             raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")

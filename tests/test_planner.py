@@ -326,6 +326,11 @@ def test_between_measured_contexts_lies_a_line_and_less_than_the_first_is_never_
         {"verify": ((1.0,) * 16, (-1.0,) * 16)},
         {"rest": (0.1,)},
         {"contexts": ()},
+        {"contexts": ("64", "999")},
+        {"counts": tuple(float(count) for count in range(1, 17))},
+        {"widths": (1, 2.0, 4)},
+        {"plain": (True, 1.2)},
+        {"again": "0"},
     ],
 )
 def test_a_table_that_is_none_is_refused(change: dict[str, object]) -> None:
