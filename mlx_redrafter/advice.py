@@ -6,15 +6,13 @@ import platform
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from .costs import Costs
+from .machine import FAST
 from .patient import Patient
 from .planner import Acceptance
 from .training.sizing import CHEAP
-
-FAST = ("openblas", "mkl", "blis", "atlas", "armpl", "nvpl")
-"""Parts of the names of libraries that multiply several rows for less than each row alone."""
 
 DOUBTFUL = re.compile(r"\bM[12]\b")
 """Apple's chips on which drafters in float16 were reported to have no token accepted."""
@@ -34,7 +32,7 @@ def notes(
     *,
     acceptance: Acceptance | None,
     stands_in: bool,
-    is_sound: bool,
+    not_finite: Literal["target", "drafter"] | None,
 ) -> Iterator[str]:
     """What there is to say, the gravest first.
 
@@ -43,12 +41,18 @@ def notes(
         target, drafter, costs: the pair and what was measured of it.
         acceptance: what the drafter's config says.
         stands_in: whether the drafter is a random one.
-        is_sound: see `patient.is_sound`.
+        not_finite: see `patient.not_finite`.
     """
-    if not is_sound:
+    if not_finite == "target":
         yield (
-            f"the drafter's guesses are not finite in {drafter.dtype}: no token will be accepted. Convert it: "
-            "python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW --dtype float32"
+            f"the target's own numbers are not finite in {target.dtype}: what it says is nonsense, with a drafter or "
+            "without. Its weights are damaged, or need another dtype"
+        )
+    if not_finite == "drafter":
+        yield (
+            f"the drafter's guesses are not finite in {drafter.dtype}: no token will be accepted, and auto decodes "
+            "plainly once it has seen that. Convert it: python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW "
+            "--dtype float32"
         )
     if is_disturbed(costs):
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,11 +16,15 @@ from .checkpoint import check_fit
 from .costs import Costs
 from .drafter import Drafter
 from .machine import about, memory
-from .patient import Patient, drafter_of, is_sound, target_of
-from .planner import UNKNOWN, Acceptance
+from .patient import Patient, drafter_of, not_finite, target_of
+from .pilot import make_flight
+from .planner import UNKNOWN, Acceptance, few_plans
 from .prognosis import Cliff, Offer, Outlook, Start, cliffs, in_steps, outlooks, pays_from, quality_of, starts
 from .target import check_draftable
 from .training.sizing import choose_size
+
+NOTHING: Acceptance = ((0.0,),)
+"""Of a drafter none of whose tokens is accepted."""
 
 
 class Diagnosis(NamedTuple):
@@ -32,8 +36,9 @@ class Diagnosis(NamedTuple):
         peak_bytes: the most that MLX held at a time while measuring, models included; None when nothing was measured.
         target, drafter: the pair.
         stand_in: why the drafter has its size, when it is a random one that stands in for its costs; None otherwise.
-        acceptance: the drafter's own table, or what is assumed of it.
-        assumed: whether it is assumed.
+        acceptance: the drafter's own table, or what is assumed of it; nothing where numbers are not finite.
+        not_finite: which of the two makes numbers that are not finite; no token can be accepted then.
+        assumed: whether the acceptance is assumed.
         no_trees: why the model takes chains only; None when it takes trees.
         costs: what was measured, now or before.
         cliffs: jumps of the curve.
@@ -50,6 +55,7 @@ class Diagnosis(NamedTuple):
     drafter: Patient
     stand_in: str | None
     acceptance: Acceptance
+    not_finite: Literal["target", "drafter"] | None
     assumed: bool
     no_trees: str | None
     costs: Costs
@@ -83,6 +89,7 @@ class Diagnosis(NamedTuple):
                 "acceptance_assumed": self.assumed,
                 "tokens_per_round": self.quality,
             },
+            "not_finite": self.not_finite,
             "trees": self.no_trees is None,
             "no_trees": self.no_trees,
             "costs": costs._asdict(),
@@ -139,6 +146,7 @@ def diagnose(
     else:
         check_fit(drafter, model)
         acceptance = drafter.args.acceptance
+    odd = not_finite(model, drafter)
     measures = False
 
     def begin() -> None:
@@ -158,8 +166,12 @@ def diagnose(
         costs,
         acceptance=acceptance,
         stands_in=stand_in is not None,
-        is_sound=is_sound(model, drafter),
+        not_finite=odd,
     )
+    believed = acceptance or UNKNOWN
+    if odd is not None:
+        believed = NOTHING
+        flight = make_flight(costs, believed, few_plans(costs, believed))
     return Diagnosis(
         machine=machine,
         memory_bytes=memory(),
@@ -167,12 +179,13 @@ def diagnose(
         target=target,
         drafter=facts,
         stand_in=stand_in,
-        acceptance=acceptance or UNKNOWN,
+        acceptance=believed,
+        not_finite=odd,
         assumed=acceptance is None,
         no_trees=no_trees,
         costs=costs,
         cliffs=cliffs(costs),
-        starts=starts(flight, acceptance or UNKNOWN),
+        starts=starts(flight, believed),
         outlooks=outlooks(costs),
         pays_from=tuple(pays_from(costs, context) for context in costs.contexts),
         notes=tuple(said),

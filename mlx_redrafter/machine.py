@@ -13,6 +13,9 @@ import mlx.core as mx
 
 PACKAGES = ("mlx", "mlx-lm")
 
+FAST = ("openblas", "mkl_", "blis", "atlas", "armpl", "nvpl_blas")
+"""Parts of the names of libraries that multiply several rows for less than each row alone."""
+
 RENAMED = ("libscipy_openblas", "libopenblas64")
 """How the names of BLAS libraries begin whose functions have other names, for numpy and scipy alone."""
 
@@ -59,7 +62,10 @@ def blas() -> str:
 def blas_among(paths: Iterable[str]) -> list[str]:
     """The names of those files that are a BLAS with the functions' own names."""
     names = {Path(path).name for path in paths}
-    return sorted(name for name in names if "blas" in name.lower() and not name.startswith(RENAMED))
+    known = ("blas", *FAST)
+    return sorted(
+        name for name in names if any(part in name.lower() for part in known) and not name.startswith(RENAMED)
+    )
 
 
 def cache_directory() -> Path:

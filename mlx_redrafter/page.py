@@ -26,16 +26,18 @@ def page(found: Diagnosis, *, blocks: bool) -> list[str]:
     Args:
         blocks: draw with Unicode's block elements; everything is ASCII otherwise.
     """
-    lines = [*about_lines(found), "", "A verify forward, in milliseconds and in plain steps"]
+    said = [["", *wrap(f"Note: {note}.", COLUMNS, break_on_hyphens=False)] for note in found.notes]
+    lines = about_lines(found)
+    if found.not_finite is not None:  # before any speed
+        lines += said.pop(0)
+    lines += ["", "A verify forward, in milliseconds and in plain steps"]
     lines += [*chart(found.costs, blocks=blocks), "", *cost_lines(found)]
     lines += ["", "What plan=auto begins with" + (", acceptance as it is assumed" if found.assumed else "")]
     for each in found.starts:
         chosen = "plain decoding" if each.plan is None else shape(each.plan)
         lines += item(f"{each.context:,}", f"{chosen}: {each.reason}")
     lines += ["", *wrap(PREDICTED, COLUMNS), *outlook_lines(found)]
-    for note in found.notes:
-        lines += ["", *wrap(f"Note: {note}.", COLUMNS, break_on_hyphens=False)]
-    return lines
+    return lines + [line for note in said for line in note]
 
 
 def item(name: str, text: str) -> list[str]:
@@ -56,7 +58,9 @@ def about_lines(found: Diagnosis) -> list[str]:
         lines += item("BLAS", ", ".join([machine["blas"], *settings]))
     lines += item("target", described(found.target))
     worth = f"{found.quality:.2f} tokens per round of a line of 4, {'assumed' if found.assumed else 'says its config'}"
-    if found.stand_in is not None:
+    if found.not_finite is not None:
+        worth = f"the {found.not_finite}'s numbers are not finite, see the note"
+    elif found.stand_in is not None:
         worth = f"random, it stands in for the costs of a trained one: {found.stand_in}"
     lines += item("drafter", f"{described(found.drafter)}; {worth}")
     if found.no_trees is not None:

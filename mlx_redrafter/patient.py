@@ -1,8 +1,8 @@
-"""The two models of a pair as far as costs depend on them, and whether a drafter's numbers are sound."""
+"""The two models of a pair as far as costs depend on them, and whether their numbers are."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,13 +54,15 @@ def sizes_told(drafter: Drafter) -> str:
     return f"exit_dim {args.exit_dim}, {blocks}{guessed}"
 
 
-def is_sound(model: nn.Module, drafter: Drafter) -> bool:
-    """Whether the drafter's guesses behind a few tokens of this model are numbers, in the dtype it has."""
+def not_finite(model: nn.Module, drafter: Drafter) -> Literal["target", "drafter"] | None:
+    """Which of the two says something behind a few tokens that is no number, in the dtype it has."""
     target = Target(model)
     tokens = mx.arange(16) % drafter.args.vocab_size
-    hidden = target.forward(tokens, tapped=True).hidden
+    logits, hidden = target.forward(tokens, tapped=True)
     assert hidden is not None
+    if not all(mx.isfinite(array).all().item() for array in (hidden, logits)):
+        return "target"
     embedded = target.embed(tokens).astype(drafter.dtype)
     state = drafter.advance(embedded, drafter.advance(embedded, None))
     made = drafter.lm_head[-1](drafter.features(hidden.astype(drafter.dtype), state))
-    return bool(mx.isfinite(made).all().item())
+    return None if mx.isfinite(made).all().item() else "drafter"

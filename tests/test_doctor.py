@@ -30,7 +30,7 @@ from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedMod
 from mlx_redrafter.files import PARTLY
 from mlx_redrafter.machine import blas_among
 from mlx_redrafter.page import page
-from mlx_redrafter.patient import Patient, is_sound, target_of
+from mlx_redrafter.patient import Patient, not_finite, target_of
 from mlx_redrafter.picture import bar, chart, encodes, plot
 from mlx_redrafter.pilot import MARGIN, make_flight
 from mlx_redrafter.plan import Plan
@@ -266,7 +266,7 @@ def said(
     costs: Costs | None = None,
     **more: Any,
 ) -> list[str]:
-    more = {"acceptance": GOOD, "stands_in": False, "is_sound": True} | more
+    more = {"acceptance": GOOD, "stands_in": False, "not_finite": None} | more
     return list(notes(machine, target, drafter, costs or costs_of("flat"), **more))
 
 
@@ -278,7 +278,8 @@ def test_of_a_sound_pair_on_a_quiet_machine_there_is_nothing_to_note() -> None:
 @pytest.mark.parametrize(
     ("changed", "pattern"),
     [
-        ({"is_sound": False}, "not finite in float32: no token will be accepted"),
+        ({"not_finite": "drafter"}, "drafter's guesses are not finite in float32: no token .* Convert it"),
+        ({"not_finite": "target"}, "target's own numbers are not finite in float32.*weights are damaged"),
         ({"acceptance": None}, "config has no acceptance"),
         ({"acceptance": [[0.0, 0.0], [0.001]]}, "guessed nothing right"),
         (
@@ -319,6 +320,8 @@ def test_of_the_blas_nothing_is_said_where_it_is_the_systems(system: str, monkey
         ("libopenblasp-r0.3.21.so", True),
         ("libblas-bd8a282c.so.3.10.0, libopenblas.so.0", True),
         ("libblas-bd8a282c.so.3.10.0", False),
+        ("libmkl_rt.so.2", True),
+        ("libblas.so.3, libtatlas.so.3", True),
         ("unknown", False),
     ],
 )
@@ -329,6 +332,13 @@ def test_a_fast_blas_is_known_by_its_name(names: str, fast: bool) -> None:
 def test_a_blas_of_numpys_own_is_none_that_mlx_calls() -> None:
     paths = ["/lib/libscipy_openblas64_-32a4b2a6.so", "/lib/libopenblas64_p-r0.so", "[heap]", "/lib/libblas.so.3"]
     assert blas_among([*paths, "/lib/libopenblas.so.0"]) == ["libblas.so.3", "libopenblas.so.0"]
+
+
+def test_fast_libraries_without_blas_in_their_names_are_seen() -> None:
+    names = ["libarmpl_lp64.so", "libblis.so.4", "libmkl_core.so.2", "libmkl_rt.so.2", "libnvpl_blas_core.so.0",
+             "libsatlas.so.3"]  # fmt: skip
+    assert blas_among([f"/opt/{name}" for name in names] + ["/lib/libmklfoo.so", "/lib/libc.so.6"]) == names
+    assert all(has_fast_blas(name) for name in names)
 
 
 def test_a_part_that_took_less_than_one_that_does_less_gives_a_disturbance_away() -> None:
@@ -439,12 +449,26 @@ def test_a_quantised_pair_is_told_as_such(measured: list[bool], monkeypatch: pyt
 def test_a_drafter_whose_numbers_overflow_is_said_out_loud(measured: list[bool]) -> None:
     model = make_model()
     drafter = drafter_for(model)
-    assert is_sound(model, drafter)
+    assert not_finite(model, drafter) is None
     drafter.update(tree_map(lambda array: array + 3e4, drafter.parameters()))
-    assert is_sound(model, drafter), "in float32 they do not"
+    assert not_finite(model, drafter) is None, "in float32 they do not"
     drafter.set_dtype(mx.float16)
-    assert not is_sound(model, drafter)
-    assert "not finite in float16" in diagnose(model, drafter).notes[0]
+    assert not_finite(model, drafter) == "drafter"
+    found = diagnose(model, drafter)
+    assert "not finite in float16" in found.notes[0] and found.quality == 1.0
+    assert {each.plan for each in found.starts} == {None}
+    told = "\n".join(page(found, blocks=False))
+    assert told.index("Note: the drafter's guesses are not finite") < told.index("A verify forward")
+    assert told.count("not finite in float16") == 1
+
+
+def test_of_a_target_whose_numbers_are_not_finite_the_drafter_is_not_blamed(measured: list[bool]) -> None:
+    model = make_model()
+    model.update(tree_map(lambda array: array * float("nan"), model.parameters()))
+    found = diagnose(model, drafter_for(model))
+    assert found.not_finite == "target" and "target's own numbers" in found.notes[0]
+    assert not any("Convert it" in note for note in found.notes)
+    assert {each.plan for each in found.starts} == {None}
 
 
 @pytest.fixture
@@ -507,8 +531,8 @@ def test_the_object_has_its_names(measured: list[bool], run: Any) -> None:
     status, out, _ = run("--json")
     found = json.loads(out)
     assert status == 0 and set(found) == {
-        "machine", "memory", "target", "drafter", "trees", "no_trees", "costs", "plain_steps", "cliffs", "starts",
-        "outlooks", "pays_from", "notes", "settings",
+        "machine", "memory", "target", "drafter", "trees", "no_trees", "not_finite", "costs", "plain_steps", "cliffs",
+        "starts", "outlooks", "pays_from", "notes", "settings",
     }  # fmt: skip
     assert set(found["memory"]) == {"machine_bytes", "target_bytes", "drafter_bytes", "peak_bytes"}
     assert {"chip", "device", "python", "mlx", "mlx-lm", "mlx_redrafter"} <= set(found["machine"])
