@@ -22,6 +22,7 @@ from benchmarks.costmodel import (
     splits,
 )
 from benchmarks.published import CHIPS, Cell, Published, mean, read_all, read_chip
+from benchmarks.study import study, study_text
 
 SHAPES = [(width, depth) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)]
 
@@ -50,6 +51,17 @@ def test_the_fitted_half_is_never_asked_about_and_holds_sixteen_rows() -> None:
     assert len(halves) == SPLITS and splits(SHAPES) == list(halves.items())
     assert all(len(half) == 8 and {(4, 3), (4, 4)} & half for half in halves.values())
     assert all((miss.width, miss.depth) not in halves[miss.seed] for miss in prove(read_chip("m2")))
+
+
+def test_halves_that_know_nothing_of_the_cliff_miss_more_and_are_said_to_be_left_out(
+    everything: list[Published],
+) -> None:
+    halves = [half for _, half in splits(SHAPES, blind=True)]
+    assert len(halves) == SPLITS and any(not {(4, 3), (4, 4)} & half for half in halves)
+    found = study(None, None)
+    blind = found["proof"]["predicted_speed_error_of_any_half"]
+    assert blind["worst"] == max(prove(everything, blind=True)).error > 1
+    assert f"worst {blind['worst']:.0%}" in study_text(found) and "rounds is given" in study_text(found)
 
 
 @pytest.mark.parametrize("cliff_at", [NO_CLIFF, 12], ids=["no cliff", "a cliff at 12 rows"])
