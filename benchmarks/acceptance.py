@@ -39,6 +39,7 @@ class Ranked:
     def __init__(self, sampler: Sampler, count: int) -> None:
         self._sampler, self._count = sampler, count
         self.choose, self.check = sampler.choose, sampler.check
+        self.wants_logprobs = sampler.wants_logprobs
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """The sampler's noise, or none in the form of some."""

@@ -44,3 +44,16 @@ def accept_line(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
     matched = target_tokens[:-1] == tree.tokens[1:]
     n_accepted = mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), limit)
     return Verdict(n_accepted, mx.minimum(tree.depths, n_accepted))
+
+
+def confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.array:
+    """() int32, how many drafted tokens are kept up to where the choice proper differs from what was guessed.
+
+    Normalising logits rounds them: two that differ may then tie, and the choice between them fall to the other.
+
+    Args:
+        n_accepted: of a verdict made of what was guessed.
+        guessed: (1 + K,) int32, chosen after each node on the path before normalising.
+        chosen: (1 + K,) int32, chosen there by log-probabilities, as in plain decoding.
+    """
+    return mx.minimum(n_accepted, mx.cumprod((guessed == chosen)[:-1].astype(mx.int32)).sum())

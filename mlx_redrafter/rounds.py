@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import beam
-from .accept import accept, accept_line
+from .accept import accept, accept_line, confirmed
 from .drafter import Drafter
 from .plan import Plan
 from .sampling import Draws, Sampler
@@ -103,13 +103,27 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
     logits, hidden = target.verify(tree, branched=plan.width > 1)
     assert hidden is not None
     logits = processed(chooser.processors, history, tree, logits, plan)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
+    sampler = chooser.sampler
+    early = plan.width > 1 and not sampler.wants_logprobs
+    logprobs = logits if early else normalised(logits)
+    chosen = sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
     verdict = accept_line(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
-    on_path = chosen[verdict.path]
-    report = mx.concatenate([verdict.n_accepted.reshape(1), verdict.path, on_path])
-    rows = list(mx.split(logprobs[verdict.path].reshape(-1), plan.depth + 1))
-    return Outcome(report, rows, Tip(hidden[verdict.path[-1]], on_path[-1]))
+    (n_accepted, path), on_path = verdict, chosen[verdict.path]
+    last: mx.array | int = -1
+    logprobs = logprobs[path]
+    if early:  # most nodes are not kept, and their log-probabilities never made
+        logprobs = normalised(logprobs)
+        proper = sampler.choose(logprobs, draft.draws, tree.depths[path]).astype(mx.int32)
+        last = n_accepted = confirmed(n_accepted, on_path, proper)
+        on_path = proper
+    report = mx.concatenate([n_accepted.reshape(1), path, on_path])
+    rows = list(mx.split(logprobs.reshape(-1), plan.depth + 1))
+    return Outcome(report, rows, Tip(hidden[path[last]], on_path[last]))
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """Log-probabilities of logits (N, V)."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def step(
@@ -128,7 +142,7 @@ def step(
         row = logits[-1:]
         if chooser.processors:
             row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
-        logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
+        logprobs = normalised(row)
         draws = chooser.sampler.draws(mx.array(target.length + token.shape[0]), 1, logprobs.shape[-1])
         chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
     except BaseException:

@@ -33,7 +33,14 @@ class Draws(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Chooses a token after each of N nodes."""
+    """Chooses a token after each of N nodes.
+
+    Attributes:
+        wants_logprobs: False where it may be given logits: a constant added to a row changes no choice, but for
+            rounding.
+    """
+
+    wants_logprobs: bool
 
     def check(self, vocab_size: int) -> None:
         """Refuses a vocabulary that its settings do not fit.
@@ -54,6 +61,8 @@ class Sampler(Protocol):
 
 class Greedy:
     """The likeliest token, as mlx-lm's `greedy_sampler`."""
+
+    wants_logprobs = False
 
     def check(self, vocab_size: int) -> None:
         """See `Sampler.check`."""
@@ -77,6 +86,8 @@ class PerNode:
     Exact in law when the sampler is a function of that row (and of randomness of its own).
     """
 
+    wants_logprobs = True
+
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
 
@@ -99,6 +110,9 @@ class PerNode:
 
 class ByPosition:
     """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position)."""
+
+    wants_logprobs = True
+    """Filters do; without them choosing twice, with noise, takes more operations than it saves."""
 
     def __init__(
         self,
