@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import acceptance, predict, report, round_time, serving, sweep, synthetic, ties, training
+from . import acceptance, predict, report, round_time, serving, soak, sweep, synthetic, ties, training
 from . import run as runs
 
 COMMANDS = {
@@ -17,6 +17,7 @@ COMMANDS = {
     "ties": ties,
     "round": round_time,
     "serving": serving,
+    "soak": soak,
     "training": training,
 }
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise RedrafterError("clients, requests, tokens and repeats must be at least 1")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         flags = save(Path(folder))
-        ports = {module: stack.enter_context(process(module, given)) for module, given in flags.items()}
+        ports = {module: stack.enter_context(process(module, given)).port for module, given in flags.items()}
         number = count()
         for port in ports.values():
             ask(port, f"# {next(number)}\n", args.max_tokens, {})
@@ -102,9 +102,16 @@ def save(folder: Path) -> dict[str, list[str]]:
     return {"mlx_lm.server": common, "mlx_redrafter.server": [*common, "--drafter", str(folder / "drafter")]}
 
 
+class Served(NamedTuple):
+    """A server in a process of its own."""
+
+    port: int
+    pid: int
+
+
 @contextmanager
-def process(module: str, flags: list[str]) -> Iterator[int]:
-    """The port of a server, once it answers.
+def process(module: str, flags: list[str]) -> Iterator[Served]:
+    """A server, once it answers.
 
     Raises:
         RedrafterError: it does not.
@@ -119,7 +126,7 @@ def process(module: str, flags: list[str]) -> Iterator[int]:
                 if time.monotonic() > end or running.poll() is not None:
                     raise RedrafterError(f"{module} does not start")
                 time.sleep(0.2)
-            yield port
+            yield Served(port, running.pid)
         finally:
             running.terminate()
 
