@@ -24,7 +24,7 @@ WEIGHTS = "model*.safetensors"
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
-    """The target and its tokenizer, by mlx-lm's own loader.
+    """The target and its tokenizer, by mlx-lm's own loader, with every array evaluated.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
@@ -41,7 +41,28 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         model, tokenizer, *_ = load_target(str(path), **options)
     except Exception as error:  # whatever a damaged directory makes mlx-lm, transformers and their like say
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
+    if not options.get("lazy"):
+        evaluate(model)
     return model, tokenizer
+
+
+def evaluate(*models: nn.Module | None) -> None:
+    """Evaluates all that models hold: their parameters, and what a rope or a mask has made for itself.
+
+    mlx-lm evaluates the parameters alone, and another thread cannot compute the rest: streams belong to threads.
+
+    Raises:
+        CheckpointError: another thread has loaded one, and left something to compute.
+    """
+    try:
+        mx.eval(models)
+    except RuntimeError as error:
+        if "in current thread" not in str(error):
+            raise
+        raise CheckpointError(
+            "the model was loaded in another thread, and not all of it was evaluated there: "
+            "load it with mlx_redrafter.load, or call mx.eval(model) behind mlx_lm.load"
+        ) from error
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:

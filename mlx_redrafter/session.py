@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import kv
 from .autopilot import tensors
+from .checkpoint import evaluate
 from .drafter import Drafter
 from .errors import RedrafterError, one_line
 from .files import expanded, replacing
@@ -112,6 +113,7 @@ class Session:
         self._growth = growth_of(
             model, options.get("max_kv_size"), options.get("kv_bits"), options.get("kv_group_size", 64)
         )
+        evaluate(model, drafter)  # turns may come from other threads
         self._lock, self._holder = threading.Lock(), ""
         self._cancel = threading.Event()
         self._empty()
@@ -335,7 +337,8 @@ class Session:
             elif marks:
                 cache[:] = layers
                 kv.restore_(cache, marks)
-            mx.eval(arrays([list(vars(c).values()) for c in kv.leaves(cache)]))  # another turn's thread cannot
+            # Another turn's thread cannot; some forwards put other weights into the model.
+            mx.eval(arrays([list(vars(c).values()) for c in kv.leaves(cache)]), self.model)
 
 
 def refused_here(options: Any) -> Options:
