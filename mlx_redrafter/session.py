@@ -57,6 +57,19 @@ class Answer:
     last: GenerationResponse | None
 
 
+@dataclass
+class Use:
+    """A thread's use of a session, from when it has it until it gives it back.
+
+    Attributes:
+        thread: its name.
+        cancelled: whether somebody has called `cancel` meanwhile.
+    """
+
+    thread: str
+    cancelled: bool = False
+
+
 class Start(NamedTuple):
     """Where a turn starts.
 
@@ -114,8 +127,7 @@ class Session:
             model, options.get("max_kv_size"), options.get("kv_bits"), options.get("kv_group_size", 64)
         )
         evaluate(model, drafter)  # turns may come from other threads
-        self._lock, self._holder = threading.Lock(), ""
-        self._cancel = threading.Event()
+        self._lock, self._use = threading.Lock(), cast(Use | None, None)
         self._empty()
 
     @property
@@ -163,8 +175,7 @@ class Session:
 
         An answer that is cancelled ends without a `finish_reason`.
         """
-        with self._held():
-            self._cancel.clear()
+        with self._held() as use:
             new = as_messages(messages)
             stop = options.pop("stop", self._stop)
             turn = self._options | refused_here(options)
@@ -178,11 +189,15 @@ class Session:
                 raise RedrafterError(self._too_long(start))
             asked = turn.get("max_tokens", 256)
             turn["max_tokens"] = room if asked == -1 else min(asked, room)
-            yield from self._answered(start, new, stop, turn)
+            yield from self._answered(use, start, new, stop, turn)
 
     def cancel(self) -> None:
-        """Ends the answer that is being made, within a round; from any thread. What was said stays."""
-        self._cancel.set()
+        """Ends the answer that is being made, within a round; from any thread, or a signal's handler.
+
+        What was said stays. Where none is being made, nothing happens.
+        """
+        if (use := self._use) is not None:
+            use.cancelled = True
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -193,7 +208,7 @@ class Session:
         """Another session that has come as far as this one; what one says later is not in the other."""
         with self._held():
             other = copy.copy(self)
-            other._lock, other._cancel = threading.Lock(), threading.Event()
+            other._lock, other._use = threading.Lock(), None
             other._cache = copy.deepcopy(self._cache)
             other._tokens, other._messages = list(self._tokens), copy.deepcopy(self._messages)
             return other
@@ -250,15 +265,18 @@ class Session:
         self._messages: list[Message] = []
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _held(self) -> Iterator[Use]:
         """This thread has the session; nobody else may use it meanwhile."""
-        if not self._lock.acquire(blocking=False):
-            raise RedrafterError(f"the session is in use by thread {self._holder}: one thread at a time")
-        self._holder = threading.current_thread().name
+        mine = Use(threading.current_thread().name)
+        with self._lock:
+            if (other := self._use) is None:
+                self._use = mine
+        if other is not None:
+            raise RedrafterError(f"the session is in use by thread {other.thread}: one thread at a time")
         try:
-            yield
+            yield mine
         finally:
-            self._lock.release()
+            self._use = None
 
     def _start(self, new: list[Message]) -> Start:
         """Where a turn starts: behind what the cache holds, or anew where the template moves what was said."""
@@ -300,14 +318,14 @@ class Session:
         return f"the conversation would be {tokens} tokens, and its cache {size} bytes: more than {allowed}"
 
     def _answered(
-        self, start: Start, new: list[Message], stop: str | Sequence[str] | None, options: Options
+        self, use: Use, start: Start, new: list[Message], stop: str | Sequence[str] | None, options: Options
     ) -> Generator[GenerationResponse, None, None]:
         """The responses of a turn; afterwards the session has come as far as was yielded."""
         cache, report = start.cache, options.get("prompt_progress_callback")
 
         def progress(done: int, total: int) -> None:
             """Looks whether the answer is still wanted before another piece of the prompt is read."""
-            if self._cancel.is_set():
+            if use.cancelled:
                 raise Cancelled
             if report is not None:
                 report(done, total)
@@ -326,7 +344,7 @@ class Session:
                     said.append(response.token)
                     text += response.text
                     yield response
-                    if self._cancel.is_set():
+                    if use.cancelled:
                         return
         except Cancelled:
             pass

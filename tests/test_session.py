@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable
 from itertools import zip_longest
@@ -21,6 +23,7 @@ from test_threads import workers
 from toys import ids, make_tokenizer, run
 
 from mlx_redrafter import RedrafterError, Session, stream_generate
+from mlx_redrafter import session as session_module
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.growth import growth_of
@@ -223,6 +226,39 @@ def test_a_cancel_before_a_turn_does_not_end_it() -> None:
     talk = session()
     talk.cancel()
     assert talk.send("hello").finish_reason != "cancelled"
+
+
+def test_a_cancel_at_any_line_behind_which_the_session_is_taken_ends_the_turn() -> None:
+    """Each line that the turn goes through in session.py, up to its first token, is stopped at and cancelled at."""
+    sources, ended, place = (session_module.__file__, contextlib.__file__), list[int](), 0
+    while True:
+        talk, lines = session(), 0
+
+        def at_each_line(frame: Any, event: str, arg: object, talk: Session = talk) -> Any:
+            nonlocal lines
+            if frame.f_code.co_filename not in sources:
+                return None
+            if event == "line" and talk._use is not None:  # another thread would be told that it is in use
+                lines += 1
+                if lines == place + 1:
+                    talk.cancel()
+            return at_each_line
+
+        stream = talk.stream("hello")
+        sys.settrace(at_each_line)
+        try:
+            first = next(stream, None)
+        finally:
+            sys.settrace(None)
+        if lines <= place:
+            stream.close()
+            break
+        rest = list(stream)
+        assert rest == [], f"line {place}"
+        ended.append(0 if first is None else 1)
+        assert len(talk.tokens) == (len("UhellozA") + 1 if first else 0)
+        place += 1
+    assert place > 30 and ended == sorted(ended), "until the prompt is read, nothing has happened"
 
 
 def test_a_timer_cancels_from_another_thread() -> None:
