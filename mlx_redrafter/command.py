@@ -21,10 +21,11 @@ from . import __version__
 from .comparing import Difference, distance, first_difference
 from .drafter import Drafter
 from .errors import RedrafterError
-from .flags import OPTIONS, make_parser
+from .flags import OPTIONS, make_parser, template_config
 from .generation import GenerationResponse, Options, is_text, stream_generate, summary
 from .machine import PACKAGES
 from .pair import open_pair
+from .turns import rendered
 
 DEMO_PROMPT = "def main("
 
@@ -146,17 +147,6 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any, metadata: dict[str, st
     return ids
 
 
-def template_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The object of `--chat-template-config`."""
-    try:
-        more = json.loads(args.chat_template_config or "{}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
-    if not isinstance(more, dict):
-        raise RedrafterError(f"--chat-template-config must be a JSON object, got {args.chat_template_config}")
-    return more
-
-
 def unescaped(text: str) -> str:
     """Newlines and tabs for their escapes, as mlx-lm reads a prompt."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
@@ -172,25 +162,11 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
 
-    def render() -> str:
-        """What the template makes of the messages as they are now."""
-        try:
-            rendered: str = tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                continue_final_message=prefilled,
-                add_generation_prompt=not prefilled,
-                **more,
-            )
-        except Exception as error:  # a template may raise whatever it likes
-            raise RedrafterError(f"the chat template refuses this prompt: {error}") from error
-        return rendered
-
-    whole = render()
+    whole = rendered(tokenizer, messages, more, prefilled=prefilled)
     if not is_suffix:
         return whole
     user["content"] = "<query>"
-    return whole[render().index("<query>") :]
+    return whole[rendered(tokenizer, messages, more, prefilled=prefilled).index("<query>") :]
 
 
 @contextmanager

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 from collections.abc import Container
+from typing import Any
 
+from .errors import RedrafterError
 from .generation import make_settings
 from .plan import AUTO, DRAFT_DEPTH, OFF
 
@@ -68,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
-    add("--chat-template-config", help="JSON object of more arguments for the chat template")
+    add_template(parser)
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
@@ -88,6 +91,22 @@ def add_drafter(parser: argparse.ArgumentParser, otherwise: str) -> None:
     parser.add_argument(
         "--drafter", help=f"local directory or Hugging Face repo of its drafter; {otherwise} when not given"
     )
+
+
+def add_template(parser: argparse.ArgumentParser) -> None:
+    """The flag that `template_config` reads."""
+    parser.add_argument("--chat-template-config", help="JSON object of more arguments for the chat template")
+
+
+def template_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The object of `--chat-template-config`."""
+    try:
+        more = json.loads(args.chat_template_config or "{}")
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RedrafterError(f"--chat-template-config is not JSON: {error}") from error
+    if not isinstance(more, dict):
+        raise RedrafterError(f"--chat-template-config must be a JSON object, got {args.chat_template_config}")
+    return more
 
 
 def add_options(parser: argparse.ArgumentParser, without: Container[str] = ()) -> None:

@@ -20,10 +20,10 @@ from typing import IO, Any
 
 from . import __version__
 from .errors import RedrafterError, one_line
-from .flags import OPTIONS, add_options, add_pair
+from .flags import OPTIONS, add_options, add_pair, add_template, template_config
 from .generation import is_text
 from .pair import open_pair
-from .session import Session
+from .session import OF_CACHE, Session
 
 PROTOCOL = 1
 """Of the schema; another number means other lines."""
@@ -50,7 +50,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 """What a request of each type may say beside its type and its id."""
 
-TURN = {name for name, _, _ in OPTIONS} - {"max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"} | {"stop"}
+TURN = {name for name, _, _ in OPTIONS} - set(OF_CACHE) | {"stop", "tools", "chat_template_config"}
 """The options of a turn; those of the cache are the session's."""
 
 Request = dict[str, Any]
@@ -303,6 +303,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
     parser.add_argument("--memory-budget", type=int, help="bytes a session's cache may take; then what the machine has")
     parser.add_argument("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room")
+    add_template(parser)
     add_options(parser)
     return parser
 
@@ -317,6 +318,7 @@ def run() -> int:
     drafter = None if args.no_drafter else drafter
     settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
     settings |= {"stop": list(args.stop), "memory_budget": args.memory_budget, "when_full": args.when_full}
+    settings["chat_template_config"] = template_config(args)
 
     def make(path: str | None) -> Session:
         """A session of these flags."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,27 +13,29 @@ from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import kv
-from .autopilot import tensors
 from .checkpoint import evaluate
 from .drafter import Drafter
-from .errors import RedrafterError, one_line
-from .files import expanded, replacing
-from .generation import GenerationResponse, Options, make_settings, stream_generate
+from .errors import RedrafterError
+from .generation import GenerationResponse, Options, check_callers, check_integers, make_settings, stream_generate
 from .growth import arrays, free, growth_of
-from .turns import Message, as_messages, behind, whole
-
-FORMAT = "1"
-"""Of saved sessions."""
+from .saved import Saved, read_saved, write_saved
+from .turns import Message, as_messages, behind, template_of, whole
 
 MARGIN = 64
 """Rows that a round may write beyond the text, for the tree it verifies."""
 
 LONGEST = 2**31
 """No text is longer."""
+
+OF_CACHE = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+"""The options that say how a cache is made."""
+
+MAX_TOKENS: int = inspect.signature(make_settings).parameters["max_tokens"].default
+"""Of an answer, where nothing is said."""
 
 
 class Cancelled(Exception):
@@ -78,12 +80,14 @@ class Start(NamedTuple):
         tokens: the ids that the cache holds.
         messages: the conversation before it.
         ids: what is to be read for it.
+        template: arguments of the chat template.
     """
 
     cache: kv.Cache
     tokens: list[int]
     messages: list[Message]
     ids: list[int]
+    template: dict[str, Any]
 
 
 class Session:
@@ -94,9 +98,11 @@ class Session:
     Args:
         model, tokenizer, drafter: as `load` and `load_drafter` return them.
         memory_budget: bytes that its cache may take; None for what the machine has left.
-        when_full: "refuse" a turn for which there is no room, or "trim": forget the oldest messages but the system's,
-            and read what is left anew.
+        when_full: "refuse" a turn for which there is no room, or "trim": forget the oldest messages but the system's
+            until `max_tokens` of answer have room, or half of what the budget holds, and read what is left anew.
         stop: strings that end an answer.
+        tools: functions or their JSON schemas, for the chat template.
+        chat_template_config: more arguments for the chat template, as `enable_thinking`.
         options: of every turn, unless `send` says otherwise; see `make_settings`. A `prompt_cache` is not among them.
 
     Raises:
@@ -112,6 +118,8 @@ class Session:
         memory_budget: int | None = None,
         when_full: Literal["refuse", "trim"] = "refuse",
         stop: str | Sequence[str] | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_config: dict[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:
         if when_full not in ("refuse", "trim"):
@@ -121,6 +129,7 @@ class Session:
         self.model, self.drafter = model, drafter
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._options, self._stop = refused_here(options), stop
+        self._template = template_of(self.tokenizer, tools, chat_template_config)
         make_settings(drafter, **self._options)
         self._budget, self._trims = memory_budget, when_full == "trim"
         self._growth = growth_of(
@@ -154,10 +163,12 @@ class Session:
             messages: a user's text, or messages; without a chat template the text as it is.
             on_text: called with each piece of text as it is made.
             on_token: called with every response.
-            options: as those of `Session`, for this turn.
+            options: as those of `Session`, for this turn: `stop`, `tools` and `chat_template_config`, too. Where those
+                change what was read, the conversation is read anew.
 
         Raises:
-            RedrafterError: another thread is at it, no room, or what `stream_generate` refuses.
+            RedrafterError: another thread is at it, no room, an option of the cache, which is the session's, or what
+                `stream_generate` refuses.
         """
         text, tokens, last = "", list[int](), None
         for last in self.stream(messages, **options):
@@ -177,17 +188,20 @@ class Session:
         """
         with self._held() as use:
             new = as_messages(messages)
-            stop = options.pop("stop", self._stop)
-            turn = self._options | refused_here(options)
-            make_settings(self.drafter, **turn)
-            start = self._start(new)
-            room = self._room(start)
-            if room < 1 and self._trims:
-                start = self._trimmed(new)
-                room = self._room(start)
-            if room < 1:
+            stop, template = options.pop("stop", self._stop), self._template
+            if "tools" in options or "chat_template_config" in options:
+                tools, config = template.get("tools"), {k: v for k, v in template.items() if k != "tools"}
+                tools, config = options.pop("tools", tools), options.pop("chat_template_config", config)
+                template = template_of(self.tokenizer, tools, config)
+            turn = self._options | refused_in_turns(options)
+            asked = turn.get("max_tokens", MAX_TOKENS)
+            check_integers(max_tokens=asked)
+            check_callers(None, turn.get("prompt_progress_callback"), None, None)
+            start = self._start(new, template)
+            if self._trims and self._room(start) < (wanted := self._wanted(asked)):
+                start = self._trimmed(start, new, wanted)
+            if (room := self._room(start)) < 1:
                 raise RedrafterError(self._too_long(start))
-            asked = turn.get("max_tokens", 256)
             turn["max_tokens"] = room if asked == -1 else min(asked, room)
             yield from self._answered(use, start, new, stop, turn)
 
@@ -220,21 +234,11 @@ class Session:
             path: a name that ends in .safetensors.
 
         Raises:
-            RedrafterError: it cannot be written, or nothing was said yet.
+            RedrafterError: it cannot be written, nothing was said yet, or the last turn was broken off while all was
+                read anew.
         """
         with self._held():
-            place = expanded(path)
-            if place.suffix != ".safetensors":
-                raise RedrafterError(f"a session is saved as .safetensors, got {place.name}")
-            if not self._tokens:
-                raise RedrafterError("nothing was said yet: there is nothing to save")
-            of = tensors(self.model)
-            told = {"format": FORMAT, "model": of, "tokens": self._tokens, "messages": self._messages}
-            try:
-                with replacing(place) as partly:
-                    save_prompt_cache(str(partly), self._cache, {"session": json.dumps(told)})
-            except (OSError, RuntimeError, TypeError, ValueError) as error:
-                raise RedrafterError(f"cannot save the session as {place}: {one_line(error)}") from error
+            write_saved(path, self.model, Saved(self._cache, self._tokens, self._messages))
 
     @classmethod
     def load(
@@ -249,20 +253,14 @@ class Session:
             RedrafterError: it cannot be read, or is of another model.
         """
         session = cls(model, tokenizer, drafter, **settings)
-        cache, tokens, messages, of = read_saved(expanded(path))
-        if of != tensors(model):
-            raise RedrafterError(f"the session {path} was saved with another model")
-        held = kv.length(cache)
-        if held not in (0, len(tokens)):
-            raise RedrafterError(f"{path} holds {held} tokens, and says {len(tokens)}")
-        session._cache, session._tokens, session._messages = cache, tokens, messages
-        mx.eval([c.state for c in cache])
+        session._cache, session._tokens, session._messages = read_saved(path, model)
         return session
 
     def _empty(self) -> None:
         self._cache: kv.Cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
         self._tokens: list[int] = []
         self._messages: list[Message] = []
+        self._read_with = self._template
 
     @contextmanager
     def _held(self) -> Iterator[Use]:
@@ -278,38 +276,47 @@ class Session:
         finally:
             self._use = None
 
-    def _start(self, new: list[Message]) -> Start:
+    def _start(self, new: list[Message], template: dict[str, Any]) -> Start:
         """Where a turn starts: behind what the cache holds, or anew where the template moves what was said."""
         if not self._tokens:
-            return self._anew([], new)
-        ids = behind(self.tokenizer, self._messages[:-1], new, self._tokens[-1])
+            return self._anew(self._messages, new, template)
+        ids = behind(self.tokenizer, self._messages[:-1], new, self._tokens[-1], template, self._read_with)
         if ids is None:
-            return self._anew(self._messages, new)
-        return Start(self._cache, self._tokens, self._messages, ids)
+            return self._anew(self._messages, new, template)
+        return Start(self._cache, self._tokens, self._messages, ids, template)
 
-    def _anew(self, messages: list[Message], new: list[Message]) -> Start:
+    def _anew(self, messages: list[Message], new: list[Message], template: dict[str, Any]) -> Start:
         cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
-        return Start(cache, [], messages, whole(self.tokenizer, [*messages, *new]))
+        return Start(cache, [], messages, whole(self.tokenizer, [*messages, *new], template), template)
 
-    def _trimmed(self, new: list[Message]) -> Start:
-        """The same when the oldest messages, but the system's, are forgotten until there is room, or all of them."""
+    def _trimmed(self, start: Start, new: list[Message], wanted: int) -> Start:
+        """The same when the oldest messages, but the system's, are forgotten until so many tokens have room, or all."""
         first = next((i for i, each in enumerate(self._messages) if each["role"] != "system"), len(self._messages))
         system, rest = self._messages[:first], self._messages[first:]
         while True:
             rest = rest[next((i for i, each in enumerate(rest) if i and each["role"] == "user"), len(rest)) :]
-            start = self._anew([*system, *rest], new)
-            if not rest or self._room(start) > 0:
+            start = self._anew([*system, *rest], new, start.template)
+            if not rest or self._room(start) >= wanted:
                 return start
 
-    def _room(self, start: Start) -> int:
-        """How many tokens an answer may have."""
+    def _wanted(self, asked: int) -> int:
+        """For how many tokens of answer there should be room: as many as are asked for, or half of all there can be."""
+        half = max(1, self._longest() // 2)
+        return half if asked == -1 else min(asked, half)
+
+    def _longest(self) -> int:
+        """How many tokens its cache may hold."""
         budget = self._budget
         if budget is None:
             left = free()
             if left is None:
                 return LONGEST
             budget = left + self._growth.bytes_at(len(self._tokens))
-        return self._growth.tokens_in(budget, LONGEST) - MARGIN - len(start.tokens) - len(start.ids)
+        return self._growth.tokens_in(budget, LONGEST) - MARGIN
+
+    def _room(self, start: Start) -> int:
+        """How many tokens an answer may have."""
+        return self._longest() - len(start.tokens) - len(start.ids)
 
     def _too_long(self, start: Start) -> str:
         tokens = len(start.tokens) + len(start.ids)
@@ -327,6 +334,8 @@ class Session:
             """Looks whether the answer is still wanted before another piece of the prompt is read."""
             if use.cancelled:
                 raise Cancelled
+            if start.cache is not self._cache:  # a conversation that is read anew does not need both
+                self._cache, self._tokens = start.cache, []
             if report is not None:
                 report(done, total)
 
@@ -352,6 +361,7 @@ class Session:
             if said:
                 self._cache, self._tokens = cache, [*start.tokens, *start.ids, *said]
                 self._messages = [*start.messages, *new, {"role": "assistant", "content": text}]
+                self._read_with = start.template
             elif marks:
                 cache[:] = layers
                 kv.restore_(cache, marks)
@@ -371,19 +381,13 @@ def refused_here(options: Any) -> Options:
     return cast(Options, options)
 
 
-def read_saved(path: Path) -> tuple[kv.Cache, list[int], list[Message], str]:
-    """(cache, tokens, messages, a digest of the model) of a saved session.
+def refused_in_turns(options: Any) -> Options:
+    """Options of a turn, whose cache is there already.
 
     Raises:
-        RedrafterError: there is none.
+        RedrafterError: how a cache is made is among them.
     """
-    try:
-        cache, metadata = load_prompt_cache(str(path), return_metadata=True)
-        told = json.loads(metadata["session"])
-        tokens, messages = told["tokens"], as_messages(told["messages"])
-        sound = told["format"] == FORMAT and tokens and all(type(token) is int for token in tokens)
-    except Exception as error:  # a damaged file fails in as many ways
-        raise RedrafterError(f"cannot read the session {path}: {one_line(error)}") from error
-    if not sound:
-        raise RedrafterError(f"cannot read the session {path}: expected format {FORMAT}, got {told['format']!r}")
-    return cache, tokens, messages, told["model"]
+    for name in OF_CACHE:
+        if name in options:
+            raise RedrafterError(f"{name} is the session's, not a turn's: its cache is there already")
+    return refused_here(options)

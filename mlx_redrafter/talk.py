@@ -15,7 +15,7 @@ from mlx_lm.chat import setup_arg_parser
 
 from .command import check, progress, read_models
 from .errors import RedrafterError
-from .flags import OPTIONS, add_drafter, add_options
+from .flags import OPTIONS, add_drafter, add_options, add_template, template_config
 from .flags import make_parser as generate_parser
 from .generation import Options, make_settings
 from .screen import Screen
@@ -29,7 +29,7 @@ def run() -> int:
     options: Options = {name: getattr(args, name) for name, _, _ in OPTIONS}  # type: ignore[assignment]
     make_settings(**options)  # what is wrong with them is said before anything is loaded
     model, tokenizer, drafter = read_models(args, {})
-    session = Session(model, tokenizer, drafter, **options)
+    session = Session(model, tokenizer, drafter, chat_template_config=template_config(args), **options)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # the session refuses such a message, and goes on
     with Screen(args, head(args, session)) as screen:
@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--show-accepted", action="store_true", help="tint what was drafted and accepted, in a terminal with colours"
     )
+    add_template(parser)
     add_options(parser, without=vars(parser.parse_args([])))
     return parser
 

@@ -6,14 +6,18 @@ cut old reasoning), so nothing that was read is ever rendered again: only what s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from .errors import RedrafterError
+from .errors import RedrafterError, one_line
 from .generation import encode, is_text
 
 Message = dict[str, Any]
 """As chat templates take them: `role`, `content`, and whatever else a template knows."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No arguments for a chat template."""
 
 MARK = "7f3a9c41d2"
 """Stands for the last answer while what comes behind it is looked for."""
@@ -36,45 +40,98 @@ def as_messages(given: str | Sequence[Message]) -> list[Message]:
     return [dict(each) for each in messages]
 
 
-def whole(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def template_of(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any]:
+    """The arguments of a chat template beside the messages.
+
+    Args:
+        tools: functions or their JSON schemas; None for none.
+        config: an object of others, as `enable_thinking`; None for none.
+
+    Raises:
+        RedrafterError: they are something else, or nobody would see the tools.
+    """
+    if not isinstance(config or {}, dict) or not all(isinstance(name, str) for name in config or {}):
+        raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
+    if tools is None:
+        return dict(config or {})
+    if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
+        raise RedrafterError(f"tools must be a list of functions or JSON schemas, got {tools!r:.100}")
+    if tools and not tokenizer.has_chat_template:
+        raise RedrafterError("tools need a chat template, and the tokenizer has none")
+    return {**(config or {}), "tools": list(tools)}
+
+
+def whole(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any] = NOTHING) -> list[int]:
     """The ids of a conversation up to where an answer begins; without a chat template its texts as they are.
+
+    Args:
+        template: see `template_of`.
 
     Raises:
         RedrafterError: the template refuses them, or they come to nothing.
     """
     if not tokenizer.has_chat_template:
         return checked(encode(tokenizer, "".join(map(plain_text, messages))))
-    return checked(list(tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)))
+    return checked(list(tokenizer.encode(rendered(tokenizer, messages, template), add_special_tokens=False)))
 
 
-def behind(tokenizer: Any, before: Sequence[Message], new: Sequence[Message], last: int) -> list[int] | None:
-    """The ids that `new` adds behind an answer to `before`; None where the template does not show it where it stood.
+def behind(
+    tokenizer: Any,
+    before: Sequence[Message],
+    new: Sequence[Message],
+    last: int,
+    template: Mapping[str, Any] = NOTHING,
+    read_with: Mapping[str, Any] | None = None,
+) -> list[int] | None:
+    """The ids that `new` adds behind an answer to `before`.
 
     Args:
         last: the last token that was said. An end-of-text token is not said twice.
+        template: see `template_of`.
+        read_with: those that `before` was read with; None for the same.
+
+    Returns:
+        None where the template does not show the answer where it stood, or something else in front of it.
 
     Raises:
         RedrafterError: the template refuses them, or they come to nothing.
     """
     if not tokenizer.has_chat_template:
         return checked(list(tokenizer.encode("".join(map(plain_text, new)), add_special_tokens=False)))
-    parts = rendered(tokenizer, [*before, {"role": "assistant", "content": MARK}, *new]).split(MARK)
+    messages = [*before, {"role": "assistant", "content": MARK}, *new]
+    parts = rendered(tokenizer, messages, template).split(MARK)
     if len(parts) != 2:
+        return None
+    if read_with not in (None, template) and rendered(tokenizer, messages, read_with).split(MARK)[0] != parts[0]:
         return None
     ids = list(tokenizer.encode(parts[1], add_special_tokens=False))
     return checked(ids[1:] if ids[:1] == [last] and last in tokenizer.eos_token_ids else ids)
 
 
-def rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
+def rendered(
+    tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any], *, prefilled: bool = False
+) -> str:
     """Through the chat template, up to where an answer begins.
+
+    Args:
+        template: see `template_of`.
+        prefilled: whether the last message is the beginning of the answer.
 
     Raises:
         RedrafterError: the template refuses them.
     """
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            continue_final_message=prefilled,
+            add_generation_prompt=not prefilled,
+            **template,
+        )
     except Exception as error:  # a template may raise whatever it likes
-        raise RedrafterError(f"the chat template refuses these messages: {error}") from error
+        raise RedrafterError(f"the chat template refuses these messages: {one_line(error)}") from error
+    if not isinstance(text, str):
+        raise RedrafterError(f"the chat template must make a text, got {type(text).__name__}")
     return text
 
 

@@ -31,6 +31,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"loop"},
         {"generation", "trial", "growth"},
         {"turns"},
+        {"saved"},
         {"session"},
         {"serving"},
         {"training"},

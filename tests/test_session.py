@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import make_family
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from test_interruptions import failing_at
 from test_threads import workers
 from toys import ids, make_tokenizer, run
 
-from mlx_redrafter import RedrafterError, Session, stream_generate
+from mlx_redrafter import RedrafterError, Session, generation, stream_generate
 from mlx_redrafter import session as session_module
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.generation import make_settings
@@ -139,6 +139,76 @@ def test_a_template_that_drops_what_was_said_is_read_anew() -> None:
     assert len(talk.messages) == 4
 
 
+THINKING = (
+    "{% if tools %}{{ 't' * (tools | length) }}{% endif %}{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}"
+    "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% if think is defined and think %}h{% endif %}"
+    "{% endif %}"
+)
+
+
+def thinker(**settings: Any) -> Session:
+    """Over a template that shows tools in front, and an argument at the end."""
+    tokenizer = chatty()
+    tokenizer._tokenizer.chat_template = THINKING
+    return Session(make_model("qwen3"), tokenizer, max_tokens=4, **settings)
+
+
+def read_by(talk: Session, text: str, **options: Any) -> tuple[str, int]:
+    """(all that was read when an answer begins, how many tokens of it in this turn)."""
+    answer = talk.send(text, **options)
+    assert answer.last is not None
+    return talk.tokenizer.decode(talk.tokens[: -len(answer.tokens)]), answer.last.prompt_tokens
+
+
+def test_arguments_of_the_template_are_the_sessions_or_a_turns() -> None:
+    talk = thinker(chat_template_config={"think": True})
+    assert read_by(talk, "a") == ("UazAh", 5)
+    before = talk.tokens
+    text, count = read_by(talk, "b", chat_template_config={"think": False})
+    assert text.endswith("UbzA") and talk.tokens[: len(before)] == before and count < 7, "nothing is read twice"
+    assert read_by(talk, "c", chat_template_config=None)[0].endswith("UczA")
+    assert read_by(talk, "d")[0].endswith("UdzAh")
+
+
+def test_tools_that_change_are_read_and_the_conversation_behind_them_again() -> None:
+    def look(what: str) -> str:
+        """Looks.
+
+        Args:
+            what: it should be.
+        """
+        return what
+
+    talk = thinker(tools=[look])
+    assert read_by(talk, "a")[0] == "tUazA"
+    assert read_by(talk, "b")[1] < 7
+    text, count = read_by(talk, "c", tools=[look, look])
+    assert text.startswith("ttUazA") and count == len(text), "anew"
+    assert read_by(talk, "d", tools=[look, look])[1] < 7, "once"
+    assert read_by(talk, "e")[0].startswith("tUazA"), "the session has its own"
+    other = talk.fork()
+    assert read_by(other, "f")[1] < 7
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"chat_template_config": 5}, "chat_template_config must be a dictionary of arguments, got 5"),
+        ({"chat_template_config": {1: 2}}, "chat_template_config must be a dictionary of arguments"),
+        ({"chat_template_config": {"tokenize": True}}, "the chat template refuses these messages: .*tokenize"),
+        ({"tools": "look"}, "tools must be a list of functions or JSON schemas, got 'look'"),
+        ({"tools": [5]}, "the chat template refuses these messages: "),
+    ],
+)
+def test_what_no_template_takes_is_refused_in_a_line(options: dict[str, Any], said: str) -> None:
+    talk = thinker()
+    with pytest.raises(RedrafterError, match=said) as raised:
+        talk.send("a", **options)
+    assert "\n" not in str(raised.value) and talk.send("a").tokens
+    with pytest.raises(RedrafterError, match="tools need a chat template, and the tokenizer has none"):
+        Session(make_model("qwen3"), make_tokenizer(vocab=53), tools=[{}])
+
+
 def test_without_a_template_texts_follow_each_other() -> None:
     model = make_model("qwen3")
     talk = Session(model, make_tokenizer(vocab=53), make_drafter(model), max_tokens=4, draft_depth=2)
@@ -234,7 +304,7 @@ def test_a_cancel_at_any_line_behind_which_the_session_is_taken_ends_the_turn() 
     while True:
         talk, lines = session(), 0
 
-        def at_each_line(frame: Any, event: str, arg: object, talk: Session = talk) -> Any:
+        def at_each_line(frame: Any, event: str, arg: object, talk: Session = talk, place: int = place) -> Any:
             nonlocal lines
             if frame.f_code.co_filename not in sources:
                 return None
@@ -343,8 +413,40 @@ def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(tmp_path: Path) -> Non
             (tmp_path / name).write_bytes(content)
         with pytest.raises(RedrafterError, match="cannot read the session"):
             Session.load(tmp_path / name, talk.model, talk.tokenizer)
-    with pytest.raises(RedrafterError, match="was saved with another model"):
+    with pytest.raises(RedrafterError, match=r"cannot read the session .* was saved with another model"):
         Session.load(place, make_model("gemma3_text"), talk.tokenizer)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), talk._cache)
+    with pytest.raises(RedrafterError, match="expected a prompt cache with a conversation beside it, got one without"):
+        Session.load(tmp_path / "cache.safetensors", talk.model, talk.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": [64]}, "token ids must be from 0 to 63, got 64"),
+        ({"tokens": [-1]}, "token ids must be from 0 to 63, got -1"),
+        ({"tokens": [2**40]}, "token ids, got 1099511627776"),
+        ({"tokens": []}, "the prompt is empty"),
+        ({"tokens": [1, "2"]}, "expected a list of token ids"),
+        ({"tokens": "12"}, "expected a list of token ids"),
+        ({"tokens": [1, 2]}, "its cache holds .* tokens, and it names 2"),
+        ({"messages": []}, "expected a text or messages"),
+        ({"format": "9"}, "expected format 1, got '9'"),
+        ({"layers": 1}, "the prompt cache must have . layers as the model has, got 1"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_model_is_refused_in_a_line(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    talk, place = session(), tmp_path / "talk.safetensors"
+    talk.send("hello")
+    talk.save(place)
+    cache, metadata = load_prompt_cache(str(place), return_metadata=True)
+    told = json.loads(metadata["session"]) | change
+    save_prompt_cache(str(place), cache[: told.pop("layers", None)], {"session": json.dumps(told)})
+    with pytest.raises(RedrafterError, match=f"cannot read the session .*: .*{said}") as raised:
+        Session.load(place, talk.model, talk.tokenizer)
+    assert "\n" not in str(raised.value)
 
 
 def test_two_threads_at_once_are_told_apart() -> None:
@@ -405,6 +507,66 @@ def test_the_oldest_messages_but_the_systems_are_forgotten_to_make_room() -> Non
     assert talk.messages[1]["content"] not in ("a" * 40, "b" * 40) and talk.messages[-2]["content"] == "h" * 40
     with pytest.raises(RedrafterError, match="more than its budget"):
         talk.send("x" * 300)
+
+
+def full(max_tokens: int = 9) -> Session:
+    """Without a template, so that a token is a letter: 192 of them have room; three turns of 40 letters were read."""
+    model = make_model("qwen3")
+    talk = Session(
+        model, make_tokenizer(vocab=53), max_tokens=9, memory_budget=growth_of(model).bytes_at(256), when_full="trim"
+    )
+    for letter in "abc":
+        talk.send(letter * 40)
+    assert len(talk.tokens) == 3 * 49
+    return talk
+
+
+def test_as_much_is_forgotten_as_the_answer_needs_and_no_more() -> None:
+    for max_tokens, turns in ((5, 3), (6, 2), (54, 2), (55, 1), (96, 1), (150, 1), (-1, 1)):
+        talk = full()
+        answer = talk.send("d" * 40, max_tokens=max_tokens)
+        kept = [each["content"][0] for each in talk.messages if each["role"] == "user"]
+        assert kept == list("abcd"[3 - turns :]), max_tokens
+        assert len(answer.tokens) == (max_tokens if 0 < max_tokens < 150 else 256 - MARGIN - 49 - 40)
+    talk = full()
+    assert len(talk.send("d" * 150, max_tokens=60).tokens) == 42 and len(talk.messages) == 2, "as much as can be"
+
+
+def test_what_is_read_anew_takes_the_room_of_what_was_read_before() -> None:
+    talk = full()
+    held: list[list[int]] = []
+    cancelled = talk.send(
+        "d" * 40,
+        prefill_step_size=8,
+        prompt_progress_callback=lambda done, total: (held.append(talk.tokens), done > 20 and talk.cancel()),
+    )
+    assert cancelled.finish_reason == "cancelled" and held[0] == [], "the old cache was given up"
+    assert len(talk.messages) == 6, "the conversation was not"
+    with pytest.raises(RedrafterError, match="there is no cache to save"):
+        talk.save("nowhere.safetensors")
+    answer = talk.send("d", max_tokens=2)
+    assert answer.tokens == ids(run(talk.model, talk.tokens[:-2], max_tokens=2))
+    assert talk.tokenizer.decode(talk.tokens[:-2]) == "".join(each["content"] for each in talk.messages[:-1])
+    assert len(talk.messages) == 8
+
+
+@pytest.mark.parametrize("name", ["max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"])
+def test_how_the_cache_is_made_is_no_option_of_a_turn(name: str) -> None:
+    talk = session()
+    with pytest.raises(RedrafterError, match=f"{name} is the session's, not a turn's"):
+        talk.send("hello", **{name: 64})
+    assert talk.send("hello").tokens
+
+
+def test_the_options_of_a_turn_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk, calls = session(), list[str]()
+    for module in (generation, session_module):
+        name = module.__name__
+        monkeypatch.setattr(
+            module, "make_settings", lambda *of, name=name, **more: (calls.append(name), make_settings(*of, **more))[1]
+        )
+    talk.send("hello")
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

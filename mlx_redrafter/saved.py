@@ -1,0 +1,87 @@
+"""Conversations in files: a prompt cache of mlx-lm, with the token ids and the messages beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from . import kv
+from .autopilot import tensors
+from .errors import RedrafterError, one_line
+from .files import expanded, replacing
+from .prompts import check_prompt
+from .target import KVQuantization, check_request
+from .turns import Message, as_messages
+
+FORMAT = "1"
+"""Of saved conversations."""
+
+
+class Saved(NamedTuple):
+    """A conversation.
+
+    Attributes:
+        cache: what was read and said.
+        tokens: the ids that it holds.
+        messages: the same as messages.
+    """
+
+    cache: kv.Cache
+    tokens: list[int]
+    messages: list[Message]
+
+
+def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
+    """Writes a conversation, whole or not at all.
+
+    Args:
+        path: a name that ends in .safetensors.
+        model: that it was held with.
+
+    Raises:
+        RedrafterError: it cannot be written, or nothing was read yet.
+    """
+    place = expanded(path)
+    if place.suffix != ".safetensors":
+        raise RedrafterError(f"a session is saved as .safetensors, got {place.name}")
+    if not saved.tokens:
+        raise RedrafterError("nothing was said yet, or it has to be read anew: there is no cache to save")
+    told = {"format": FORMAT, "model": tensors(model), "tokens": saved.tokens, "messages": saved.messages}
+    try:
+        with replacing(place) as partly:
+            save_prompt_cache(str(partly), saved.cache, {"session": json.dumps(told)})
+    except (OSError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise RedrafterError(f"cannot save the session as {place}: {one_line(error)}") from error
+
+
+def read_saved(path: str | Path, model: nn.Module) -> Saved:
+    """A conversation that was written, its cache evaluated.
+
+    Raises:
+        RedrafterError: there is none, it is damaged, or was held with another model.
+    """
+    place = expanded(path)
+    try:
+        cache, metadata = load_prompt_cache(str(place), return_metadata=True)
+        told = json.loads(metadata.get("session", "null"))
+        if not isinstance(told, dict):
+            raise RedrafterError("expected a prompt cache with a conversation beside it, got one without")
+        if told.get("format") != FORMAT:
+            raise RedrafterError(f"expected format {FORMAT}, got {told.get('format')!r:.60}")
+        if told["model"] != tensors(model):
+            raise RedrafterError("it was saved with another model")
+        tokens, messages = told["tokens"], as_messages(told["messages"])
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise RedrafterError("expected a list of token ids")
+        check_request(model, check_prompt(tokens), cache, KVQuantization())
+        if (held := kv.length(cache)) not in (0, len(tokens)):
+            raise RedrafterError(f"its cache holds {held} tokens, and it names {len(tokens)}")
+        mx.eval([c.state for c in cache])
+    except Exception as error:  # a damaged file fails in as many ways
+        raise RedrafterError(f"cannot read the session {place}: {one_line(error)}") from error
+    return Saved(cache, tokens, messages)
