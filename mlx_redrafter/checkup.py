@@ -20,7 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure what drafting costs and brings on this machine for a model, before a drafter is trained.",
     )
     add = parser.add_argument
-    add_pair(parser, "a random one of the size that training would choose")
+    add_pair(parser, "a random one of the size that training would choose", plain=False)
     add("--refresh", action="store_true", help="measure anew what is kept of an earlier measurement")
     add("--plot", metavar="PNG", help="draw the curve and the outlook to this file, too")
     add("--json", action="store_true", help="print one JSON object instead of the text")

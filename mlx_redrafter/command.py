@@ -107,15 +107,14 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
     if metadata.get("model") not in (None, name):
         raise RedrafterError(f"the prompt cache was made with {metadata['model']}, got --model {name}")
     args.model = name
-    drafter_name = None if args.no_drafter else args.drafter
-    model, tokenizer, drafter = open_pair(args, name, drafter_name, tokenizer_config(args, metadata))
+    model, tokenizer, drafter = open_pair(args, name, args.drafter, tokenizer_config(args, metadata))
     if args.verbose and name is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
     elif args.verbose and drafter is None and not args.no_drafter:
         print("no --drafter given: decoding plainly", file=sys.stderr)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    return model, tokenizer, None if args.no_drafter else drafter
+    return model, tokenizer, drafter
 
 
 def tokenizer_config(args: argparse.Namespace, metadata: dict[str, str]) -> dict[str, Any]:

@@ -44,15 +44,16 @@ def truth(text: str) -> bool:
     return text.lower() not in ("false", "f")
 
 
-def add_pair(parser: argparse.ArgumentParser, otherwise: str) -> None:
+def add_pair(parser: argparse.ArgumentParser, otherwise: str, *, plain: bool = True) -> None:
     """The flags that name a target and its drafter, as `pair.open_pair` takes them.
 
     Args:
         otherwise: what there is without `--drafter`, for the help.
+        plain: whether there may be no drafter.
     """
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo when not given")
-    add_drafter(parser, otherwise)
+    add_drafter(parser, otherwise, plain=plain)
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
@@ -66,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add_pair(parser, "plain decoding")
-    add("--no-drafter", action="store_true", help="decode plainly")
     add("--prompt", "-p", help="the prompt; '-' reads from stdin")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
@@ -82,15 +82,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_drafter(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    """The flag that names a drafter.
+def add_drafter(parser: argparse.ArgumentParser, otherwise: str, *, plain: bool = True) -> None:
+    """The flags that name a drafter, or none.
 
     Args:
-        otherwise: see `add_pair`.
+        otherwise, plain: see `add_pair`.
     """
     parser.add_argument(
         "--drafter", help=f"local directory or Hugging Face repo of its drafter; {otherwise} when not given"
     )
+    if plain:
+        parser.add_argument("--no-drafter", action="store_true", help="decode plainly")
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:

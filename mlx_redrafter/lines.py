@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from queue import SimpleQueue
 from typing import IO, Any
@@ -21,47 +21,15 @@ from typing import IO, Any
 from . import __version__
 from .errors import RedrafterError, one_line
 from .flags import OPTIONS, add_options, add_pair, add_template, template_config
-from .generation import is_text
 from .pair import open_pair
-from .session import OF_CACHE, Session
-
-PROTOCOL = 1
-"""Of the schema; another number means other lines."""
-
-LONGEST = 8 * 2**20
-"""Bytes of a request's line."""
+from .protocol import PROTOCOL, USAGE, Refused, Request, requests
+from .session import Session
 
 WATCHED, PATIENCE = 0.5, 3.0
 """Seconds between two looks at the parent, and from its end to ours."""
 
 MAIN = "main"
 """The session that is there from the beginning."""
-
-FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "send": {"session": str, "text": str, "messages": list, "options": dict},
-    "cancel": {},
-    "open": {"session": str},
-    "reset": {"session": str},
-    "fork": {"session": str, "as": str},
-    "save": {"session": str, "path": str},
-    "load": {"session": str, "path": str},
-    "close": {"session": str},
-    "ping": {},
-}
-"""What a request of each type may say beside its type and its id."""
-
-TURN = {name for name, _, _ in OPTIONS} - set(OF_CACHE) | {"stop", "tools", "chat_template_config"}
-"""The options of a turn; those of the cache are the session's."""
-
-Request = dict[str, Any]
-
-
-class Refused(Exception):
-    """A line that is no request; `id` is that of the request, if it says one."""
-
-    def __init__(self, message: str, name: str | None = None) -> None:
-        super().__init__(message)
-        self.id = name
 
 
 class Events:
@@ -84,68 +52,6 @@ class Events:
         with self._lock:
             self._stream.write(line)
             self._stream.flush()
-
-
-def requests(stream: IO[bytes]) -> Iterator[Request | Refused]:
-    """The requests of a stream, or what is wrong with a line."""
-    while line := stream.readline(LONGEST + 1):
-        if len(line) > LONGEST and not line.endswith(b"\n"):
-            while line and not line.endswith(b"\n"):
-                line = stream.readline(LONGEST)
-            yield Refused(f"a request has {LONGEST} bytes at most")
-            continue
-        if not line.strip():
-            continue
-        try:
-            yield understood(line)
-        except Refused as refused:
-            yield refused
-
-
-def understood(line: bytes) -> Request:
-    """The request of a line.
-
-    Raises:
-        Refused: it is none.
-    """
-    try:
-        found = json.loads(line.decode("utf-8"), parse_constant=no_number)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"no JSON: {one_line(error)}") from error
-    if not isinstance(found, dict):
-        raise Refused(f"a request is an object, got {type(found).__name__}")
-    name = found.get("id")
-    if not isinstance(name, str) or not name or not is_text(name):
-        raise Refused("a request has an id, a text that is not empty")
-    kind = found.get("type")
-    if kind not in FIELDS:
-        raise Refused(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}", name)
-    for field, value in found.items():
-        expected = FIELDS[kind].get(field, str if field in ("id", "type") else None)
-        if expected is None:
-            raise Refused(f"{kind} has no {field!r:.100}", name)
-        if not isinstance(value, expected):
-            raise Refused(f"{field} must be a JSON {said(expected)}, got {value!r:.100}", name)
-        if isinstance(value, str) and not is_text(value):
-            raise Refused(f"{field} is not UTF-8", name)
-    if kind == "send" and ("text" in found) is ("messages" in found):
-        raise Refused("send has either a text or messages", name)
-    for field in {"fork": ("as",), "save": ("path",), "load": ("path",)}.get(kind, ()):
-        if field not in found:
-            raise Refused(f"{kind} needs {field!r}", name)
-    if odd := sorted(set(found.get("options", {})) - TURN):
-        raise Refused(f"{odd[0]!r:.100} is no option of a turn: {', '.join(sorted(TURN))}", name)
-    return found
-
-
-def no_number(text: str) -> None:
-    """Refuses what JSON has no numbers for."""
-    raise ValueError(f"{text} is no number")
-
-
-def said(kind: type | tuple[type, ...]) -> str:
-    """A type in JSON's words."""
-    return {str: "string", list: "array", dict: "object"}[kind]  # type: ignore[index]
 
 
 class Desk:
@@ -269,13 +175,6 @@ class Desk:
         self._events.tell("done", name, text=text, finish_reason=reason or "cancelled", usage=fields)
 
 
-USAGE = (
-    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
-    "tokens_per_round", "peak_memory", "seed",
-)  # fmt: skip
-"""The fields of a response that tell of the whole answer."""
-
-
 def watch(parent: int, desk: Desk) -> None:
     """Ends the process when its parent is gone; in a thread of its own."""
     while os.getppid() == parent:
@@ -299,7 +198,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="mlx_redrafter.stdio", description="Sessions for another program: lines of JSON on stdin and stdout."
     )
     add_pair(parser, "the packaged one with the packaged demo, or plain decoding")
-    parser.add_argument("--no-drafter", action="store_true", help="decode plainly")
     parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
     parser.add_argument("--memory-budget", type=int, help="bytes a session's cache may take; then what the machine has")
     parser.add_argument("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room")
@@ -313,9 +211,7 @@ def run() -> int:
     args = make_parser().parse_args()
     parent = os.getppid()
     events = Events(own_stdout())
-    name, drafter_name = args.model, None if args.no_drafter else args.drafter
-    model, tokenizer, drafter = open_pair(args, name, drafter_name)
-    drafter = None if args.no_drafter else drafter
+    model, tokenizer, drafter = open_pair(args, args.model, args.drafter)
     settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
     settings |= {"stop": list(args.stop), "memory_budget": args.memory_budget, "when_full": args.when_full}
     settings["chat_template_config"] = template_config(args)
@@ -330,9 +226,9 @@ def run() -> int:
     desk.sessions[MAIN] = make(None)
     for target, of in ((desk.listen, (sys.stdin.buffer,)), (watch, (parent, desk))):
         threading.Thread(target=target, args=of, daemon=True).start()
-    told = None if drafter is None else drafter_name or "demo"
+    told = None if drafter is None else args.drafter or "demo"
     try:
-        events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=name or "demo", drafter=told)
+        events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=args.model or "demo", drafter=told)
         desk.work()
     except OSError:
         return 0  # nobody reads any more

@@ -54,12 +54,15 @@ def open_pair(
     """(model, tokenizer, drafter or None), and a warning on stderr when the drafter was trained for another target.
 
     Args:
+        args: see `open_target`; none is loaded where it has a `no_drafter` that is set.
         drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
-        args, name, config: see `open_target`.
+        name, config: see `open_target`.
 
     Raises:
         RedrafterError: see `open_target`; or there is no such drafter, or it does not fit the model.
     """
+    if getattr(args, "no_drafter", False):
+        return (*open_target(args, name, config), None)
     if name is None:
         check_named(name, args)
         return load_demo(drafter_name)

@@ -60,7 +60,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.description = "Chat with a model that is drafted for; with the packaged demo where no --model is given."
     parser.set_defaults(model=None)
     add_drafter(parser, "plain decoding")
-    parser.add_argument("--no-drafter", action="store_true", help="decode plainly")
     parser.add_argument(
         "--show-accepted", action="store_true", help="tint what was drafted and accepted, in a terminal with colours"
     )

@@ -40,8 +40,8 @@ ROWS: dict[str, list[set[str]]] = {
     ],
     "doors": [
         {"flags", "page"},
-        {"command", "screen", "lines"},
-        {"checkup", "talk"},
+        {"command", "screen", "protocol"},
+        {"checkup", "talk", "lines"},
         {"doors"},
         {"generate", "chat", "cli", "convert", "train", "doctor", "server", "stdio"},
         {"__main__"},
