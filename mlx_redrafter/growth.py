@@ -11,6 +11,12 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from . import kv
 from .machine import memory
 
+MARGIN = 64
+"""Rows that a round may write beyond the text, for the tree it verifies."""
+
+LONGEST = 2**31
+"""No text is longer."""
+
 
 class Growth(NamedTuple):
     """How a model's prompt cache grows with the text.
@@ -38,6 +44,42 @@ class Growth(NamedTuple):
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.bytes_at(middle) <= size else (low, middle - 1)
         return max(low, 0)
+
+
+class Budget(NamedTuple):
+    """What a conversation's cache may take.
+
+    Attributes:
+        growth: of its model's cache.
+        size: bytes; None for what the machine has left.
+    """
+
+    growth: Growth
+    size: int | None
+
+    def longest(self, held: int) -> int:
+        """How many tokens it may hold, `LONGEST` at most, when `held` of them are in memory now."""
+        size = self.size
+        if size is None:
+            if (left := free()) is None:
+                return LONGEST
+            size = left + self.growth.bytes_at(held)
+        return self.growth.tokens_in(size, LONGEST) - MARGIN
+
+    def wanted(self, asked: int, held: int) -> int:
+        """For how many tokens of answer there should be room: as many as are asked for, or half of all there can be.
+
+        Args:
+            asked: -1 for no limit.
+        """
+        half = max(1, self.longest(held) // 2)
+        return half if asked == -1 else min(asked, half)
+
+    def too_long(self, tokens: int) -> str:
+        """Why a text is refused."""
+        size = self.growth.bytes_at(tokens + MARGIN + 1)
+        allowed = "the machine has left" if self.size is None else f"its budget of {self.size}"
+        return f"the conversation would be {tokens} tokens, and its cache {size} bytes: more than {allowed}"
 
 
 def growth_of(

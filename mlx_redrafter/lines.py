@@ -115,6 +115,10 @@ class Desk:
                 self.answer(request)
             except (RedrafterError, ValueError, TypeError) as error:
                 self._events.tell("error", name, message=one_line(error))
+            except OSError:
+                raise  # nobody reads any more
+            except Exception as error:  # as when memory runs out: the conversation is what it was
+                self._events.tell("error", name, message=f"{type(error).__name__}: {one_line(error)}")
             finally:
                 with self._lock:
                     self._waiting.discard(name)
@@ -162,6 +166,9 @@ class Desk:
             if self.gone.is_set() or name in self._cancelled:
                 session.cancel()
 
+        if name in self._cancelled:
+            self._events.tell("done", name, text="", finish_reason="cancelled", usage={})
+            return
         turn = request.get("options", {}) | {"prompt_progress_callback": look}
         with closing(
             session.stream(request["text"] if "text" in request else request["messages"], **turn)

@@ -82,7 +82,7 @@ def understood(line: bytes) -> Request:
     if not isinstance(name, str) or not name or not is_text(name):
         raise Refused("a request has an id, a text that is not empty")
     kind = found.get("type")
-    if kind not in FIELDS:
+    if not isinstance(kind, str) or kind not in FIELDS:
         raise Refused(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}", name)
     for field, value in found.items():
         expected = FIELDS[kind].get(field, str if field in ("id", "type") else None)

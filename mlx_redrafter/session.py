@@ -21,15 +21,9 @@ from .checkpoint import evaluate
 from .drafter import Drafter
 from .errors import RedrafterError
 from .generation import GenerationResponse, Options, check_callers, check_integers, make_settings, stream_generate
-from .growth import arrays, free, growth_of
+from .growth import Budget, arrays, growth_of
 from .saved import Saved, read_saved, write_saved
 from .turns import Message, as_messages, behind, template_of, whole
-
-MARGIN = 64
-"""Rows that a round may write beyond the text, for the tree it verifies."""
-
-LONGEST = 2**31
-"""No text is longer."""
 
 OF_CACHE = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 """The options that say how a cache is made."""
@@ -131,10 +125,8 @@ class Session:
         self._options, self._stop = refused_here(options), stop
         self._template = template_of(self.tokenizer, tools, chat_template_config)
         make_settings(drafter, **self._options)
-        self._budget, self._trims = memory_budget, when_full == "trim"
-        self._growth = growth_of(
-            model, options.get("max_kv_size"), options.get("kv_bits"), options.get("kv_group_size", 64)
-        )
+        growth = growth_of(model, options.get("max_kv_size"), options.get("kv_bits"), options.get("kv_group_size", 64))
+        self._budget, self._trims = Budget(growth, memory_budget), when_full == "trim"
         evaluate(model, drafter)  # turns may come from other threads
         self._lock, self._use = threading.Lock(), cast(Use | None, None)
         self._empty()
@@ -171,13 +163,14 @@ class Session:
                 `stream_generate` refuses.
         """
         text, tokens, last = "", list[int](), None
-        for last in self.stream(messages, **options):
-            text += last.text
-            tokens.append(last.token)
-            if on_token is not None:
-                on_token(last)
-            if on_text is not None and last.text:
-                on_text(last.text)
+        with closing(self.stream(messages, **options)) as responses:
+            for last in responses:
+                text += last.text
+                tokens.append(last.token)
+                if on_token is not None:
+                    on_token(last)
+                if on_text is not None and last.text:
+                    on_text(last.text)
         reason = last.finish_reason if last is not None else None
         return Answer(text, tokens, "cancelled" if reason is None else reason, last)  # type: ignore[arg-type]
 
@@ -198,10 +191,10 @@ class Session:
             check_integers(max_tokens=asked)
             check_callers(None, turn.get("prompt_progress_callback"), None, None)
             start = self._start(new, template)
-            if self._trims and self._room(start) < (wanted := self._wanted(asked)):
+            if self._trims and self._room(start) < (wanted := self._budget.wanted(asked, len(self._tokens))):
                 start = self._trimmed(start, new, wanted)
             if (room := self._room(start)) < 1:
-                raise RedrafterError(self._too_long(start))
+                raise RedrafterError(self._budget.too_long(len(start.tokens) + len(start.ids)))
             turn["max_tokens"] = room if asked == -1 else min(asked, room)
             yield from self._answered(use, start, new, stop, turn)
 
@@ -299,30 +292,9 @@ class Session:
             if not rest or self._room(start) >= wanted:
                 return start
 
-    def _wanted(self, asked: int) -> int:
-        """For how many tokens of answer there should be room: as many as are asked for, or half of all there can be."""
-        half = max(1, self._longest() // 2)
-        return half if asked == -1 else min(asked, half)
-
-    def _longest(self) -> int:
-        """How many tokens its cache may hold."""
-        budget = self._budget
-        if budget is None:
-            left = free()
-            if left is None:
-                return LONGEST
-            budget = left + self._growth.bytes_at(len(self._tokens))
-        return self._growth.tokens_in(budget, LONGEST) - MARGIN
-
     def _room(self, start: Start) -> int:
         """How many tokens an answer may have."""
-        return self._longest() - len(start.tokens) - len(start.ids)
-
-    def _too_long(self, start: Start) -> str:
-        tokens = len(start.tokens) + len(start.ids)
-        size = self._growth.bytes_at(tokens + MARGIN + 1)
-        allowed = "the machine has left" if self._budget is None else f"its budget of {self._budget}"
-        return f"the conversation would be {tokens} tokens, and its cache {size} bytes: more than {allowed}"
+        return self._budget.longest(len(self._tokens)) - len(start.tokens) - len(start.ids)
 
     def _answered(
         self, use: Use, start: Start, new: list[Message], stop: str | Sequence[str] | None, options: Options

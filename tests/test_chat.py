@@ -286,6 +286,20 @@ def test_the_system_prompt_is_said_once() -> None:
     assert [each["role"] for each in session.messages] == ["system", *["user", "assistant"] * 2]
 
 
+def test_arguments_of_the_template_come_from_a_flag(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def made(*pair: Any, **options: Any) -> Session:
+        seen.append(options["chat_template_config"])
+        return Session(*pair, **options)
+
+    monkeypatch.setattr(talk, "Session", made)
+    assert chat(b"", "--chat-template-config", '{"enable_thinking": false}')[0] == 0
+    assert seen == [{"enable_thinking": False}]
+    status, _, err = chat(b"", "--chat-template-config", "[]")
+    assert status == 1 and "--chat-template-config must be a JSON object, got []" in err
+
+
 def test_every_flag_of_mlx_lms_chat_is_there_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["chat"])
     args, theirs = vars(talk.read_flags()), vars(setup_arg_parser().parse_args([]))

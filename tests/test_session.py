@@ -26,9 +26,8 @@ from mlx_redrafter import RedrafterError, Session, generation, stream_generate
 from mlx_redrafter import session as session_module
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.generation import make_settings
-from mlx_redrafter.growth import growth_of
+from mlx_redrafter.growth import MARGIN, growth_of
 from mlx_redrafter.loop import decode
-from mlx_redrafter.session import MARGIN
 from mlx_redrafter.target import sizes
 from mlx_redrafter.turns import behind, whole
 
@@ -458,6 +457,21 @@ def test_two_threads_at_once_are_told_apart() -> None:
             refused()  # type: ignore[no-untyped-call]
     stream.close()
     assert talk.send("me too").tokens
+
+
+def test_an_exception_in_a_callback_gives_the_session_back_before_it_is_handled() -> None:
+    talk = session()
+
+    def fail(response: object) -> None:
+        raise KeyError("mine")
+
+    try:
+        talk.send("hello", on_token=fail)
+    except KeyError:
+        assert [each["role"] for each in talk.messages] == ["user", "assistant"]
+        assert talk.send("more").tokens
+    else:
+        pytest.fail("it is passed on")
 
 
 def test_sessions_over_one_model_do_not_mix() -> None:

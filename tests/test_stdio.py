@@ -20,6 +20,7 @@ import jsonschema
 import pytest
 
 from mlx_redrafter import load_demo, stream_generate
+from mlx_redrafter.lines import Desk, Events
 from mlx_redrafter.protocol import FIELDS, LONGEST, TURN, Refused, requests, understood
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "stdio.schema.json").read_text(encoding="utf-8"))
@@ -167,7 +168,9 @@ GARBAGE = [
     b'{"type": "send", "id": "g", "text": "x", "messages": []}\n', b'{"type": "send", "id": "g", "text": 1e999}\n',
     b'{"type": "send", "id": "g", "text": "\\ud800"}\n', b'{"type": "fork", "id": "g"}\n', b"1" * 5000 + b"\n",
     b'{"type": "send", "id": "g", "text": "x", "options": {"max_kv_size": 4}}\n',
-    b'{"type": "send", "id": "g", "txt": "x"}\n',
+    b'{"type": "send", "id": "g", "txt": "x"}\n', b'{"type": [], "id": "g"}\n', b'{"id": "g"}\n',
+    b'{"type": "send", "id": "g", "text": "x", "options": {"tools": [{}]}}\n',
+    b'{"type": "send", "id": "g", "text": "x", "options": {"chat_template_config": 5}}\n',
     b'{"type": "send", "id": "g", "messages": [{"role": 1}]}\n',
     b'{"type": "send", "id": "g", "text": "", "options": {}}\n',
     b"x" * (LONGEST + 10) + b"\n", b'{"type": "load", "id": "g", "path": "/nowhere.safetensors"}\n',
@@ -213,6 +216,38 @@ def test_the_schema_and_the_reader_know_the_same_requests() -> None:
     options = SCHEMA["$defs"]["request"]["oneOf"][0]["properties"]["options"]["properties"]
     assert set(options) == TURN
     assert understood(json.dumps(send("a", "x", options=dict.fromkeys(TURN))).encode())
+
+
+def desk(kind: type[Exception] | None = None) -> tuple[Desk, BytesIO]:
+    """One without a process, whose sessions raise that; and what it writes."""
+
+    class Stub:
+        def stream(self, text: str, **options: Any) -> Iterator[Any]:
+            assert kind is not None, "nothing is asked of it"
+            raise kind("no more\n")
+            yield
+
+    out = BytesIO()
+    one = Desk(Events(out), lambda path: Stub())  # type: ignore[arg-type, return-value]
+    one.sessions["main"] = one._make(None)
+    return one, out
+
+
+def test_a_turn_that_fails_for_want_of_memory_is_an_error_and_the_process_goes_on() -> None:
+    one, out = desk(RuntimeError)
+    one.listen(BytesIO(b"\n".join(json.dumps(send(name, "x")).encode() for name in "ab")))
+    one.work()
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(event["type"], event["id"]) for event in events] == [("error", "a"), ("error", "b")]
+    assert events[0]["message"] == "RuntimeError: no more" and all(valid(event, "event") for event in events)
+
+
+def test_a_turn_that_is_cancelled_while_it_waits_is_not_begun() -> None:
+    one, out = desk()
+    one.listen(BytesIO(json.dumps(send("a", "x")).encode() + b'\n{"type": "cancel", "id": "a"}\n'))
+    one.work()
+    (event,) = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert valid(event, "event") and event["finish_reason"] == "cancelled" and event["usage"] == {}
 
 
 def test_what_anything_prints_does_not_come_among_the_events() -> None:
