@@ -198,13 +198,18 @@ class Session:
             turn["max_tokens"] = room if asked == -1 else min(asked, room)
             yield from self._answered(use, start, new, stop, turn)
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
         """Ends the answer that is being made, within a round; from any thread, or a signal's handler.
 
         What was said stays. Where none is being made, nothing happens.
+
+        Returns:
+            Whether there was one.
         """
-        if (use := self._use) is not None:
-            use.cancelled = True
+        if (use := self._use) is None:
+            return False
+        use.cancelled = True
+        return True
 
     def reset(self) -> None:
         """Forgets the conversation."""
@@ -259,15 +264,16 @@ class Session:
     def _held(self) -> Iterator[Use]:
         """This thread has the session; nobody else may use it meanwhile."""
         mine = Use(threading.current_thread().name)
-        with self._lock:
-            if (other := self._use) is None:
-                self._use = mine
-        if other is not None:
-            raise RedrafterError(f"the session is in use by thread {other.thread}: one thread at a time")
         try:
+            with self._lock:
+                if (other := self._use) is None:
+                    self._use = mine
+            if other is not None:
+                raise RedrafterError(f"the session is in use by thread {other.thread}: one thread at a time")
             yield mine
         finally:
-            self._use = None
+            if self._use is mine:  # Ctrl-C may come anywhere
+                self._use = None
 
     def _start(self, new: list[Message], template: dict[str, Any]) -> Start:
         """Where a turn starts: behind what the cache holds, or anew where the template moves what was said."""

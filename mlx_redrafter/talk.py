@@ -132,9 +132,9 @@ def stoppable(session: Session) -> Iterator[None]:
     """Ctrl-C cancels the answer; pressed again it raises, as it does elsewhere."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """The first one."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        session.cancel()
+        """The first one; one that comes before the turn has begun ends nothing."""
+        if session.cancel():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.signal(signal.SIGINT, stop)
     try:

@@ -200,10 +200,20 @@ def test_ctrl_c_twice_in_an_answer_ends_the_chat(monkeypatch: pytest.MonkeyPatch
     session, before = toy_session(max_tokens=-1), signal.getsignal(signal.SIGINT)
     screen = Screen(argparse.Namespace(show_accepted=False), [])
     with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(session, "cancel", lambda: None)  # so that it is still at it when the second one comes
+        monkeypatch.setattr(session, "cancel", lambda: True)  # so that it is still at it when the second one comes
         monkeypatch.setattr(screen, "stream_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
         talk.answer(session, screen, [{"role": "user", "content": "hello"}])
     assert signal.getsignal(signal.SIGINT) is before and session.messages
+
+
+def test_ctrl_c_before_the_turn_has_begun_does_not_count_as_the_first_of_two() -> None:
+    session, said = toy_session(max_tokens=40), 0
+    with talk.stoppable(session):
+        os.kill(os.getpid(), signal.SIGINT)
+        for said, _ in enumerate(session.stream("hello"), 1):
+            if said == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+    assert said == 3 and session.messages
 
 
 @pytest.fixture
