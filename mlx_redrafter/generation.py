@@ -20,7 +20,7 @@ from . import kv
 from .checkpoint import check_fit
 from .drafter import Drafter
 from .errors import RedrafterError
-from .loop import Settings, Step, decode, own_depth
+from .loop import OnRound, Settings, Step, decode, own_depth
 from .plan import AUTO, Plan, make_plan, read_plan
 from .prompts import check_prompt
 from .rounds import Chooser, Processor
@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
     kv_group_size: int
     quantized_kv_start: int
     on_drafter_failure: Callable[[Exception], None] | None
+    on_round: OnRound | None
 
 
 def make_settings(
@@ -95,6 +96,7 @@ def make_settings(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     on_drafter_failure: Callable[[Exception], None] | None = None,
+    on_round: OnRound | None = None,
 ) -> Settings:
     """Every keyword of the three functions, checked.
 
@@ -124,6 +126,8 @@ def make_settings(
         kv_bits, kv_group_size, quantized_kv_start: quantisation of the KV cache from that length on.
         on_drafter_failure: called once with what the drafter raises; plain decoding goes on from there, and no token is
             lost. None passes it on. What fails only when it is computed, as memory does, is passed on in any case.
+        on_round: called with each round that drafted, before its first token is yielded: the `Tree`, whose arrays are
+            computed by then, the kept nodes from the root down, and the tokens of the round, one behind each of those.
 
     Raises:
         RedrafterError: a value out of its range.
@@ -144,7 +148,7 @@ def make_settings(
     )
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
-    check_callers(logits_processors, prompt_progress_callback, on_drafter_failure, prompt_cache)
+    check_callers(logits_processors, prompt_progress_callback, on_drafter_failure, prompt_cache, on_round)
     chosen = make_sampler(
         seed=fresh_seed() if seed is None else int(seed),
         temp=temp,
@@ -170,6 +174,7 @@ def make_settings(
         ).check(),
         prompt_progress_callback=prompt_progress_callback,
         on_drafter_failure=on_drafter_failure,
+        on_round=on_round,
     )
 
 
@@ -185,7 +190,11 @@ def check_integers(**given: object) -> None:
 
 
 def check_callers(
-    logits_processors: object, prompt_progress_callback: object, on_drafter_failure: object, prompt_cache: object
+    logits_processors: object,
+    prompt_progress_callback: object,
+    on_drafter_failure: object,
+    prompt_cache: object,
+    on_round: object = None,
 ) -> None:
     """Refuses functions that cannot be called, and a cache that is none.
 
@@ -198,10 +207,14 @@ def check_callers(
         isinstance(logits_processors, Iterable) and all(callable(each) for each in logits_processors)
     ):
         raise RedrafterError(f"logits_processors must be a list of functions, got {logits_processors!r}")
-    if prompt_progress_callback is not None and not callable(prompt_progress_callback):
-        raise RedrafterError(f"prompt_progress_callback must be a function, got {prompt_progress_callback!r}")
-    if on_drafter_failure is not None and not callable(on_drafter_failure):
-        raise RedrafterError(f"on_drafter_failure must be a function, got {on_drafter_failure!r}")
+    told = {
+        "prompt_progress_callback": prompt_progress_callback,
+        "on_drafter_failure": on_drafter_failure,
+        "on_round": on_round,
+    }
+    for name, function in told.items():
+        if function is not None and not callable(function):
+            raise RedrafterError(f"{name} must be a function, got {function!r}")
     if prompt_cache is not None and not isinstance(prompt_cache, list):
         raise RedrafterError(
             f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"

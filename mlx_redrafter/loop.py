@@ -26,10 +26,15 @@ from .prompts import check_prompt
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
 from .target import KVQuantization, Target, check_draftable, check_request, model_name
+from .types import Tree
 
 CLEAR_EVERY = 256
 MOST_REPLAYED = 8
 """How many committed tokens a round may read again and draft: behind more it drafts nothing, and the mark moves on."""
+
+
+OnRound = Callable[[Tree, list[int], list[int]], None]
+"""Is told of a round: (its tree, the kept nodes from the root down, the tokens it chose, one behind each of them)."""
 
 
 class Step(NamedTuple):
@@ -58,6 +63,7 @@ class Settings:
     prompt_cache: kv.Cache | None = None
     history: Sequence[int] = ()
     on_drafter_failure: Callable[[Exception], None] | None = None
+    on_round: OnRound | None = None
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
     quantization: KVQuantization = field(default_factory=KVQuantization)
@@ -282,6 +288,7 @@ class Round(NamedTuple):
 
     Attributes:
         plan: of its draft.
+        tree: its draft, computed before the outcome.
         verifies: whether it verifies the draft, or is a plain step: there is too much to read again, or no room.
         outcome: not read yet.
         root: its first token.
@@ -290,6 +297,7 @@ class Round(NamedTuple):
     """
 
     plan: Plan
+    tree: Tree
     verifies: bool
     outcome: Outcome
     root: int
@@ -339,6 +347,8 @@ def fly(
         pilot.saw(now.plan, n_accepted + 1, now.length, now.replayed, took if known else None, verified=now.verifies)
         drawn = (now.plan.size - 1, n_accepted, now.plan.depth) if now.verifies else (0, 0, 0)
         place.stats = place.stats.after(*drawn, now.replayed)
+        if settings.on_round is not None and now.verifies:
+            settings.on_round(now.tree, path, chosen[: n_accepted + 1])
         yield from hand_out(place, now, n_accepted, path, chosen)
     outcome, replayed = enqueue_step(target, place, settings.chooser)
     pilot.saw(None, 0, target.length, replayed)
@@ -385,7 +395,7 @@ def enqueue_round(target: Target, ahead: Draft, place: Place, settings: Settings
         outcome = step(target, mx.array([root]), chooser, place.history, tapped=True)
         place.root = None
     mx.async_eval(outcome, target.pending())
-    return Round(plan, verifies, outcome, root, length, replayed)
+    return Round(plan, ahead.tree, verifies, outcome, root, length, replayed)
 
 
 def hand_out(

@@ -73,6 +73,7 @@ def test_every_option_is_a_parameter_of_the_function_with_its_default() -> None:
         "logits_processors",
         "prompt_cache",
         "on_drafter_failure",
+        "on_round",
         "prompt_progress_callback",
         "xtc_special_tokens",
     }

@@ -86,6 +86,20 @@ def test_a_pruned_round_reads_once_as_well(size: int, reads: list[str]) -> None:
     steps.close()
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_round_that_is_told_of_reads_no_more_and_nothing_of_its_tree_is_left_to_compute(
+    plan: str, reads: list[str], tmp_path: Path
+) -> None:
+    left: list[int] = []
+    steps = decoding(True, on_round=lambda tree, *_: left.append(nodes(list(tree), tmp_path / "graph")), **PLANS[plan])
+    next(steps)
+    reads.clear()
+    next(item for item in steps if item.stats.rounds == 8)
+    assert len(reads) == 8, reads
+    assert left == [0] * 8
+    steps.close()
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_plain_decoding_reads_once_a_token(choice: str, reads: list[str]) -> None:
     steps = decoding(False, **CHOICES[choice])
