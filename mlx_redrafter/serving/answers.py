@@ -29,6 +29,7 @@ from mlx_lm.server import (
 from ..generation import GenerationResponse, stream_generate
 from .asking import check, options
 from .bodies import Refusal
+from .drafts import Watch
 from .jobs import Gone, Job, Told, Unanswered
 from .meters import Meters
 from .prompts import Prompts
@@ -99,7 +100,8 @@ class Responder(ResponseGenerator):
                 raise self.busy(request, "the server is about to end")
             if self.queue.full():
                 self._sweep()
-            return super().generate(request, generation_args, progress_callback)
+            context, responses = super().generate(request, generation_args, progress_callback)
+            return context, responses if request.ledger is None else request.ledger.noted(responses)
         except Full:
             error: Exception = self.busy(request, f"the queue is full: {self.queue.maxsize} requests wait")
         except Exception as caught:
@@ -153,19 +155,23 @@ class Responder(ResponseGenerator):
         provider = self.model_provider
         return provider.key(args.model.model, args.model.adapter) == provider.model_key and (provider.processor is None)
 
-    def _turn(self, answer: Iterator[None], *, alone: bool) -> bool:
+    def _turn(self, answer: Iterator[Watch | None], *, alone: bool) -> bool:
         """Runs an answer for a while; whether there is more of it."""
         started = time.perf_counter()
         count = 0
+        watch: Watch | None = None
         while (count < LEAST or time.perf_counter() - started < TURN) and not self._stop:
-            if next(answer, self) is self:
+            found = next(answer, self)
+            if isinstance(found, Responder):
                 return False
-            count += 1
+            watch, count = found, count + 1
         if not alone:
             mx.synchronize(generation_stream)  # what it has enqueued is its own time
+            if watch is not None:
+                watch.pause()
         return True
 
-    def _begin(self, request: Any) -> Generator[None, None, None]:
+    def _begin(self, request: Any) -> Generator[Watch | None, None, None]:
         """An answer; what it fails of goes to its client."""
         answers, job, args = request
         began: list[GenerationContext] = []
@@ -196,8 +202,8 @@ class Responder(ResponseGenerator):
 
     def _answer(
         self, answers: Queue[Any], job: Job, args: GenerationArguments, began: list[GenerationContext]
-    ) -> Generator[None, None, None]:
-        """Puts a context, news of the prompt and a response a token; yields after each token.
+    ) -> Generator[Watch | None, None, None]:
+        """Puts a context, news of the prompt and a response a token; yields after each token what follows its time.
 
         Args:
             began: gets the context when it is put: from then on the client is told 200.
@@ -217,6 +223,7 @@ class Responder(ResponseGenerator):
         cache = make_prompt_cache(model) if cache is None else cache
         context = self._context(prompt, known, initial_state)
         held = [prompt[:known]]
+        watch = None if job.ledger is None else Watch(tokenizer.decode)
 
         def progress(done: int, total: int) -> None:
             if not began:
@@ -239,6 +246,7 @@ class Responder(ResponseGenerator):
             history=prompt[:known],
             prompt_progress_callback=progress,
             on_drafter_failure=self._without,
+            on_round=None if watch is None else watch.on_round,
             **options(args, self.cli_args),
             **provider.beam(job.options),
         )
@@ -247,10 +255,14 @@ class Responder(ResponseGenerator):
             with closing(steps):
                 for response in steps:
                     tokens.append(response.token)
-                    answers.put(self._told(job, args, response))
+                    told = self._told(job, args, response)
+                    told.news = None if watch is None else watch.news(response)
+                    answers.put(told)
                     if context._should_stop or left(job.sock):
                         raise Gone("the client has gone")
-                    yield
+                    yield watch
+                    if watch is not None:
+                        watch.go_on()
         except (Gone, GeneratorExit):
             self._keep(key, prompt + tokens if tokens else held[0], cache)
             raise

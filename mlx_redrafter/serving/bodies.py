@@ -204,9 +204,11 @@ def stop(name: str, value: Any) -> list[str]:
 
 
 def stream_options(name: str, value: Any) -> dict[str, Any]:
-    """With `include_usage`, which mlx-lm's handler reads without a default."""
-    found = mapping(name, value)
-    return found | {"include_usage": flag(f"{name}.include_usage", found.get("include_usage", False))}
+    """Two flags; with `include_usage`, which mlx-lm's handler reads without a default."""
+    found = {"include_usage": False} | mapping(name, value)
+    for key in {"include_usage", "include_drafts"} & set(found):
+        flag(f"{name}.{key}", found[key])
+    return found
 
 
 def logit_bias(name: str, value: Any) -> dict[str, float]:

@@ -17,6 +17,7 @@ from mlx_lm.server import APIHandler, CompletionRequest, _image_parts
 from . import bodies
 from .answers import Responder
 from .bodies import Refusal
+from .drafts import Ledger
 from .jobs import DEFAULT, Gone, Job, Unanswered
 
 BEAM = ("plan", "beam_width", "draft_depth", "tree_size")
@@ -137,7 +138,15 @@ class Handler(APIHandler):
             drafter = drafter if depth else None
             options = options or ({"draft_depth": depth} if depth else {})
         client = asked.get("user") or self.client_address[0]
-        self.job = Job(**vars(request), drafter=drafter, options=options, client=client, sock=self.connection)
+        told = asked.get("stream", False) and asked.get("stream_options", {}).get("include_drafts", False)
+        self.job = Job(
+            **vars(request),
+            drafter=drafter,
+            options=options,
+            client=client,
+            sock=self.connection,
+            ledger=Ledger() if told else None,
+        )
         return self.job
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
@@ -194,8 +203,11 @@ class Handler(APIHandler):
         self.close_connection = True
 
     def generate_response(self, *args: Any, **more: Any) -> dict[str, Any]:
-        """mlx-lm's packet; `usage` says what drafting did."""
-        return self.with_usage(super().generate_response(*args, **more))
+        """mlx-lm's packet; `usage` says what drafting did, and `redrafter` what it does, if that is asked for."""
+        packet = self.with_usage(super().generate_response(*args, **more))
+        if self.job is not None and self.job.ledger is not None:
+            packet["redrafter"] = self.job.ledger.take()
+        return packet
 
     def completion_usage_response(self, *args: Any, **more: Any) -> dict[str, Any]:
         """mlx-lm's last chunk; `usage` says what drafting did."""

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm.server import CompletionRequest, Response
 
 from ..stats import Stats
+from .drafts import Ledger, News
 
 DEFAULT = "default_model"
 """mlx-lm's word for the model, and here for the drafter, that the command line names."""
@@ -29,6 +30,7 @@ class Job(CompletionRequest):
         rounds, drafted, accepted: what drafting has done so far; written before a token is handed over.
         prompt_tokens, cached_tokens, generated_tokens: what was read, what of it was not read anew, what was said.
         asked: when, by `time.perf_counter`.
+        ledger: of what is told of drafting, where the client asks for that.
     """
 
     drafter: str | None = DEFAULT
@@ -45,6 +47,7 @@ class Job(CompletionRequest):
     cached_tokens: int = 0
     generated_tokens: int = 0
     asked: float = field(default_factory=time.perf_counter)
+    ledger: Ledger | None = None
 
     def usage(self) -> dict[str, Any]:
         """The fields that `usage` has besides OpenAI's."""
@@ -59,12 +62,13 @@ class Job(CompletionRequest):
 
 @dataclass
 class Told(Response):
-    """mlx-lm's response, a token; also whether the drafter had guessed it.
+    """mlx-lm's response, a token; also whether the drafter had guessed it, and more for a client that asks.
 
     No tuple: those are taken for news of the prompt's progress.
     """
 
     from_draft: bool = False
+    news: News | None = None
 
 
 class Gone(Exception):
