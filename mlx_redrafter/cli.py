@@ -7,7 +7,7 @@ from importlib import import_module
 
 from . import __version__
 
-COMMANDS = ("generate", "chat", "convert", "train", "doctor", "server", "stdio")
+COMMANDS = ("generate", "chat", "convert", "train", "doctor", "server", "race", "stdio")
 
 
 def main() -> None:

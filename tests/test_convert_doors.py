@@ -77,6 +77,7 @@ def test_it_runs_from_a_wheel(copied: Path, tmp_path: Path) -> None:
         names = archive.namelist()
     for file in (ROOT / "convert").glob("*.py"):
         assert f"mlx_redrafter/convert/{file.name}" in names
+    assert "mlx_redrafter/serving/race.html" in names
     assert not [name for name in names if name.startswith(("convert/", "tests/"))]
     assert run("-c", WHERE, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path / "site"))
     converts(tmp_path, tmp_path, path=tmp_path / "site")

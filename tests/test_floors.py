@@ -43,7 +43,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"command", "screen", "protocol"},
         {"checkup", "talk", "lines"},
         {"doors"},
-        {"generate", "chat", "cli", "convert", "train", "doctor", "server", "stdio"},
+        {"generate", "chat", "cli", "convert", "train", "doctor", "server", "race", "stdio"},
         {"__main__"},
     ],
 }

@@ -73,7 +73,7 @@ def test_the_trees_are_those_of_the_rounds_and_their_paths_spell_the_text(server
     news = [chunk["redrafter"] for chunk in chunks]
     trees = [each["tree"] for each in news if "tree" in each]
     assert len(trees) == last["usage"]["rounds"] > 3
-    assert all(set(tree) == {"tokens", "parents", "path"} for tree in trees)
+    assert all(set(tree) == {"tokens", "parents", "path", "next"} for tree in trees)
     said = "".join(token["text"] for each in news for token in each["tokens"])
     at = 0
     for tree in trees:
@@ -83,6 +83,7 @@ def test_the_trees_are_those_of_the_rounds_and_their_paths_spell_the_text(server
         assert [parents[node] for node in path[1:]] == path[:-1]
         assert "".join(tokens[node] for node in path) == said[at : at + len(path)]
         at += len(path)
+        assert tree["next"] == said[at]
 
 
 def test_plain_decoding_tells_tokens_and_time_alone(server: Server) -> None:

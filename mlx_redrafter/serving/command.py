@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -38,6 +38,7 @@ class Server(ThreadingHTTPServer):
     Args:
         host, port: where to listen; port 0 takes a free one.
         responder: answers.
+        kind: of handler.
 
     Raises:
         RedrafterError: nobody can listen there.
@@ -46,11 +47,11 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, responder: Responder) -> None:
+    def __init__(self, host: str, port: int, responder: Responder, kind: type[Handler] = Handler) -> None:
         fingerprint = get_system_fingerprint()
 
         def handler(*args: Any, **more: Any) -> Handler:
-            return Handler(responder, *args, system_fingerprint=fingerprint, **more)
+            return kind(responder, *args, system_fingerprint=fingerprint, **more)
 
         self.responder = responder
         self._busy = 0
@@ -97,7 +98,19 @@ class Server(ThreadingHTTPServer):
 
 def run() -> int:
     """Serves as `sys.argv` says until it is told to end; the exit status."""
-    args = checked(read_flags())
+    return serve(checked(read_flags()))
+
+
+def serve(
+    args: argparse.Namespace, kind: type[Handler] = Handler, listening: Callable[[str], None] | None = None
+) -> int:
+    """Serves until it is told to end; the exit status.
+
+    Args:
+        args: see `checked`.
+        kind: of handler.
+        listening: called with the URL once requests are answered.
+    """
     logging.basicConfig(
         level=getattr(logging, args.log_level.upper(), None), format="%(asctime)s - %(levelname)s - %(message)s"
     )
@@ -106,19 +119,22 @@ def run() -> int:
     # Once for all: of answers in turns, the first to end would else set back what the others rely on.
     maybe_set_recommended_wired_limit()
     signals: SimpleQueue[int] = SimpleQueue()
-    with serving(args) as server:
+    with serving(args, kind) as server:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: signals.put(number))
         print(f"serving on {server.url}", file=sys.stderr, flush=True)
+        if listening is not None:
+            listening(server.url)
         return attend(server, signals)
 
 
 @contextmanager
-def serving(args: argparse.Namespace) -> Iterator[Server]:
+def serving(args: argparse.Namespace, kind: type[Handler] = Handler) -> Iterator[Server]:
     """A server that answers, in threads of its own, once its models are loaded; it is gone at the end.
 
     Args:
         args: see `checked`.
+        kind: of handler.
 
     Raises:
         RedrafterError: a model cannot be loaded, or nobody can listen there.
@@ -133,7 +149,7 @@ def serving(args: argparse.Namespace) -> Iterator[Server]:
             raise
         except Exception as error:  # whatever a damaged directory makes mlx-lm say
             raise RedrafterError(f"cannot load {args.model}: {one_line(error)}") from error
-        with Server(args.host, args.port, responder) as server:
+        with Server(args.host, args.port, responder, kind) as server:
             thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
             thread.start()
             try:

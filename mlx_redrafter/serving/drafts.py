@@ -20,7 +20,8 @@ class News:
         rounds, drafted, accepted: see `GenerationResponse`.
         seconds: since the first token, without the turns of other answers.
         tree: of the last round, if there was one since the last news: the nodes' `tokens` as text, their `parents`
-            (node 0 is the root, its own parent), and the `path` of nodes that were kept.
+            (node 0 is the root, its own parent), the `path` of nodes that were kept, and the model's own token behind
+            it, `next`.
     """
 
     tokens: list[dict[str, Any]] = field(default_factory=list)
@@ -52,11 +53,11 @@ class Watch:
         self._own = 0.0
         self._since: float | None = None
         self._begun = False
-        self._round: tuple[list[int], list[int], list[int]] | None = None
+        self._round: tuple[list[int], list[int], list[int], int] | None = None
 
     def on_round(self, tree: Tree, path: list[int], chosen: list[int]) -> None:
         """Keeps a round as numbers; see `make_settings`. Both arrays are computed: nothing waits."""
-        self._round = cast(list[int], tree.tokens.tolist()), cast(list[int], tree.parents.tolist()), path
+        self._round = cast(list[int], tree.tokens.tolist()), cast(list[int], tree.parents.tolist()), path, chosen[-1]
 
     def pause(self) -> None:
         """Stops the time: another answer's turn begins."""
@@ -84,8 +85,9 @@ class Watch:
         """The round as text."""
         if self._round is None:
             return None
-        tokens, parents, path = self._round
-        return {"tokens": [self._decode([token]) for token in tokens], "parents": parents, "path": path}
+        tokens, parents, path, last = self._round
+        *words, following = [self._decode([token]) for token in (*tokens, last)]
+        return {"tokens": words, "parents": parents, "path": path, "next": following}
 
 
 class Ledger:

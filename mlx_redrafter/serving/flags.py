@@ -68,15 +68,18 @@ def make_parser() -> Parser:
     return parser
 
 
-def read_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def read_flags(argv: Sequence[str] | None = None, parser: Parser | None = None) -> argparse.Namespace:
     """What `sys.argv` or `argv` says, in mlx-lm's names and ours.
 
     mlx-lm makes its parser where it also serves. For this call alone it finds ours in place of `argparse`.
 
+    Args:
+        parser: with our flags; None for that of `make_parser`.
+
     Raises:
         RedrafterError: mlx-lm does something else.
     """
-    parser = make_parser()
+    parser = make_parser() if parser is None else parser
     parser.argv = argv
     before = server.argparse
     vars(server)["argparse"] = SimpleNamespace(ArgumentParser=lambda **_: parser)
