@@ -22,6 +22,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from service import BEAM, Reference, ask, save_toys, server_of, until, with_toys
 
 from mlx_redrafter import load_demo, stream_generate
@@ -250,6 +251,13 @@ def test_the_demo_starts_by_itself_and_says_what_the_library_says(browser: webdr
         assert page.run("document.querySelectorAll('#drawing .node').length") == 8
         assert page.run("document.querySelectorAll('#drawing path').length") == 7
         assert "6 drafted tokens checked" in page.find("#told").text
+        rounds = int(page.find("#round").get_attribute("max"))
+        assert page.find("#tree-name").text == f"Draft tree of round {rounds}, the last one"
+        page.find("#round").send_keys(Keys.HOME)
+        assert page.find("#tree-name").text == f"Draft tree of round 1 of {rounds}"
+        # The first root is the first token of the text.
+        first = page.run("document.querySelector('.root text').textContent")
+        assert expected.startswith(first.replace("·", " ").replace("⏎", "\n"))
         assert re.search(r"^Drafted: \d+\.\d\d times as fast\.", page.find("#result").text)
         assert "Same text, to the character: 60 tokens." in page.find("#result").text
         page.check()
