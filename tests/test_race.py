@@ -261,6 +261,10 @@ def test_the_demo_starts_by_itself_and_says_what_the_library_says(browser: webdr
         assert re.search(r"^Drafted: \d+\.\d\d times as fast\.", page.find("#result").text)
         assert "Same text, to the character: 60 tokens." in page.find("#result").text
         page.check()
+        page = Page(browser, server, "?go=1&max=8&plan=")  # as the server was started: plainly
+        assert page.done() == "same" and page.find("#result b").text == "Nothing was drafted."
+        assert page.find("#told").text == "Nothing has been drafted yet." and not page.find("#round").is_displayed()
+        page.check()
 
 
 @in_browser
