@@ -9,6 +9,12 @@ import sys
 NAME = "openblas"
 
 
+def preloaded() -> dict[str, str]:
+    """Variables with which another process loads it too."""
+    found = ctypes.util.find_library(NAME) if sys.platform == "linux" else None
+    return {} if found is None else {"LD_PRELOAD": found}
+
+
 def load_openblas() -> str | None:
     """The file name of the OpenBLAS that MLX's CPU backend will use; None where there is none that loads, or no need.
 

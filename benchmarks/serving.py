@@ -34,6 +34,9 @@ from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
 from mlx_redrafter.errors import RedrafterError
 
+from .blas import preloaded
+from .stamp import stamp
+
 PATIENCE = 120.0
 """Seconds for a server to start."""
 
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{median(r.speed for r in row):.1f}, {median(r.first for r in row):.2f} s" for row in found.values()
             )
             print(f"| {clients} | {' | '.join(cells)} |", flush=True)
+        print(json.dumps(stamp()))
     return 0
 
 
@@ -119,7 +123,8 @@ def process(module: str, flags: list[str]) -> Iterator[Served]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     command = [sys.executable, "-m", *module.split("."), *flags, "--port", str(port)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"}) as running:
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **preloaded()}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=variables) as running:
         try:
             end = time.monotonic() + PATIENCE
             while not answers(port):
@@ -162,17 +167,22 @@ def contest(port: int, clients: int, args: argparse.Namespace, fields: dict[str,
 
 
 def ask(port: int, prompt: str, most: int, fields: dict[str, Any]) -> tuple[int, float]:
-    """(tokens of an answer, seconds to its first)."""
+    """(tokens of an answer, seconds to its first). A server with few places for connections is asked again."""
     body = {"prompt": prompt, "max_tokens": most, "stream": True, "stream_options": {"include_usage": True}}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    try:
-        usage: dict[str, int] = {}
-        started, first = time.perf_counter(), 0.0
-        connection.request("POST", "/v1/completions", json.dumps(body | fields))
-        for line in connection.getresponse():
-            if line.startswith(b"data: {"):
-                first = first or time.perf_counter() - started
-                usage = json.loads(line[6:]).get("usage", usage)
-        return usage["completion_tokens"], first
-    finally:
-        connection.close()
+    usage: dict[str, int] = {}
+    started, first = time.perf_counter(), 0.0
+    while not usage:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body | fields))
+            for line in connection.getresponse():
+                if line.startswith(b"data: {"):
+                    first = first or time.perf_counter() - started
+                    usage = json.loads(line[6:]).get("usage") or usage
+        except ConnectionError:
+            if first or time.perf_counter() - started > PATIENCE:
+                raise
+            time.sleep(0.05)
+        finally:
+            connection.close()
+    return usage["completion_tokens"], first
