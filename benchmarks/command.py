@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import acceptance, predict, report, round_time, serving, soak, sweep, synthetic, ties, training
+from . import acceptance, planning, predict, report, round_time, serving, soak, sweep, synthetic, ties, training
 from . import run as runs
 
 COMMANDS = {
@@ -15,6 +15,7 @@ COMMANDS = {
     "report": report,
     "acceptance": acceptance,
     "ties": ties,
+    "planning": planning,
     "round": round_time,
     "serving": serving,
     "soak": soak,

@@ -29,7 +29,7 @@ MARGIN = 0.02
 STAYS = 0.03
 """The plan in use is left for plain decoding when it is expected to be so much slower: a few bad rounds are chance."""
 
-PAUSE, LONGEST_PAUSE = 48, 1024
+PAUSE, LONGEST_PAUSE = 16, 1024
 """Plain steps between two trials while no plan pays; each trial that fails doubles the pause."""
 
 FIRST, AGAIN = 8, 3

@@ -1,0 +1,126 @@
+"""What `plan="auto"` makes of real texts where nothing disturbs it: real drafts, and costs from a table.
+
+    python -m benchmarks planning
+    python -m benchmarks planning --second-row 1.1 --row 0.05 --level 0.1
+
+At every position of each prompt's greedy text a chain is drafted, and how much of it is right is counted. Then `auto`
+and each fixed chain go through those texts, and what they take is added up from the table: no clock is read, so the
+result is the same on any machine. Costs are in plain steps. The defaults are the packaged demo's on two idle x86 cores
+(`python -m benchmarks round`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from statistics import fmean, geometric_mean, median
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.costs import Costs
+from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.generation import generate_step
+from mlx_redrafter.meter import COUNTS
+from mlx_redrafter.pilot import Fixed, Flight, Pilot, make_flight
+from mlx_redrafter.plan import Plan, line_of
+from mlx_redrafter.planner import UNKNOWN, few_plans
+from mlx_redrafter.rounds import make_draft
+from mlx_redrafter.sampling import make_sampler
+from mlx_redrafter.target import Target
+from mlx_redrafter.types import Tip
+
+from .common import above_zero, positive
+from .shapes import add_json, show
+from .subject import add_subject, drafter_of, open_subject
+
+DEEPEST = 8
+"""Levels of the drafted chains."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add_subject(parser, draft_model=False, prompts=("demo",))
+    add = parser.add_argument
+    add("--max-tokens", type=positive, default=256, help="of a text (default: %(default)s)")
+    add("--second-row", type=above_zero, default=1.1, help="a forward of two nodes (default: %(default)s)")
+    add("--row", type=above_zero, default=0.015, help="each node more (default: %(default)s)")
+    add("--level", type=above_zero, default=0.087, help="a level of a draft (default: %(default)s)")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a row a text, and the medians and geometric means; the exit status."""
+    subject = open_subject(args)
+    drafter = drafter_of(subject, "planning")
+    costs = costs_of(args.second_row, args.row, args.level)
+    acceptance = drafter.args.acceptance or UNKNOWN
+    flight = make_flight(costs, acceptance, few_plans(costs, acceptance))
+    rows = []
+    for prompt in subject.prompts:
+        right = guessed(subject.model, drafter, prompt.ids, args.max_tokens)
+        rows.append({"text": prompt.name} | gone_through(costs, flight, len(prompt.ids), right))
+    names = [name for name in rows[0] if name not in ("text", "plain steps")]
+    texts = list(rows)
+    for name, mean in (("median", median), ("geometric mean", geometric_mean)):
+        row = {each: mean([text[each] for text in texts]) for each in names}
+        rows.append({"text": name} | row | {"plain steps": fmean(text["plain steps"] for text in texts)})
+    show(args, rows)
+    return 0
+
+
+def costs_of(second: float, row: float, level: float) -> Costs:
+    """Plain steps of 1, forwards of `second` and `row` for each node beyond two, drafts of `level` a level."""
+    verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in COUNTS)
+    return Costs((64,), COUNTS, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
+
+
+def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: int) -> list[int]:
+    """(count,) how many tokens of a chain drafted behind each token of the greedy text are right."""
+    steps = generate_step(mx.array(list(prompt)), model, max_tokens=count + DEEPEST)
+    text = [int(token) for token, *_ in steps]
+    target = Target(model)
+    hidden = target.forward(mx.array([*prompt, *text]), tapped=True).hidden
+    assert hidden is not None
+    mx.eval(hidden)
+    sampler, found = make_sampler(seed=0), []
+    for at in range(count):
+        tip = Tip(hidden[len(prompt) + at - 1], mx.array(text[at]))
+        behind = mx.array(len(prompt) + at + 1)
+        tree = make_draft(drafter, target, sampler, tip, behind, line_of(DEEPEST), ordered=False).tree
+        chain = cast(list[int], tree.tokens.tolist())[1:]
+        ahead = text[at + 1 : at + 1 + DEEPEST]
+        found.append(
+            next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEEPEST)
+        )
+    return found
+
+
+def gone_through(costs: Costs, flight: Flight, length: int, right: list[int]) -> dict[str, Any]:
+    """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
+    found: dict[str, Any] = {
+        f"1 x {depth}": taken(costs, Fixed(line_of(depth)), length, right)[0] for depth in range(1, 6)
+    }
+    found["auto x"], found["plain steps"] = taken(costs, Pilot(flight), length, right)
+    return found
+
+
+def taken(costs: Costs, pilot: Pilot | Fixed, length: int, right: list[int]) -> tuple[float, int]:
+    """(speed against plain decoding, plain steps), with the next plan chosen before a round is read."""
+    made, took, steps = 1, 0.0, 0  # the prompt's own token
+    plan: Plan | None = pilot.choose(length)
+    while made < len(right):
+        if plan is None:
+            for _ in range(min(pilot.pause, len(right) - made)):
+                step = costs.plain_at(length + made)
+                pilot.saw(None, 1, length + made, took=step)
+                made, took, steps = made + 1, took + step, steps + 1
+            plan = pilot.choose(length + made)
+            continue
+        now, plan = plan, pilot.choose(length + made)
+        step = costs.round_at(now, length + made)
+        kept = min(right[made - 1], now.depth)
+        pilot.saw(now, kept + 1, length + made, took=step)
+        made, took = made + kept + 1, took + step
+    return sum(costs.plain_at(length + at) for at in range(1, made)) / took, steps
