@@ -8,6 +8,12 @@ from typing import Any, NamedTuple
 from .errors import RedrafterError
 from .plan import Plan
 
+SHORTEST_MS, LONGEST_MS = 1e-6, 1e7
+"""What takes less or more was not measured."""
+
+MOST_NODES = 64
+"""Larger forwards and wider drafts are not measured."""
+
 
 class Costs(NamedTuple):
     """Milliseconds.
@@ -21,7 +27,8 @@ class Costs(NamedTuple):
         level: (B,) a level of a draft, that many hypotheses wide.
         rest: what else a round takes, when it verifies a line and when it verifies a tree; it may be hidden, and less
             than nothing.
-        again: each token that a round reads again; 0 where the model can forget what it has rejected.
+        again: each row beyond the largest forward, where the model cannot forget what it has rejected and reads again
+            what it has accepted; 0 where it can.
     """
 
     contexts: tuple[int, ...]
@@ -54,8 +61,12 @@ class Costs(NamedTuple):
             and len(self.widths) == len(self.level) >= 1
             and self.widths[0] == 1
             and len(self.rest) == 2
-            and all(0 < number < float("inf") for number in numbers)
-            and all(abs(number) < float("inf") for number in others)
+            and all(SHORTEST_MS <= number <= LONGEST_MS for number in numbers)
+            and all(abs(number) <= LONGEST_MS for number in others)
+            and self.again >= 0
+            and self.counts[-1] <= MOST_NODES
+            and self.widths[-1] <= MOST_NODES
+            and 1 <= self.contexts[0] <= self.contexts[-1] < 1 << 31
         )
         if not sound:
             raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
@@ -81,11 +92,27 @@ class Costs(NamedTuple):
         """
         if plan.size not in self.counts or plan.width not in self.widths:
             raise RedrafterError(f"a round of {plan.size} nodes, {plan.width} wide, was not measured")
-        column = self.counts.index(plan.size)
-        verify = along(self.contexts, [row[column] for row in self.verify], length)
-        draft = self.draft_at(plan)
+        verify = self._verify_at(plan.size, length)
         least = self.plain_at(length)  # what is hidden is never the forward itself: less was a bad measurement
-        return max(verify + draft + self.rest[plan.width > 1], least) + replayed * self.again
+        alone = max(verify + self.draft_at(plan) + self.rest[plan.width > 1], least)
+        return alone + (self._more(plan.size, length, replayed) if self.again else 0.0)
+
+    def step_at(self, length: int, replayed: float = 0.0) -> float:
+        """A step of plain decoding behind a text of that length, which reads so many tokens again."""
+        return self.plain_at(length) + (self._more(1, length, replayed) if self.again else 0.0)
+
+    def _more(self, nodes: int, length: int, rows: float) -> float:
+        """What so many rows more take in a forward of so many nodes; between two whole numbers a share of both."""
+        few = int(rows)
+        lower = self._verify_at(nodes + few, length)
+        share = (rows - few) * (self._verify_at(nodes + few + 1, length) - lower) if rows > few else 0.0
+        return max(0.0, lower + share - self._verify_at(nodes, length))
+
+    def _verify_at(self, nodes: int, length: int) -> float:
+        """A forward of the next larger number of nodes that was measured; beyond the largest, `again` for each row."""
+        column = next((i for i, count in enumerate(self.counts) if count >= nodes), len(self.counts) - 1)
+        beyond = max(0, nodes - self.counts[-1])
+        return along(self.contexts, [row[column] for row in self.verify], length) + beyond * self.again
 
 
 def costs_of(fields: dict[str, Any]) -> Costs:

@@ -60,7 +60,8 @@ def not_finite(model: nn.Module, drafter: Drafter) -> Literal["target", "drafter
     tokens = mx.arange(16) % drafter.args.vocab_size
     logits, hidden = target.forward(tokens, tapped=True)
     assert hidden is not None
-    if not all(mx.isfinite(array).all().item() for array in (hidden, logits)):
+    # Some models say -inf of tokens that they never say.
+    if not mx.isfinite(hidden).all().item() or mx.isnan(logits).any().item() or mx.isposinf(logits).any().item():
         return "target"
     embedded = target.embed(tokens).astype(drafter.dtype)
     state = drafter.advance(embedded, drafter.advance(embedded, None))

@@ -14,7 +14,7 @@ from enum import Enum
 from threading import Lock
 from typing import NamedTuple
 
-from .costs import Costs, low
+from .costs import LONGEST_MS, Costs, low
 from .plan import Plan
 from .planner import Acceptance, Prospect, best, prospect, speed_of
 
@@ -77,7 +77,7 @@ class Drift:
         self._rounds: list[float] = []
         self._compared: deque[float] = deque(maxlen=KEPT)
         self._last: deque[float] = deque(maxlen=2 * MANY)
-        self._flown, self._surprised = 0, False
+        self._flown, self._surprised, self._texts = 0, False, 0
         self._lock = Lock()
         self.doubts = False
 
@@ -91,7 +91,7 @@ class Drift:
 
     def _saw_plain(self, ratio: float) -> None:
         if self._rounds:
-            self._compare()
+            self._compare(few=1)
         self._rounds, self._flown, self.doubts = [], 0, False
         self._last.clear()
         self._plain.append(ratio)
@@ -107,10 +107,11 @@ class Drift:
         slower = len(self._last) == 2 * MANY and low(self._last) > DOUBT * low(self._rounds)
         self.doubts = self.doubts or slower or self._flown >= UNSEEN
 
-    def _compare(self) -> None:
-        """The rounds of this flight with the plain steps before it, once."""
-        for ratio in self._now():
+    def _compare(self, few: int = FEW) -> None:
+        """The rounds of this flight with the plain steps before it, once; `few` rounds are enough when it is over."""
+        for ratio in self._now(few):
             surprised = ratio > DOUBT * self._factor([])
+            self._texts = 0 if surprised else self._texts
             if surprised and self._surprised:
                 before = self._compared.pop()
                 self._compared.clear()
@@ -119,14 +120,14 @@ class Drift:
             self.doubts = self._surprised = surprised
         self._plain.clear()
 
-    def _now(self) -> list[float]:
+    def _now(self, few: int = FEW) -> list[float]:
         """What the flight under way shows, if it was not compared yet."""
-        enough = min(len(self._plain), len(self._rounds)) >= FEW
-        return [low(self._rounds) / low(self._plain)] if enough else []
+        enough = len(self._plain) >= FEW and len(self._rounds) >= few
+        return [min(low(self._rounds) / low(self._plain), FARTHEST)] if enough else []
 
-    def _factor(self, now: list[float]) -> float:
+    def _factor(self, now: list[float], chance: float = CHANCE) -> float:
         found = [*self._compared, *now]
-        return min(max(low(found) / (1 + CHANCE / len(found) ** 0.5), 1.0), FARTHEST) if found else 1.0
+        return min(max(low(found) / (1 + chance / len(found) ** 0.5), 1.0), FARTHEST) if found else 1.0
 
     @property
     def knows(self) -> bool:
@@ -135,9 +136,21 @@ class Drift:
 
     @property
     def factor(self) -> float:
-        """What the table's rounds are to be multiplied by, if its plain steps are right."""
+        """What the table's rounds are to be multiplied by to choose a plan, if its plain steps are right."""
         with self._lock:
             return self._factor(self._now())
+
+    @property
+    def charge(self) -> float:
+        """The same for the account, which is not to gain by chance."""
+        with self._lock:
+            return self._factor(self._now(), 0.0)
+
+    def forgives(self) -> bool:
+        """Whether the text that begins may try what was seen to be too dear: ever more seldom behind a surprise."""
+        with self._lock:
+            self._texts += 1
+            return not self._compared or self._texts.bit_count() == 1
 
 
 class Flight(NamedTuple):
@@ -217,7 +230,8 @@ class Pilot:
         self._flown: Prospect | None = None
         self._trials = 0
         self.pause = PAUSE
-        self.tokens, self.balance = 0, 0.0
+        self._forgives = flight.drift.forgives()
+        self.tokens, self.balance, self._plainly = 0, 0.0, 0.0
 
     @property
     def share(self) -> float:
@@ -272,17 +286,20 @@ class Pilot:
             took: milliseconds; None where it is not known, or says nothing.
             verified: False where the plan's draft was made in vain, and a plain step taken.
         """
+        plain = self._costs.plain_at(length)
         self.tokens += tokens
-        if plan is not None and not verified:
-            self.balance -= self._costs.draft_at(plan) + replayed * self._costs.again
+        self._plainly += tokens * plain
+        if plan is None or not verified:
+            self.balance -= self._costs.step_at(length, replayed) - plain
+            if plan is not None:
+                self.balance -= self._costs.draft_at(plan)
+            elif took is not None:
+                self._drift.saw(took, plain, plain=True)
             return
-        said = self._costs.plain_at(length) if plan is None else self._costs.round_at(plan, length, replayed)
+        said = self._costs.round_at(plan, length, replayed)
         if took is not None:
-            self._drift.saw(took, said, plain=plan is None)
-        if plan is None:
-            self.balance -= replayed * self._costs.again
-            return
-        self.balance += tokens * self._costs.plain_at(length) - self._drift.factor * said
+            self._drift.saw(took, said, plain=False)
+        self.balance += tokens * plain - self._drift.charge * said
         tried = sum(self._prospects[plan].rates[:tokens])
         for evidence in (self._lasting, self._passing):
             evidence.add(tokens - 1, tried)
@@ -304,15 +321,17 @@ class Pilot:
         """Whether the account may bear two rounds that bring one token each: one is under way unread.
 
         Where the model cannot forget what it rejects, each of them leaves a token more to read again, and so they do
-        to the plain step behind them. What was seen of the costs counts only so far that a text can bear it at its
-        beginning, or else a bad moment would turn drafting off for good.
+        to the plain step behind them. In some texts what was seen of the costs counts only so far that two rounds
+        can be borne at the beginning, or else a bad moment would turn drafting off for good.
         """
-        plain, said = self._costs.plain_at(length), self._costs.round_at(plan, length)
-        allowed = ALLOWED * plain * max(self.tokens, SHORTEST)
-        bearable = plain * (1 + ALLOWED * SHORTEST / 2)
-        dearer = min(self._drift.factor * said, max(said, bearable)) - plain
-        again = self._costs.again * (3 * replayed + 3)
-        return self.balance - 2 * max(0.0, dearer) - again >= -allowed
+        costs, plain = self._costs, self._costs.plain_at(length)
+        allowed = ALLOWED * (self._plainly + plain * max(0, SHORTEST - self.tokens))
+        bearable = plain + 0.49 * allowed if self._forgives else FARTHEST * LONGEST_MS
+        again = (replayed, replayed + 1, replayed + 2) if costs.again else (0, 0, 0)
+        loss = costs.step_at(length, again[2]) - plain
+        for said in (costs.round_at(plan, length, again[0]), costs.round_at(plan, length, again[1])):
+            loss += max(0.0, min(self._drift.charge * said, max(said, bearable)) - plain)
+        return self.balance - loss >= -allowed
 
 
 class Evidence:

@@ -97,14 +97,14 @@ def fly(
             count = 1 + accepted(now, share(made), generator)
             behind = replayed + count if real.again and count <= now.depth else 0
         else:
-            step = real.plain_at(start + made) + real.draft_at(now) + replayed * real.again
+            step = real.step_at(start + made, replayed) + real.draft_at(now)
             count, behind = 1, 0
         took += step
         pilot.saw(now, count, start + made, replayed, stalled(step) if verified else None, verified=verified)
         made += count
         if plan is None and behind:
             pilot.saw(None, 0, start + made, behind)
-            took, behind = took + behind * real.again, 0
+            took, behind = took + real.step_at(start + made, behind) - real.plain_at(start + made), 0
     return sum(real.plain_at(start + i) for i in range(made)) / took
 
 
@@ -187,13 +187,59 @@ def test_no_text_makes_the_whole_slower_than_is_allowed(curve: str) -> None:
 
 
 @pytest.mark.parametrize("again", [0.05, 0.2, 0.5])
-@pytest.mark.parametrize("curve", ["flat", "gentle"])
+@pytest.mark.parametrize("curve", ["flat", "gentle", "a cliff at 6", "a step at once, and a cliff"])
 def test_no_text_makes_it_slower_where_tokens_are_read_again(curve: str, again: float) -> None:
     costs = costs_of(curve).lines()._replace(again=again)
-    for text in (lambda at: 0.0, lambda at: 0.5, lambda at: 0.9, lambda at: 1.5 if at % 80 < 40 else 0.0):
+    for text in (
+        lambda at: 0.0,
+        lambda at: 0.4,
+        lambda at: 0.6,
+        lambda at: 0.75,
+        lambda at: 0.9,
+        lambda at: 1.5 if at % 80 < 40 else 0.0,
+    ):
         for tokens in (256, 700):
             speeds = [fly(costs, text, tokens, seed) for seed in range(5)]
             assert min(speeds) > 1 - ALLOWED - 0.005
+
+
+def test_what_is_read_again_is_rows_of_the_same_forward() -> None:
+    costs = costs_of("a cliff at 6").lines()._replace(again=0.1)
+    plan = Plan(1, 3, 4)
+    alone = costs.round_at(plan, 64)
+    assert costs.round_at(plan, 64, 1) - alone == pytest.approx(0.02)
+    assert costs.round_at(plan, 64, 2) - alone == pytest.approx(costs.verify[0][5] - costs.verify[0][3])
+    assert costs.round_at(plan, 64, 1.5) - alone == pytest.approx((0.02 + costs.verify[0][5] - costs.verify[0][3]) / 2)
+    assert costs.round_at(plan, 64, 20) - costs.round_at(plan, 64, 12) == pytest.approx(0.8), "beyond the largest"
+    assert costs.step_at(64, 5) - costs.step_at(64) == pytest.approx(costs.verify[0][5] - costs.verify[0][0])
+    assert costs._replace(again=0.0).round_at(plan, 64, 5) == alone
+
+
+@pytest.mark.parametrize("slope", [1.2, 2.0, 4.0])
+def test_in_a_text_that_grows_long_no_more_is_lost(slope: float) -> None:
+    row = (1.0, *[3.0] * 15)
+    costs = Costs(
+        (64, 1024), tuple(range(1, 17)), (row, tuple(slope * ms for ms in row)), (1.0, slope), (1,), (0.05,), (0.0, 0.0)
+    ).check()
+    flight = make_flight(costs, ((0.9,),), (Plan(1, 4, 5), Plan(1, 15, 16)))
+    assert fly(costs, lambda at: 0.0, 6000, seed=1, flight=flight) > 1 - ALLOWED - 0.005
+
+
+def test_a_table_that_is_a_little_too_cheap_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = costs_of("flat")
+    truth = costs._replace(verify=tuple((row[0], *(1.06 * ms for ms in row[1:])) for row in costs.verify))
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
+    for seed in range(6):
+        assert fly(costs, lambda at: 0.25, 256, seed, truth=truth, flight=flight) > 1 - ALLOWED - 0.015
+
+
+def test_what_is_seen_to_be_too_dear_is_tried_ever_more_seldom() -> None:
+    costs = costs_of("flat")
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
+    truth = dearer(costs, 6.0)
+    speeds = [fly(costs, lambda at: 0.0, 256, seed, truth=truth, flight=flight) for seed in range(16)]
+    assert {at for at, speed in enumerate(speeds) if speed < 1} <= {0, 1, 2, 4, 8}
+    assert speeds[5] == speeds[6] == speeds[10] == 1.0
 
 
 def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None:
@@ -331,6 +377,12 @@ def test_between_measured_contexts_lies_a_line_and_less_than_the_first_is_never_
         {"widths": (1, 2.0, 4)},
         {"plain": (True, 1.2)},
         {"again": "0"},
+        {"again": -0.1},
+        {"plain": (10**400, 1.0)},
+        {"plain": (5e-324, 1.0)},
+        {"rest": (1e9, 0.0)},
+        {"widths": (1, 2, 300_000)},
+        {"contexts": (64, 1 << 31)},
     ],
 )
 def test_a_table_that_is_none_is_refused(change: dict[str, object]) -> None:
