@@ -13,7 +13,7 @@ import openai
 import pytest
 from service import BEAM, Reference, ask, client_of, complete, save_toys, send, server_of, until, with_toys
 
-from mlx_redrafter.serving import answers
+from mlx_redrafter.serving import answers, decoding
 from mlx_redrafter.serving.command import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
@@ -159,7 +159,7 @@ def test_it_ends_with_the_token_at_which_the_client_is_found_gone(
         return asked >= 12
 
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "left", left)
+        patch.setattr(decoding, "left", left)
         with send(server):
             until(lambda: asked >= 12 and idle(server))
     assert asked == 12  # nothing was done afterwards
@@ -169,14 +169,14 @@ def test_a_client_that_goes_while_its_prompt_is_read_or_while_it_waits_costs_not
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    real = answers.left
+    real = decoding.left
 
     def left(sock: Any) -> bool:
         seen.append(1)
         return len(seen) > 4 or real(sock)
 
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "left", left)
+        patch.setattr(decoding, "left", left)
         with send(server, prompt="m" * 200):
             until(lambda: len(seen) == 5 and idle(server))
     # Three chunks of 16 were read, and are not read again.

@@ -1,4 +1,4 @@
-"""mlx-lm's response generator, whose answers are decoded by this package's engine, in turns.
+"""mlx-lm's response generator, whose answers are made in turns.
 
 What happens here happens in one thread, the only one that touches MLX.
 """
@@ -10,27 +10,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from queue import Full, Queue
-from typing import Any, cast
+from queue import Full
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import (
-    CompletionRequest,
-    GenerationArguments,
-    GenerationContext,
-    ResponseGenerator,
-    _format_top_logprobs,
-    _image_parts,
-)
+from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationContext, _image_parts
 
-from ..generation import GenerationResponse, stream_generate
-from .asking import check, options
 from .bodies import Refusal
+from .decoding import Decoding
 from .drafts import Watch
-from .jobs import Gone, Job, Told, Unanswered
+from .jobs import Gone, Job, Unanswered
 from .meters import Meters
 from .prompts import Prompts
 from .provider import Provider
@@ -46,7 +36,7 @@ LONGEST_WAIT = 60
 """Seconds that a client is asked to wait at most before it tries again."""
 
 
-class Responder(ResponseGenerator):
+class Responder(Decoding):
     """Answers requests one token at a time, several of them in turns.
 
     Args:
@@ -60,7 +50,6 @@ class Responder(ResponseGenerator):
         meters: what is counted.
     """
 
-    model_provider: Provider
     requests: FairQueue
 
     def __init__(self, provider: Provider, prompt_cache: Prompts) -> None:
@@ -200,131 +189,6 @@ class Responder(ResponseGenerator):
             self.seconds += 0.1 * (time.perf_counter() - started - self.seconds)
             mx.clear_cache()
 
-    def _answer(
-        self, answers: Queue[Any], job: Job, args: GenerationArguments, began: list[GenerationContext]
-    ) -> Generator[Watch | None, None, None]:
-        """Puts a context, news of the prompt and a response a token; yields after each token what follows its time.
-
-        Args:
-            began: gets the context when it is put: from then on the client is told 200.
-
-        Raises:
-            Refusal: what is asked for cannot be had.
-            Gone: the client is.
-        """
-        if left(job.sock):
-            raise Gone("the client has gone")
-        provider = self.model_provider
-        model, tokenizer, key = provider.model, provider.tokenizer, provider.model_key
-        prompt, initial_state = self._read(job, args)
-        cache, rest = self.prompt_cache.fetch_nearest_cache(key, prompt)
-        known = len(prompt) - len(rest)
-        job.prompt_tokens, job.cached_tokens = len(prompt), known
-        cache = make_prompt_cache(model) if cache is None else cache
-        context = self._context(prompt, known, initial_state)
-        held = [prompt[:known]]
-        watch = None if job.ledger is None else Watch(tokenizer.decode)
-
-        def progress(done: int, total: int) -> None:
-            if not began:
-                began.append(context)
-                answers.put(context)
-            held[0] = prompt[: known + done]
-            answers.put((done, total))
-            if self._stop:
-                raise self.busy(job, "the server ends")
-            if context._should_stop or left(job.sock):
-                raise Gone("the client has gone")
-
-        steps = stream_generate(
-            model,
-            tokenizer,
-            rest,
-            drafter=provider.drafter(job.drafter),
-            stop=args.stop_words,
-            prompt_cache=cache,
-            history=prompt[:known],
-            prompt_progress_callback=progress,
-            on_drafter_failure=self._without,
-            on_round=None if watch is None else watch.on_round,
-            **options(args, self.cli_args),
-            **provider.beam(job.options),
-        )
-        tokens: list[int] = []
-        try:
-            with closing(steps):
-                for response in steps:
-                    tokens.append(response.token)
-                    told = self._told(job, args, response)
-                    told.news = None if watch is None else watch.news(response)
-                    answers.put(told)
-                    if context._should_stop or left(job.sock):
-                        raise Gone("the client has gone")
-                    yield watch
-                    if watch is not None:
-                        watch.go_on()
-        except (Gone, GeneratorExit):
-            self._keep(key, prompt + tokens if tokens else held[0], cache)
-            raise
-        self._keep(key, prompt + tokens, cache)
-
-    def _context(self, prompt: list[int], known: int, initial_state: str) -> GenerationContext:
-        """What the handler has to know before the first token; stop words are not its matter but the engine's."""
-        provider = self.model_provider
-        tokenizer = provider.tokenizer
-        return GenerationContext(
-            has_thinking=tokenizer.has_thinking,
-            has_tool_calling=tokenizer.has_tool_calling,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=self._make_state_machine(provider.model_key, tokenizer, [])[1],
-            initial_state=initial_state,
-            prompt=prompt,
-            prompt_cache_count=known,
-        )
-
     def _kept(self) -> int:
         """Bytes of the prompt caches; none once the thread has ended."""
         return self.prompt_cache.nbytes if hasattr(self, "prompt_cache") else 0
-
-    def _without(self, error: Exception) -> None:
-        """Notes that an answer goes on without its drafter."""
-        self.meters.failures.inc()
-        logging.error("The drafter has failed; the answer goes on without it", exc_info=error)
-
-    def _read(self, job: Job, args: GenerationArguments) -> tuple[list[int], str]:
-        """(the prompt's token ids, the state in which the answer begins).
-
-        Raises:
-            Refusal: the messages make no prompt, or a longer one than is allowed.
-        """
-        try:
-            prompt, _, _, initial_state, _ = self._tokenize(self.model_provider.tokenizer, job, args)
-            prompt = [int(token) for token in prompt]
-        except Exception as error:  # a template may raise whatever it likes
-            raise Refusal(f"the prompt cannot be made: {error}") from error
-        check(prompt, args, self.cli_args.max_prompt_tokens, self.model_provider.vocab_size)
-        return prompt, initial_state
-
-    def _told(self, job: Job, args: GenerationArguments, response: GenerationResponse) -> Told:
-        """A response for the handler.
-
-        One that ends with a stop word or an end-of-text token says nothing of that: the handler takes the queue's end
-        for it, and would else throw the last text away.
-        """
-        job.rounds, job.drafted, job.accepted = response.rounds, response.drafted, response.accepted
-        if not job.generated_tokens:
-            self.meters.first.observe(time.perf_counter() - job.asked)
-        job.generated_tokens += 1
-        return Told(
-            text=response.text,
-            token=response.token,
-            logprob=cast(float, response.logprobs[response.token].item()) if args.logprobs else 0.0,
-            finish_reason="length" if response.finish_reason == "length" else None,
-            top_tokens=_format_top_logprobs(response.logprobs, args.top_logprobs, self.model_provider.tokenizer),
-            from_draft=response.from_draft,
-        )
-
-    def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:
-        """Leaves a cache for the next request that begins with the same tokens."""
-        if tokens:
-            self.prompt_cache.insert_cache(key, tokens, cache)
