@@ -53,7 +53,7 @@ class Decoding(ResponseGenerator):
         known = len(prompt) - len(rest)
         job.prompt_tokens, job.cached_tokens = len(prompt), known
         cache = make_prompt_cache(model) if cache is None else cache
-        context = self._context(prompt, known, initial_state)
+        context = self._context(job, prompt, known, initial_state)
         held = [prompt[:known]]
         watch = None if job.ledger is None else Watch(tokenizer.decode)
 
@@ -100,14 +100,19 @@ class Decoding(ResponseGenerator):
             raise
         self._keep(key, prompt + tokens, cache)
 
-    def _context(self, prompt: list[int], known: int, initial_state: str) -> GenerationContext:
+    def _context(self, job: Job, prompt: list[int], known: int, initial_state: str) -> GenerationContext:
         """What the handler has to know before the first token; stop words are not its matter but the engine's."""
         provider = self.model_provider
         tokenizer = provider.tokenizer
+
+        def parse(text: str, tools: Any) -> Any:
+            job.called = True
+            return tokenizer.tool_parser(text, tools)
+
         return GenerationContext(
             has_thinking=tokenizer.has_thinking,
             has_tool_calling=tokenizer.has_tool_calling,
-            tool_parser=tokenizer.tool_parser,
+            tool_parser=parse,
             text_sm=self._make_state_machine(provider.model_key, tokenizer, [])[1],
             initial_state=initial_state,
             prompt=prompt,
@@ -136,9 +141,10 @@ class Decoding(ResponseGenerator):
     def _told(self, job: Job, args: GenerationArguments, response: GenerationResponse) -> Told:
         """A response for the handler.
 
-        One that ends with a stop word or an end-of-text token says nothing of that: the handler takes the queue's end
-        for it, and would else throw the last text away.
+        Every last one says "length": at "stop" mlx-lm's handler would throw away its text, and what of the text before
+        might have begun a mark of a tool or of reasoning. `Handler.generate_response` says the reason.
         """
+        job.stopped = response.finish_reason == "stop"
         job.rounds, job.drafted, job.accepted = response.rounds, response.drafted, response.accepted
         if not job.generated_tokens:
             self.meters.first.observe(time.perf_counter() - job.asked)
@@ -147,7 +153,7 @@ class Decoding(ResponseGenerator):
             text=response.text,
             token=response.token,
             logprob=cast(float, response.logprobs[response.token].item()) if args.logprobs else 0.0,
-            finish_reason="length" if response.finish_reason == "length" else None,
+            finish_reason=None if response.finish_reason is None else "length",
             top_tokens=_format_top_logprobs(response.logprobs, args.top_logprobs, self.model_provider.tokenizer),
             from_draft=response.from_draft,
         )

@@ -203,8 +203,12 @@ class Handler(APIHandler):
         self.close_connection = True
 
     def generate_response(self, *args: Any, **more: Any) -> dict[str, Any]:
-        """mlx-lm's packet; `usage` says what drafting did, and `redrafter` what it does, if that is asked for."""
+        """mlx-lm's packet, with the reason to end that is no "length"; `usage` says what drafting did, and `redrafter`
+        what it does, if that is asked for."""
         packet = self.with_usage(super().generate_response(*args, **more))
+        choice = packet["choices"][0]
+        if choice["finish_reason"] == "length" and self.job is not None and self.job.stopped:
+            choice["finish_reason"] = "tool_calls" if self.job.called else "stop"
         if self.job is not None and self.job.ledger is not None:
             packet["redrafter"] = self.job.ledger.take()
         return packet

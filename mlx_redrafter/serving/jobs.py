@@ -29,6 +29,8 @@ class Job(CompletionRequest):
         retry_after: seconds, with status 503.
         rounds, drafted, accepted: what drafting has done so far; written before a token is handed over.
         prompt_tokens, cached_tokens, generated_tokens: what was read, what of it was not read anew, what was said.
+        stopped: the answer has ended by a stop word or an end-of-text token, not by its length.
+        called: text between the marks of a tool's call was parsed.
         asked: when, by `time.perf_counter`.
         ledger: of what is told of drafting, where the client asks for that.
     """
@@ -46,6 +48,8 @@ class Job(CompletionRequest):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    stopped: bool = False
+    called: bool = False
     asked: float = field(default_factory=time.perf_counter)
     ledger: Ledger | None = None
 

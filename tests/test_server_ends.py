@@ -1,0 +1,102 @@
+"""How an answer ends: with its whole text, its reason, and the right words where it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service import BEAM, END, Reference, ask, save_toys, server_of, with_toys
+
+from mlx_redrafter.serving.command import Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+streaming = pytest.mark.parametrize("stream", [False, True])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toys(tmp_path_factory.mktemp("toys"))
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    with server_of(*with_toys(root), *BEAM, "--max-tokens", "30") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reference(root: Path) -> Reference:
+    return Reference(root)
+
+
+def tools(server: Server, monkeypatch: pytest.MonkeyPatch, start: str, end: str, parser: Any) -> None:
+    """Makes these the marks of a call."""
+    tokenizer = server.responder.model_provider.tokenizer
+    server.responder._state_machine_cache.clear()
+    monkeypatch.setattr(tokenizer, "_tool_call_start", start)
+    monkeypatch.setattr(tokenizer, "_tool_call_end", end)
+    monkeypatch.setattr(tokenizer, "_tool_parser", parser)
+
+
+def answer(server: Server, path: str, stream: bool, **fields: Any) -> tuple[str, list[Any], str]:
+    """(text, calls, reason) of an answer, however it is sent."""
+    reply = ask(server, "POST", path, fields | {"stream": stream})
+    assert reply.status == 200, reply
+    lines = [line.removeprefix("data: ") for line in reply.body.decode().split("\n\n") if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines] if stream else [reply.json["choices"][0]]
+    parts = [choice.get("delta", choice.get("message", choice)) for choice in choices]
+    text = "".join(part.get("content", part.get("text")) or "" for part in parts)
+    calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    return text, calls, choices[-1]["finish_reason"]
+
+
+@streaming
+def test_a_text_that_ends_like_a_mark_of_a_tool_begins_keeps_its_end(
+    stream: bool, server: Server, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = reference.text("hello")
+    for at in (4, 8, 12):
+        stop = whole[at : at + 3]
+        expected = reference.text("hello", stop=[stop])
+        # No call ever begins: the second letter of the mark does not follow the first.
+        tools(server, monkeypatch, expected[-1] + "\n", "\n\n", None)
+        assert answer(server, TEXT, stream, prompt="hello", stop=stop) == (expected, [], "stop")
+        ended = whole[: len(expected)], [], "length"
+        assert answer(server, TEXT, stream, prompt="hello", max_tokens=len(expected)) == ended
+
+
+@streaming
+def test_so_does_one_that_ends_with_the_end_of_text_token(
+    stream: bool, server: Server, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = ((seed, reference.responses("ending", temp=1.5, seed=seed)) for seed in range(40))
+    seed, expected = next((seed, found) for seed, found in answers if found[-1].token == END and len(found) > 2)
+    text = "".join(each.text for each in expected)
+    tools(server, monkeypatch, text[-1] + "\n", "\n\n", None)
+    assert answer(server, TEXT, stream, prompt="ending", temperature=1.5, seed=seed) == (text, [], "stop")
+
+
+def failing(text: str, tools: Any) -> Any:
+    raise ValueError("this is no call")
+
+
+@streaming
+@pytest.mark.parametrize("parser", [lambda text, tools: {"name": text, "arguments": {}}, failing])
+def test_an_answer_that_stops_behind_a_call_says_so(
+    parser: Any, stream: bool, server: Server, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("what", "when", "where", "why", "who", "whence", "whither", "how")
+    told = ((word, reference.text(f"U{word}zA", temp=1, seed=1)) for word in words)
+    word, whole = next((word, text) for word, text in told if len(set(text[:9])) == 9)
+    tools(server, monkeypatch, whole[1], whole[3], parser)
+    said = {"messages": [{"role": "user", "content": word}], "temperature": 1, "seed": 1}
+    calls = [] if parser is failing else [{"name": whole[2], "arguments": "{}"}]
+    expected = whole[0] + whole[4:8], calls
+    # mlx-lm says "tool_calls" of one that could not be parsed as well.
+    assert answer(server, CHAT, stream, stop=whole[8], **said) == (*expected, "tool_calls")
+    assert answer(server, CHAT, stream, max_tokens=8, **said) == (*expected, "length")
