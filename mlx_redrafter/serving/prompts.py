@@ -17,5 +17,8 @@ class Prompts(LRUPromptCache):
         """(a copy of the cache that holds most of the prompt, or None; the tokens still to read, one at least)."""
         if len(tokens) < 2:
             return None, tokens
-        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-        return cache, rest + tokens[-1:]
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if not rest:
+            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+            rest = rest + tokens[-1:]
+        return cache, rest
