@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
@@ -165,6 +166,18 @@ def test_with_the_key_everything_is_and_health_without(locked: Server) -> None:
         assert client.completions.create(model="default_model", prompt="x", max_tokens=3).choices[0].text
     with client_of(locked, "other") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+def test_a_page_in_a_browser_may_send_the_key(locked: Server) -> None:
+    connection = http.client.HTTPConnection(*locked.server_address[:2], timeout=60)
+    asked = {"Origin": "http://page", "Access-Control-Request-Headers": "authorization,content-type"}
+    connection.request("OPTIONS", TEXT, headers={"Access-Control-Request-Method": "POST"} | asked)
+    reply = connection.getresponse()
+    assert reply.status == 204 and reply.getheader("Access-Control-Allow-Origin") == "*"
+    # By the Fetch standard * means every header but this one.
+    named = (reply.getheader("Access-Control-Allow-Headers") or "").split(", ")
+    assert "*" in named and "Authorization" in named
+    connection.close()
 
 
 def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(

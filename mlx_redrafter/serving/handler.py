@@ -256,6 +256,11 @@ class Handler(APIHandler):
         self.end_headers()
         self.wfile.write(meters.text())
 
+    def _set_cors_headers(self) -> None:
+        """mlx-lm's `*` covers every header but the one with the key, by the Fetch standard."""
+        super()._set_cors_headers()
+        self.send_header("Access-Control-Allow-Headers", "Authorization")
+
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Counts a reply, and logs it."""
         if isinstance(code, int):
