@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
+import pytest
 from small import save_target, small_drafter
 from toys import make_model, make_tokenizer
 
@@ -121,6 +122,37 @@ class Reference:
     def responses(self, prompt: str | Sequence[int], **options: Any) -> list[Any]:
         """Its responses."""
         return list(stream_generate(self.model, self.tokenizer, prompt, **({"max_tokens": 30} | options)))
+
+
+@contextmanager
+def held(server: Server, monkeypatch: pytest.MonkeyPatch, *, at: int = 3) -> Iterator[threading.Event]:
+    """Stops the engine at an answer's token until the event is set, which it is at the end."""
+    gate, reached, told = threading.Event(), threading.Event(), type(server.responder)._told
+    responder = server.responder
+
+    def waiting(job: Any, args: Any, response: Any) -> Any:
+        if response.generation_tokens == at:
+            reached.set()
+            gate.wait(20)
+        return told(responder, job, args, response)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(responder, "_told", waiting)
+        gate.reached = reached  # type: ignore[attr-defined]
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+def counted(server: Server, name: str, **labels: str) -> float:
+    """A metric's value."""
+    return server.responder.meters.registry.get_sample_value(f"mlx_redrafter_{name}", labels) or 0.0
+
+
+def idle(server: Server) -> bool:
+    """Whether nothing is answered, and nothing waits."""
+    return server.responder.running == 0 and server.responder.queue.qsize() == 0
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:

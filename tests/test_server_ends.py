@@ -8,7 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service import BEAM, END, Reference, ask, save_toys, server_of, with_toys
+from service import (
+    BEAM,
+    END,
+    Reference,
+    ask,
+    counted,
+    held,
+    idle,
+    save_toys,
+    send,
+    server_of,
+    until,
+    with_toys,
+)
 
 from mlx_redrafter.serving.command import Server
 
@@ -100,3 +113,32 @@ def test_an_answer_that_stops_behind_a_call_says_so(
     # mlx-lm says "tool_calls" of one that could not be parsed as well.
     assert answer(server, CHAT, stream, stop=whole[8], **said) == (*expected, "tool_calls")
     assert answer(server, CHAT, stream, max_tokens=8, **said) == (*expected, "length")
+
+
+@streaming
+def test_a_reply_counts_once_with_the_status_that_was_sent(
+    stream: bool, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replies() -> dict[int, float]:
+        return {status: counted(server, "requests_total", endpoint=TEXT, status=str(status)) for status in (200, 500)}
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("the engine has stopped")
+
+    before = replies()
+    with monkeypatch.context() as patch:
+        patch.setattr(server.responder, "_told", broken)
+        ask(server, "POST", TEXT, {"prompt": "hello", "stream": stream})
+    sent = 200 if stream else 500
+    assert {status: count - before[status] for status, count in replies().items()} == {200: 0, 500: 0} | {sent: 1}
+
+
+def test_a_client_that_goes_before_its_reply_counts_as_none(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = counted(server, "requests_total", endpoint=TEXT, status="200")
+    with held(server, monkeypatch) as gate:
+        with send(server):
+            assert gate.reached.wait(20)  # type: ignore[attr-defined]
+        gate.set()
+        until(lambda: idle(server))
+        assert server.wait_idle(20)
+    assert counted(server, "requests_total", endpoint=TEXT, status="200") == before

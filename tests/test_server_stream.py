@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from service import BEAM, Reference, ask, client_of, complete, save_toys, send, server_of, until, with_toys
+from service import (
+    BEAM,
+    Reference,
+    ask,
+    client_of,
+    complete,
+    counted,
+    held,
+    idle,
+    save_toys,
+    send,
+    server_of,
+    until,
+    with_toys,
+)
 
 from mlx_redrafter.serving import answers, decoding
 from mlx_redrafter.serving.command import Server
@@ -34,36 +46,6 @@ def server(root: Path) -> Iterator[Server]:
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with client_of(server) as client:
         yield client
-
-
-@contextmanager
-def held(server: Server, monkeypatch: pytest.MonkeyPatch, *, at: int = 3) -> Iterator[threading.Event]:
-    """Stops the engine at an answer's token until the event is set, which it is at the end."""
-    gate, reached, told = threading.Event(), threading.Event(), type(server.responder)._told
-    responder = server.responder
-
-    def waiting(job: Any, args: Any, response: Any) -> Any:
-        if response.generation_tokens == at:
-            reached.set()
-            gate.wait(20)
-        return told(responder, job, args, response)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(responder, "_told", waiting)
-        gate.reached = reached  # type: ignore[attr-defined]
-        try:
-            yield gate
-        finally:
-            gate.set()
-
-
-def counted(server: Server, name: str, **labels: str) -> float:
-    """A metric's value."""
-    return server.responder.meters.registry.get_sample_value(f"mlx_redrafter_{name}", labels) or 0.0
-
-
-def idle(server: Server) -> bool:
-    return server.responder.running == 0 and server.responder.queue.qsize() == 0
 
 
 @pytest.mark.parametrize("drafter", [{}, {"draft_model": None}])

@@ -44,6 +44,7 @@ class Handler(APIHandler):
     server: Any
     timeout = SILENCE
     job: Job | None = None
+    _status: int | str | None = None
 
     def do_POST(self) -> None:
         """Checks a request, then leaves it to mlx-lm's handler."""
@@ -262,10 +263,16 @@ class Handler(APIHandler):
         self.send_header("Access-Control-Allow-Headers", "Authorization")
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Counts a reply, and logs it."""
-        if isinstance(code, int):
-            self.response_generator.meters.replied(getattr(self, "path", ""), code)
-        super().log_request(code, size)
+        """Keeps the status: an answer that fails is told another one than the 200 it began with."""
+        self._status = code
+
+    def end_headers(self) -> None:
+        """Sends the headers; only now the reply counts, and is logged."""
+        code, self._status = self._status, None
+        if code is not None:
+            self.response_generator.meters.replied(getattr(self, "path", ""), int(code))
+            super().log_request(code)
+        super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Into the log, as everything else."""
