@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from service import (
     BEAM,
     END,
     Reference,
+    Reply,
     ask,
     counted,
     held,
@@ -142,3 +144,22 @@ def test_a_client_that_goes_before_its_reply_counts_as_none(server: Server, monk
         until(lambda: idle(server))
         assert server.wait_idle(20)
     assert counted(server, "requests_total", endpoint=TEXT, status="200") == before
+
+
+@streaming
+def test_who_is_broken_off_by_the_servers_end_is_told_503(
+    stream: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server_of(*with_toys(root), *BEAM) as server, held(server, monkeypatch) as gate:
+        found: list[Reply] = []
+        body = {"prompt": "hello", "max_tokens": 1000, "logit_bias": {END: -100}, "stream": stream}
+        client = threading.Thread(target=lambda: found.append(ask(server, "POST", TEXT, body)))
+        client.start()
+        assert gate.reached.wait(20)  # type: ignore[attr-defined]
+        server.responder._stop = True
+        gate.set()
+        client.join()
+    (reply,) = found
+    last = reply.body.decode().rstrip().rpartition("data: ")[2]
+    error = {"message": "the server ends", "type": "server_error", "code": 503}
+    assert json.loads(last) == {"error": error} and reply.status == (200 if stream else 503)

@@ -157,11 +157,12 @@ class Handler(APIHandler):
         except (ConnectionError, TimeoutError, Gone) as error:
             self.gone(error)
         except Exception as error:
+            status = error.status if isinstance(error, Refusal) else 500
             if not self.stream:
                 self._headers_buffer: list[bytes] = []  # of the 200 that was not sent
-                self.fail(500, str(error))
+                self.fail(status, str(error))
                 return
-            self.wfile.write(f"data: {json.dumps(as_error(500, str(error)))}\n\n".encode())
+            self.wfile.write(f"data: {json.dumps(as_error(status, str(error)))}\n\n".encode())
             self.wfile.flush()
 
     def validate_model_parameters(self) -> None:
