@@ -93,11 +93,11 @@ def ask(server: Server, method: str, path: str, body: Any = None, headers: dict[
         connection.close()
 
 
-def send(server: Server, **fields: Any) -> socket.socket:
+def send(server: Server, path: str = "/v1/completions", **fields: Any) -> socket.socket:
     """A request whose reply is not read."""
     raw = json.dumps({"prompt": "hello", "max_tokens": 100_000} | fields).encode()
     connection = socket.create_connection(server.server_address[:2], timeout=30)
-    connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    connection.sendall(b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw)) + raw)
     return connection
 
 

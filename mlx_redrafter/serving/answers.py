@@ -121,9 +121,6 @@ class Responder(Decoding):
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         """Answers a request, and others for the same model that come in while it does, in turns."""
-        if self.model_provider.processor is not None and any(_image_parts(request[1].messages)):
-            super()._serve_single(request, stream)
-            return
         answers = deque([self._begin(request)])
         try:
             while answers and not self._stop:
@@ -140,9 +137,13 @@ class Responder(Decoding):
 
     def _is_like(self, request: Any) -> bool:
         """Whether a request is for the model that is loaded."""
-        _, _, args = request
+        _, job, args = request
         provider = self.model_provider
-        return provider.key(args.model.model, args.model.adapter) == provider.model_key and (provider.processor is None)
+        return provider.key(args.model.model, args.model.adapter) == provider.model_key and not self._sees(job)
+
+    def _sees(self, job: Job) -> bool:
+        """Whether there are images for a model that sees them: such an answer takes no turns."""
+        return self.model_provider.processor is not None and any(_image_parts(job.messages))
 
     def _turn(self, answer: Iterator[Watch | None], *, alone: bool) -> bool:
         """Runs an answer for a while; whether there is more of it."""
@@ -168,7 +169,10 @@ class Responder(Decoding):
         self.running += 1
         self.meters.queued.observe(started - job.asked)
         try:
-            yield from self._answer(answers, job, args, began)
+            if self._sees(job):
+                self._answer_images(answers, job, args, began)
+            else:
+                yield from self._answer(answers, job, args, began)
             answers.put(None)
         except Gone as gone:
             self.meters.left.inc()
@@ -180,7 +184,7 @@ class Responder(Decoding):
         except Exception as error:
             early = not began and isinstance(error, ValueError)  # as `RedrafterError` is
             job.status = getattr(error, "status", 400 if early else 500)
-            if job.status >= 500:
+            if job.status >= 500 and not isinstance(error, Refusal):
                 logging.exception("An answer has failed")
             answers.put(error)
         finally:

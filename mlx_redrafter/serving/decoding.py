@@ -9,13 +9,21 @@ from contextlib import closing
 from queue import Queue
 from typing import Any, cast
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import GenerationArguments, GenerationContext, ResponseGenerator, _format_top_logprobs
+from mlx_lm.server import (
+    GenerationArguments,
+    GenerationContext,
+    Response,
+    ResponseGenerator,
+    _format_top_logprobs,
+)
 
 from ..generation import GenerationResponse, stream_generate
 from .asking import check, options
 from .bodies import Refusal
 from .drafts import Watch
+from .images import Relay
 from .jobs import Gone, Job, Told
 from .meters import Meters
 from .provider import Provider
@@ -63,10 +71,7 @@ class Decoding(ResponseGenerator):
                 answers.put(context)
             held[0] = prompt[: known + done]
             answers.put((done, total))
-            if self._stop:
-                raise Refusal("the server ends", 503)
-            if context._should_stop or left(job.sock):
-                raise Gone("the client has gone")
+            self._go_on(job, context)
 
         steps = stream_generate(
             model,
@@ -99,6 +104,54 @@ class Decoding(ResponseGenerator):
             self._keep(key, prompt + tokens if tokens else held[0], cache)
             raise
         self._keep(key, prompt + tokens, cache)
+
+    def _answer_images(
+        self, answers: Queue[Any], job: Job, args: GenerationArguments, began: list[GenerationContext]
+    ) -> None:
+        """As `_answer`, for messages with images, but whole: mlx-lm's own decoding, without turns and drafts.
+
+        Raises:
+            Refusal, Gone: as `_answer`.
+        """
+
+        def look(item: Any) -> None:
+            if isinstance(item, GenerationContext):
+                check(item.prompt, args, self.cli_args.max_prompt_tokens, self.model_provider.vocab_size)
+                job.prompt_tokens = len(item.prompt)
+                began.append(item)
+                return
+            job.cached_tokens = began[0].prompt_cache_count
+            if isinstance(item, Response):
+                self._count(job)
+            self._go_on(job, began[0])
+
+        if left(job.sock):
+            raise Gone("the client has gone")
+        relay = Relay(answers, look)
+        super()._serve_single((relay, job, args), mx.default_stream(mx.default_device()))
+        if relay.error is None:
+            return
+        if began or isinstance(relay.error, Refusal):
+            raise relay.error
+        raise Refusal(f"the prompt cannot be made: {relay.error}") from relay.error
+
+    def _go_on(self, job: Job, context: GenerationContext) -> None:
+        """Asked between two tokens.
+
+        Raises:
+            Refusal: the server ends.
+            Gone: the client is.
+        """
+        if self._stop:
+            raise Refusal("the server ends", 503)
+        if context._should_stop or left(job.sock):
+            raise Gone("the client has gone")
+
+    def _count(self, job: Job) -> None:
+        """Counts a token of an answer."""
+        if not job.generated_tokens:
+            self.meters.first.observe(time.perf_counter() - job.asked)
+        job.generated_tokens += 1
 
     def _context(self, job: Job, prompt: list[int], known: int, initial_state: str) -> GenerationContext:
         """What the handler has to know before the first token; stop words are not its matter but the engine's."""
@@ -146,9 +199,7 @@ class Decoding(ResponseGenerator):
         """
         job.stopped = response.finish_reason == "stop"
         job.rounds, job.drafted, job.accepted = response.rounds, response.drafted, response.accepted
-        if not job.generated_tokens:
-            self.meters.first.observe(time.perf_counter() - job.asked)
-        job.generated_tokens += 1
+        self._count(job)
         return Told(
             text=response.text,
             token=response.token,

@@ -65,6 +65,12 @@ def make_parser() -> Parser:
     add("--max-request-bytes", type=int, default=8 << 20, help="length of a request's body (default: 8 MiB)")
     add("--max-prompt-tokens", type=int, help="length of a prompt (default: no limit)")
     add("--max-completion-tokens", type=int, help="length of an answer (default: no limit)")
+    add(
+        "--allow-image-urls",
+        action="store_true",
+        help="fetch images from http and https URLs, not only data URLs. Whoever may ask this server may then make it "
+        "ask any address that it can reach itself, this machine and its network included, for as much as they send",
+    )
     return parser
 
 

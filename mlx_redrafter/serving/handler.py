@@ -18,6 +18,7 @@ from . import bodies
 from .answers import Responder
 from .bodies import Refusal
 from .drafts import Ledger
+from .images import check_urls
 from .jobs import DEFAULT, Gone, Job, Unanswered
 
 BEAM = ("plan", "beam_width", "draft_depth", "tree_size")
@@ -115,16 +116,27 @@ class Handler(APIHandler):
             raise Refusal(f"max_tokens must be at most {most}, got {wanted}")
         if PATHS[self.path] not in self.asked:
             raise Refusal(f"the request has no {PATHS[self.path]}")
+        messages = self.asked.get("messages", [])
         sees = self.response_generator.model_provider.processor is not None
-        if not sees and any(_image_parts(self.asked.get("messages", []))):
+        if not sees and any(_image_parts(messages)):
             raise Refusal("the model that is loaded sees no images")
+        check_urls(messages, fetch=flags.allow_image_urls)
         clean = json.dumps(self.asked).encode()
         self.rfile = BytesIO(clean)
         self.headers.replace_header("Content-Length", str(len(clean)))
 
     def handle_chat_completions(self) -> CompletionRequest:
-        """mlx-lm's request as a job."""
-        return self.as_job(super().handle_chat_completions())
+        """mlx-lm's request as a job.
+
+        Raises:
+            Unanswered: an image cannot be fetched.
+        """
+        try:
+            request = super().handle_chat_completions()
+        except Exception as error:
+            refusal = Refusal(f"an image cannot be fetched: {error}")
+            raise Unanswered(refusal, refusal.status) from error
+        return self.as_job(request)
 
     def handle_text_completions(self) -> CompletionRequest:
         """mlx-lm's request as a job."""

@@ -88,6 +88,6 @@ class Unanswered(BaseException):
         retry_after: seconds, with status 503.
     """
 
-    def __init__(self, error: Exception, status: int, retry_after: int) -> None:
+    def __init__(self, error: Exception, status: int, retry_after: int = 1) -> None:
         super().__init__(str(error))
         self.error, self.status, self.retry_after = error, status, retry_after
