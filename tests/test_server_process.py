@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_a_signal_lets_the_answer_end_refuses_others_and_exits_with_0(number: in
         assert len("".join(chunk["choices"][0]["text"] for chunk in chunks)) == LONG["max_tokens"]
         assert running.wait(20) == 0
         assert running.stderr is not None and running.stderr.read() == ""
+
+
+def test_a_client_that_is_still_sending_when_the_signal_comes_is_told_503(root: Path) -> None:
+    with process(root) as (running, url):
+        where = urlsplit(url)
+        with socket.create_connection((where.hostname, where.port), timeout=20) as client:
+            client.sendall(b'POST /v1/completions HTTP/1.0\r\nContent-Length: 15\r\n\r\n{"prom')
+            time.sleep(0.5)  # so that it has been heard
+            running.send_signal(signal.SIGTERM)
+            until(lambda: status(url) == "draining")
+            time.sleep(0.5)
+            client.sendall(b'pt": "x"}')
+            assert client.makefile("rb").readline().split()[1] == b"503"
+        assert running.wait(20) == 0
 
 
 def test_a_second_signal_ends_it_at_once(root: Path) -> None:

@@ -48,23 +48,23 @@ class Handler(APIHandler):
     _status: int | str | None = None
 
     def do_POST(self) -> None:
-        """Checks a request, then leaves it to mlx-lm's handler."""
-        try:
-            self.authorise()
-            if self.path not in PATHS:
-                raise Refusal(f"expected one of {', '.join(PATHS)}", 404)
-            self.receive()
-            with self.server.busy():
+        """Checks a request, then leaves it to mlx-lm's handler; the server does not end before there is a reply."""
+        with self.server.busy():
+            try:
+                self.authorise()
+                if self.path not in PATHS:
+                    raise Refusal(f"expected one of {', '.join(PATHS)}", 404)
+                self.receive()
                 super().do_POST()
-        except Refusal as refusal:
-            self.fail(refusal.status, str(refusal))
-        except Unanswered as unanswered:
-            if isinstance(unanswered.error, Gone):
-                self.gone(unanswered.error)
-            else:
-                self.fail(unanswered.status, str(unanswered), unanswered.retry_after)
-        except (ConnectionError, TimeoutError) as error:
-            self.gone(error)
+            except Refusal as refusal:
+                self.fail(refusal.status, str(refusal))
+            except Unanswered as unanswered:
+                if isinstance(unanswered.error, Gone):
+                    self.gone(unanswered.error)
+                else:
+                    self.fail(unanswered.status, str(unanswered), unanswered.retry_after)
+            except (ConnectionError, TimeoutError) as error:
+                self.gone(error)
 
     def do_GET(self) -> None:
         """`/health` is open to all; the rest needs the key, if there is one."""
