@@ -326,6 +326,7 @@ def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
         (["--drafter", "a=x", "--drafter", "a=y"], "--drafter must be [NAME=]PATH with a name of its own, got 'a=y'"),
         (["--drafter", "none=x"], "with a name of its own"),
         (["--max-queue", "0"], "--max-queue must be at least 1, got 0"),
+        (["--drain-timeout", "0"], "--drain-timeout must be at least 1, got 0"),
         (["--port", "65536"], "--port must be from 0 to 65535"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
     ],

@@ -101,6 +101,17 @@ def test_a_client_that_is_still_sending_when_the_signal_comes_is_told_503(root: 
         assert running.wait(20) == 0
 
 
+def test_an_answer_that_takes_too_long_is_broken_off_and_its_client_told(root: Path) -> None:
+    endless = {"stream": True, "max_tokens": 10**6, "logit_bias": {END: -100}}
+    with process(root, "--drain-timeout", "1") as (running, url), post(url, **endless) as unread:
+        with post(url, **endless) as stream:
+            running.send_signal(signal.SIGTERM)
+            *_, last = (line for line in stream if line.startswith(b"data: "))
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 503
+        assert running.wait(20) == 128 + signal.SIGTERM
+        assert unread.status == 200  # whose client reads nothing, and was not waited for
+
+
 def test_a_second_signal_ends_it_at_once(root: Path) -> None:
     with process(root) as (running, url), post(url, stream=True, max_tokens=10**6, logit_bias={END: -100}) as stream:
         assert stream.readline()

@@ -119,6 +119,10 @@ class Responder(Decoding):
         for answers, job, _ in self.queue.remove(lambda each: True):
             answers.put(self.busy(job, "the server is about to end"))
 
+    def break_off(self) -> None:
+        """Ends what runs within a token: its clients are told 503."""
+        self._stop = True
+
     def _serve_single(self, request: Any, stream: Any) -> None:
         """Answers a request, and others for the same model that come in while it does, in turns."""
         answers = deque([self._begin(request)])

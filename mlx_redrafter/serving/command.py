@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -162,7 +163,10 @@ def serving(args: argparse.Namespace, kind: type[Handler] = Handler) -> Iterator
 
 
 def attend(server: Server, signals: SimpleQueue[int]) -> int:
-    """Waits for the first signal, lets what runs end, and gives the exit status; a second signal ends it at once."""
+    """Waits for the first signal, lets what runs end, and gives the exit status; a second signal ends it at once.
+
+    So does the time after the first one, but clients are told.
+    """
     responder = server.responder
     first = 0
     while not first:
@@ -171,7 +175,13 @@ def attend(server: Server, signals: SimpleQueue[int]) -> int:
             raise RedrafterError("the thread that generates has died; see the log")
     logging.info("Ending: what runs is finished, what waits is refused")
     responder.drain()
+    until = time.monotonic() + responder.cli_args.drain_timeout
     while not server.wait_idle(WATCH / 4):
+        if time.monotonic() > until:
+            logging.warning("Ending before all is finished: --drain-timeout is over")
+            responder.break_off()
+            server.wait_idle(WATCH)
+            return 128 + first
         if second := received(signals, 0.01):
             return 128 + second
     return 0
@@ -200,7 +210,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     if args.model is None and args.adapter_path:
         raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
     low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "decode_concurrency",
-           "prompt_cache_size", "prefill_step_size", "max_tokens")  # fmt: skip
+           "prompt_cache_size", "prefill_step_size", "max_tokens", "drain_timeout")  # fmt: skip
     for name in low:
         if (value := getattr(args, name)) is not None and value < 1:
             raise RedrafterError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

@@ -66,6 +66,13 @@ def make_parser() -> Parser:
     add("--max-prompt-tokens", type=int, help="length of a prompt (default: no limit)")
     add("--max-completion-tokens", type=int, help="length of an answer (default: no limit)")
     add(
+        "--drain-timeout",
+        type=int,
+        default=120,
+        help="seconds for what runs to be finished after a first SIGINT or SIGTERM; what is not is broken off, with "
+        "128 + the signal as exit status (default: 120)",
+    )
+    add(
         "--allow-image-urls",
         action="store_true",
         help="fetch images from http and https URLs, not only data URLs. Whoever may ask this server may then make it "
