@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,3 +164,9 @@ def test_who_is_broken_off_by_the_servers_end_is_told_503(
     last = reply.body.decode().rstrip().rpartition("data: ")[2]
     error = {"message": "the server ends", "type": "server_error", "code": 503}
     assert json.loads(last) == {"error": error} and reply.status == (200 if stream else 503)
+
+
+def test_a_client_that_closes_its_sending_half_is_taken_for_one_that_went(server: Server) -> None:
+    with send(server, logit_bias={END: -100}) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == b""
