@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from contextlib import suppress
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
-from mlx_redrafter.serving.bodies import CHECKS, DEEPEST, LARGEST, Refusal, read
+from mlx_redrafter.serving.bodies import CHECKS, DEEPEST, LARGEST, RESERVED, STRONGEST, Refusal, read
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -111,6 +114,8 @@ def test_what_is_no_json_object_is_refused(raw: bytes, said: str) -> None:
         ("tools", {}),
         ("role_mapping", {"user": 3}),
         ("chat_template_kwargs", []),
+        ("chat_template_kwargs", {"chat_template": "{% for i in range(99999) %}{% endfor %}"}),
+        ("chat_template_kwargs", {"enable_thinking": True, "max_length": 3}),
         ("stream_options", True),
         ("stream_options", {"include_usage": 1}),
         ("stream_options", {"include_usage": None}),
@@ -122,6 +127,12 @@ def test_what_is_no_json_object_is_refused(raw: bytes, said: str) -> None:
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"1" * 5000: 1}),
         ("logit_bias", {"1": None}),
+        ("logit_bias", {"1": 1e39}),
+        ("logit_bias", {"1": -1e19}),
+        ("presence_penalty", 1e19),
+        ("frequency_penalty", -1e19),
+        ("repetition_penalty", 1e19),
+        ("repetition_penalty", 1e-39),
         ("n", 2),
         ("n", "1"),
         ("plan", 3),
@@ -132,6 +143,24 @@ def test_a_field_of_the_wrong_kind_is_refused_by_its_name(field: str, value: Any
     with pytest.raises(Refusal) as caught:
         body(**{field: value})
     assert field in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_every_argument_of_apply_chat_template_is_refused_or_known_to_do_no_harm() -> None:
+    harmless = {"continue_final_message", "documents", "sanitize_control_tokens"}
+    theirs = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    assert theirs - {"self", "kwargs"} - RESERVED <= harmless
+    for name in RESERVED:
+        with pytest.raises(Refusal, match=f"variables of the model's own template, got {name}"):
+            body(chat_template_kwargs={name: None})
+    asked = {"chat_template_kwargs": {"enable_thinking": False, "anything": [1, {"x": "y"}]}}
+    assert body(**asked) == CHAT | asked
+
+
+def test_no_bias_and_penalty_that_pass_make_a_float32_infinite_together() -> None:
+    asked: dict[str, Any] = {"logit_bias": {"1": STRONGEST}, "repetition_penalty": 1 / STRONGEST}
+    assert body(**asked) == CHAT | asked
+    assert mx.isfinite(mx.array(STRONGEST) / (1 / STRONGEST)).item()
+    assert body(repetition_penalty=0, presence_penalty=-0.5)["repetition_penalty"] == 0
 
 
 def test_a_body_may_be_as_deep_as_it_says() -> None:

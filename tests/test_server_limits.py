@@ -69,6 +69,8 @@ def locked(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         ({"stop": 5}, "stop must be a string"),
         ({"n": 3}, "n must be 1"),
         ({"top_logprobs": 12}, "top_logprobs must be at most 11"),
+        ({"logit_bias": {"5": 1e39}, "logprobs": True}, "logit_bias[5] must be from -1e+18 to 1e+18, got 1e+39"),
+        ({"repetition_penalty": 1e-39, "logprobs": True}, "repetition_penalty must be 0, or from 1e-18 to 1e+18"),
         ({"repetition_penalty": -2}, "repetition_penalty must be at least 0"),
     ],
 )
@@ -90,6 +92,20 @@ def test_a_chat_needs_messages_and_a_model_that_sees_for_images(server: Server) 
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/never-asked"}}
     reply = ask(server, "POST", path, {"messages": [{"role": "user", "content": [part]}]})
     assert (reply.status, reply.error) == (400, "the model that is loaded sees no images")
+
+
+def test_a_chat_template_of_the_clients_own_is_refused(server: Server) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    fields = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": endless}}
+    reply = ask(server, "POST", "/v1/chat/completions", fields)
+    assert (reply.status, reply.error[-13:]) == (400, "chat_template")
+    assert complete(server, "hello", max_tokens=1)
+
+
+def test_the_strongest_bias_and_penalty_give_finite_numbers(server: Server) -> None:
+    fields = {"logit_bias": {"5": 1e18, "6": -1e18}, "repetition_penalty": 1e-18, "top_logprobs": 3, "logprobs": True}
+    told = json.dumps(complete(server, "fine", max_tokens=4, **fields))
+    assert "NaN" not in told and "Infinity" not in told
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

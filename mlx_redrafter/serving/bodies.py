@@ -16,6 +16,29 @@ DEEPEST = 64
 LARGEST = 2**31 - 1
 """Of every integer but the seed: MLX indexes with 32 bits."""
 
+STRONGEST = 1e18
+"""Of biases and penalties: a product of two is still a float32, and so no reply holds NaN, which JSON does not have."""
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Of `chat_template_kwargs`: arguments of `apply_chat_template` itself, which are no variables of the model's template.
+
+A template of the client's own might never end."""
+
 INTEGERS = (
     "max_tokens",
     "max_completion_tokens",
@@ -35,10 +58,8 @@ NUMBERS = (
     "min_p",
     "xtc_probability",
     "xtc_threshold",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
 )
+PENALTIES = ("presence_penalty", "frequency_penalty")
 TEXTS = ("model", "adapters", "draft_model", "user")
 FLAGS = ("stream", "logprobs")
 
@@ -136,6 +157,22 @@ def number(name: str, value: Any) -> float:
     return found
 
 
+def bounded(name: str, value: Any) -> float:
+    """A number that is added to logits."""
+    found = number(name, value)
+    if abs(found) > STRONGEST:
+        raise Refusal(f"{name} must be from {-STRONGEST:g} to {STRONGEST:g}, got {found:g}")
+    return found
+
+
+def factor(name: str, value: Any) -> float:
+    """A number that logits are multiplied with or divided by; 0 for none."""
+    found = bounded(name, value)
+    if 0 < found < 1 / STRONGEST:
+        raise Refusal(f"{name} must be 0, or from {1 / STRONGEST:g} to {STRONGEST:g}, got {found:g}")
+    return found
+
+
 def text(name: str, value: Any) -> str:
     """A string."""
     if not isinstance(value, str):
@@ -160,6 +197,14 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refusal(f"{name} must be an object, got {named(value)}")
     return value
+
+
+def template_kwargs(name: str, value: Any) -> dict[str, Any]:
+    """Variables for the model's template."""
+    found = mapping(name, value)
+    if reserved := sorted(RESERVED & set(found)):
+        raise Refusal(f"{name} must be variables of the model's own template, got {reserved[0]}")
+    return found
 
 
 def roles(name: str, value: Any) -> dict[str, Any]:
@@ -217,7 +262,7 @@ def logit_bias(name: str, value: Any) -> dict[str, float]:
     for key, bias in mapping(name, value).items():
         if not key.isascii() or not key.isdigit() or len(key) > 10 or int(key) > LARGEST:
             raise Refusal(f"{name} must be a dict of int to float, got the key {key!r:.50}")
-        found[str(int(key))] = number(f"{name}[{key}]", bias)
+        found[str(int(key))] = bounded(f"{name}[{key}]", bias)
     return found
 
 
@@ -237,6 +282,8 @@ def named(value: Any) -> str:
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(INTEGERS, integer),
     **dict.fromkeys(NUMBERS, number),
+    **dict.fromkeys(PENALTIES, bounded),
+    "repetition_penalty": factor,
     **dict.fromkeys(TEXTS, text),
     **dict.fromkeys(FLAGS, flag),
     "draft_model": draft_model,
@@ -245,7 +292,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "messages": messages,
     "tools": objects,
     "role_mapping": roles,
-    "chat_template_kwargs": mapping,
+    "chat_template_kwargs": template_kwargs,
     "stop": stop,
     "stream_options": stream_options,
     "logit_bias": logit_bias,
