@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from mlx_redrafter.serving.bodies import CHECKS, DEEPEST, LARGEST, RESERVED, STRONGEST, Refusal, read
+from mlx_redrafter.serving.bodies import (
+    CHECKS,
+    DEEPEST,
+    LARGEST,
+    LONGEST_STOP,
+    MOST_STOPS,
+    RESERVED,
+    STRONGEST,
+    Refusal,
+    read,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -100,6 +110,8 @@ def test_what_is_no_json_object_is_refused(raw: bytes, said: str) -> None:
         ("stop", [""]),
         ("stop", ["a", 5]),
         ("stop", ""),
+        ("stop", ["a"] * (MOST_STOPS + 1)),
+        ("stop", "a" * (LONGEST_STOP + 1)),
         ("prompt", ["a"]),
         ("messages", []),
         ("messages", "hello"),
@@ -161,6 +173,11 @@ def test_no_bias_and_penalty_that_pass_make_a_float32_infinite_together() -> Non
     assert body(**asked) == CHAT | asked
     assert mx.isfinite(mx.array(STRONGEST) / (1 / STRONGEST)).item()
     assert body(repetition_penalty=0, presence_penalty=-0.5)["repetition_penalty"] == 0
+
+
+def test_stop_strings_may_be_as_many_and_as_long_as_is_said() -> None:
+    stops = ["a" * LONGEST_STOP] * MOST_STOPS
+    assert body(stop=stops)["stop"] == stops and body(stop=[])["stop"] == []
 
 
 def test_a_body_may_be_as_deep_as_it_says() -> None:

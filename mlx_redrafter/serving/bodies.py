@@ -16,6 +16,10 @@ DEEPEST = 64
 LARGEST = 2**31 - 1
 """Of every integer but the seed: MLX indexes with 32 bits."""
 
+MOST_STOPS = 64
+LONGEST_STOP = 256
+"""Characters. Every token's text is compared with every stop string, while others wait."""
+
 STRONGEST = 1e18
 """Of biases and penalties: a product of two is still a float32, and so no reply holds NaN, which JSON does not have."""
 
@@ -245,6 +249,10 @@ def stop(name: str, value: Any) -> list[str]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
         raise Refusal(f"{name} must be a string that is not empty, or a list of those")
+    if len(found) > MOST_STOPS:
+        raise Refusal(f"{name} must hold at most {MOST_STOPS} strings, got {len(found)}")
+    if (longest := max(map(len, found), default=0)) > LONGEST_STOP:
+        raise Refusal(f"{name} must be of at most {LONGEST_STOP} characters, got {longest}")
     return found
 
 
