@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from ..plan import AUTO, OFF
+
 DEEPEST = 64
 """How deep a body may be nested: templates and encoders walk it by recursion."""
 
@@ -276,9 +278,12 @@ def logit_bias(name: str, value: Any) -> dict[str, float]:
 
 def plan(name: str, value: Any) -> str | list[int]:
     """A word, or two or three numbers."""
-    if isinstance(value, list):
+    if isinstance(value, list) and len(value) in (2, 3):
         return [integer(f"{name}[{at}]", each) for at, each in enumerate(value)]
-    return text(name, value)
+    if value not in (AUTO, OFF):
+        got = f"a list of {len(value)}" if isinstance(value, list) else f"{value!r:.50}"
+        raise Refusal(f"{name} must be '{AUTO}', '{OFF}', [W, K] or [W, K, N], got {got}")
+    return str(value)
 
 
 def named(value: Any) -> str:
