@@ -105,6 +105,8 @@ def test_what_is_no_json_object_is_refused(raw: bytes, said: str) -> None:
         ("stream", 1),
         ("logprobs", 5),
         ("model", 3),
+        ("model", ""),
+        ("adapters", ""),
         ("draft_model", ["a"]),
         ("stop", 5),
         ("stop", [""]),

@@ -218,13 +218,22 @@ def test_models_are_listed_where_nothing_was_ever_downloaded(
     assert reply.usage.rounds > 0
 
 
-def test_a_model_that_does_not_exist_is_said_so_and_leaves_the_loaded_one(
-    client: openai.OpenAI, server: Server, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_cannot_be_had_leaves_the_loaded_one_and_tells_nothing_of_files(
+    root: Path, client: openai.OpenAI, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = server.responder.model_provider.model
-    with pytest.raises(openai.NotFoundError, match="no such directory"):
-        client.completions.create(model="./nowhere", prompt="x")
+    (tmp_path / "secret.txt").write_text("x")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text('{"model_type": "llama"}')
+    names = ["./nowhere", "/etc/passwd", "no/where", *(str(tmp_path / each) for each in ("", "secret.txt", "half"))]
+    for name in names:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.completions.create(model=name, prompt="x")
+        told = caught.value.response.json()["error"]["message"]
+        assert told == f"the model {name!r:.100} is not here, or cannot be loaded"
+    with pytest.raises(openai.NotFoundError, match="is not here, or cannot be loaded"):
+        client.completions.create(model=str(root / "target"), prompt="x", extra_body={"adapters": str(tmp_path)})
     assert server.responder.model_provider.model is before
 
 

@@ -66,7 +66,7 @@ NUMBERS = (
     "xtc_threshold",
 )
 PENALTIES = ("presence_penalty", "frequency_penalty")
-TEXTS = ("model", "adapters", "draft_model", "user")
+PLACES = ("model", "adapters")
 FLAGS = ("stream", "logprobs")
 
 
@@ -186,6 +186,13 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def place(name: str, value: Any) -> str:
+    """A directory or a name on the hub; nothing at all would be the server's own directory."""
+    if not text(name, value):
+        raise Refusal(f"{name} must be a string that is not empty")
+    return str(value)
+
+
 def draft_model(name: str, value: Any) -> str | None:
     """A drafter's name, or None."""
     return None if value is None else text(name, value)
@@ -297,7 +304,8 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(NUMBERS, number),
     **dict.fromkeys(PENALTIES, bounded),
     "repetition_penalty": factor,
-    **dict.fromkeys(TEXTS, text),
+    **dict.fromkeys(PLACES, place),
+    "user": text,
     **dict.fromkeys(FLAGS, flag),
     "draft_model": draft_model,
     "seed": seed,

@@ -13,9 +13,10 @@ import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
 from ..autopilot import flight_of
-from ..checkpoint import find, load_drafter
+from ..checkpoint import check_directory, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafter import Drafter
+from ..errors import CheckpointError, one_line
 from ..plan import AUTO
 from ..target import check_draftable
 from .bodies import Refusal
@@ -66,12 +67,21 @@ class Provider(ModelProvider):
         """As mlx-lm's; a request's drafter is no part of it, so that naming another one reloads nothing.
 
         Raises:
-            CheckpointError: there is no such model; the one that is loaded stays.
+            CheckpointError: there is no such model, and the one that is loaded stays; or it cannot be loaded.
         """
         key = self.key(model_path, adapter_path)
         if key != self.model_key:
-            find(key[0])
-            self._load(*key)
+            try:
+                check_directory(find(key[0]))
+                if key[1] is not None:
+                    read_object(Path(key[1], "adapter_config.json"))
+                self._load(*key)
+            except Exception as error:
+                if not self.loaded.done():
+                    raise
+                # A client is not told which files there are on this machine.
+                logging.error(f"Cannot load {key[0]!r}: {one_line(error)}")
+                raise CheckpointError(f"the model {model_path!r:.100} is not here, or cannot be loaded") from error
         return self.model, self.tokenizer
 
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> None:
