@@ -9,6 +9,7 @@ import socket
 import time
 from http import HTTPStatus
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import CacheNotFound
@@ -253,7 +254,7 @@ class Handler(APIHandler):
         status = "unavailable" if not well else "draining" if responder.draining else "ok"
         told = {
             "status": status,
-            "model": responder.cli_args.model,
+            "model": shown(responder.cli_args.model),
             "drafters": list(responder.model_provider.drafters),
             "running": responder.running,
             "queue": responder.queue.qsize(),
@@ -290,6 +291,11 @@ class Handler(APIHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Into the log, as everything else."""
         logging.info(f"{self.address_string()} {format % args}")
+
+
+def shown(model: str) -> str:
+    """A model as it is told to those without a key: of a directory its last name, and not where it is."""
+    return Path(model).name if Path(model).is_absolute() else model
 
 
 def as_error(status: int, message: str) -> dict[str, Any]:
