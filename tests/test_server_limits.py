@@ -64,6 +64,12 @@ def locked(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         ({"draft_model": "third"}, "there is no drafter 'third' for this model; there are one, second, none"),
         ({"beam_width": 99}, "beam_width must be from 1 to the vocabulary's 53"),
         ({"draft_depth": 10**6}, "draft_depth must be from 1 to"),
+        ({"beam_width": 32, "draft_depth": 2}, "1 + beam_width * draft_depth must be at most 64 here, got 65"),
+        ({"beam_width": 22}, "1 + beam_width * draft_depth must be at most 64 here, got 67 for 22 * 3"),
+        ({"plan": [32, 2, 5]}, "1 + beam_width * draft_depth must be at most 64 here, got 65"),
+        ({"draft_depth": 64}, "1 + beam_width * draft_depth must be at most 64 here, got 65 for 1 * 64"),
+        ({"num_draft_tokens": 64}, "1 + beam_width * draft_depth must be at most 64 here, got 65"),
+        ({"plan": [99, 256], "draft_model": "second"}, "beam_width must be from 1 to the vocabulary's 53"),
         ({"plan": "fast"}, "plan must be 'auto', 'off'"),
         ({"plan": [2, 2], "beam_width": 2}, "give either plan or beam_width"),
         ({"stop": 5}, "stop must be a string"),
@@ -79,6 +85,29 @@ def test_a_request_that_cannot_be_served_is_told_why(fields: dict[str, Any], sai
     assert reply.status == 400 and said in reply.error, reply
     assert reply.json["error"]["type"] == "invalid_request_error"
     assert complete(server, "hello")["usage"]["completion_tokens"] <= 12
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft_depth": 63},
+        {"plan": [31, 2]},
+        {"beam_width": 1, "draft_depth": 200, "tree_size": 8},
+        {"num_draft_tokens": 3},
+        {"beam_width": 53, "draft_model": None},
+        {"beam_width": 53, "draft_model": "none"},
+        {"plan": "off"},
+    ],
+)
+def test_a_beam_within_the_bound_is_served(fields: dict[str, Any], server: Server) -> None:
+    assert complete(server, "hello", max_tokens=3, **fields)["usage"]["completion_tokens"] <= 3
+
+
+def test_the_bound_of_a_beam_is_for_requests_and_can_be_set(root: Path) -> None:
+    with server_of(*with_toys(root), "--beam-width", "4", "--draft-depth", "4", "--max-tree-size", "3") as server:
+        assert complete(server, "hello", max_tokens=3)["usage"]["rounds"] > 0
+        assert ask(server, "POST", TEXT, {"prompt": "hello", "plan": [1, 3]}).status == 400
+        assert complete(server, "hello", max_tokens=3, plan=[1, 2])
 
 
 def test_openais_client_shows_what_is_wrong(server: Server) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
+from ..plan import AUTO, make_plan, read_plan
 from .bodies import Refusal
 
 
@@ -28,6 +29,31 @@ def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vo
         raise Refusal(f"logit_bias must be of token ids from 0 to {vocab_size - 1}, got {odd[0]}")
     if args.top_logprobs > vocab_size:
         raise Refusal(f"top_logprobs must be at most the vocabulary's {vocab_size}, got {args.top_logprobs}")
+
+
+def check_beam(asked: dict[str, Any], own_depth: int, most: int, vocab_size: int) -> None:
+    """Bounds what a round may draft for one client, while others wait.
+
+    Args:
+        asked: the request's plan, beam_width, draft_depth and tree_size; some or none of them.
+        own_depth: K, where it names none.
+        most: nodes of a tree, the root included, before any are left out.
+
+    Raises:
+        Refusal: more than that.
+        RedrafterError: no plan at all; see `make_plan`.
+    """
+    shape = read_plan(
+        asked.get("plan", AUTO), *(asked.get(name) for name in ("beam_width", "draft_depth", "tree_size"))
+    )
+    if not isinstance(shape, tuple):
+        return
+    width, depth, size = shape
+    plan = make_plan(width, own_depth if depth is None else depth, size, vocab_size)
+    if (nodes := 1 + plan.width * plan.depth) > most:
+        raise Refusal(
+            f"1 + beam_width * draft_depth must be at most {most} here, got {nodes} for {plan.width} * {plan.depth}"
+        )
 
 
 def options(args: GenerationArguments, flags: argparse.Namespace) -> dict[str, Any]:

@@ -209,8 +209,9 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
     if args.model is None and args.adapter_path:
         raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
-    low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "decode_concurrency",
-           "prompt_cache_size", "prefill_step_size", "max_tokens", "drain_timeout")  # fmt: skip
+    low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "max_tree_size",
+           "decode_concurrency", "prompt_cache_size", "prefill_step_size", "max_tokens",
+           "drain_timeout")  # fmt: skip
     for name in low:
         if (value := getattr(args, name)) is not None and value < 1:
             raise RedrafterError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

@@ -64,6 +64,7 @@ def make_parser() -> Parser:
     add("--max-queue", type=int, default=64, help="requests that may wait (default: 64)")
     add("--max-request-bytes", type=int, default=8 << 20, help="length of a request's body (default: 8 MiB)")
     add("--max-prompt-tokens", type=int, help="length of a prompt (default: no limit)")
+    add("--max-tree-size", type=int, default=64, help="nodes of a round that a request may ask for (default: 64)")
     add("--max-completion-tokens", type=int, help="length of an answer (default: no limit)")
     add(
         "--drain-timeout",

@@ -21,6 +21,7 @@ from .bodies import Refusal
 from .drafts import Ledger
 from .images import check_urls
 from .jobs import DEFAULT, Gone, Job, Unanswered
+from .provider import PLAIN
 
 BEAM = ("plan", "beam_width", "draft_depth", "tree_size")
 """Fields of a request that mlx-lm does not have, in the names of `make_settings`."""
@@ -151,6 +152,8 @@ class Handler(APIHandler):
         if (depth := asked.get("num_draft_tokens")) is not None:
             drafter = drafter if depth else None
             options = options or ({"draft_depth": depth} if depth else {})
+        if drafter in (None, PLAIN):
+            options = {}
         client = asked.get("user") or self.client_address[0]
         told = asked.get("stream", False) and asked.get("stream_options", {}).get("include_drafts", False)
         self.job = Job(

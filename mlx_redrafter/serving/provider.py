@@ -17,8 +17,10 @@ from ..checkpoint import check_directory, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafter import Drafter
 from ..errors import CheckpointError, one_line
+from ..loop import own_depth
 from ..plan import AUTO
 from ..target import check_draftable
+from .asking import check_beam
 from .bodies import Refusal
 from .jobs import DEFAULT
 
@@ -149,10 +151,21 @@ class Provider(ModelProvider):
         return self.drafters[name]
 
     def beam(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The beam of a request, else that of the command line."""
+        """The beam of a request, else that of the command line.
+
+        Args:
+            asked: see `check_beam`.
+
+        Raises:
+            Refusal: the request's is too large.
+            RedrafterError: it is none.
+        """
+        args = self.cli_args
+        if asked and self.drafters:
+            depth = max(map(own_depth, self.drafters.values()))
+            check_beam(asked, depth, args.max_tree_size, self.vocab_size)
         if asked:
             return asked
-        args = self.cli_args
         given = {name: getattr(args, name) for name in ("plan", "beam_width", "draft_depth", "tree_size")}
         return {name: value for name, value in given.items() if value is not None}
 
