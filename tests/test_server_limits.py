@@ -110,6 +110,12 @@ def test_the_bound_of_a_beam_is_for_requests_and_can_be_set(root: Path) -> None:
         assert complete(server, "hello", max_tokens=3, plan=[1, 2])
 
 
+@pytest.mark.parametrize("fields", [{"xtc_probability": 0.5}, {"temperature": 1}])
+def test_a_threshold_of_xtc_that_does_not_matter_is_no_fault(fields: dict[str, Any], server: Server) -> None:
+    expected = complete(server, "hello", seed=1, **fields)["choices"]
+    assert complete(server, "hello", seed=1, xtc_threshold=0.9, **fields)["choices"] == expected
+
+
 def test_openais_client_shows_what_is_wrong(server: Server) -> None:
     with client_of(server) as client, pytest.raises(openai.BadRequestError, match="max_tokens must be at most 12"):
         client.completions.create(model="default_model", prompt="x", max_tokens=99)

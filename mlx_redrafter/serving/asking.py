@@ -59,14 +59,16 @@ def check_beam(asked: dict[str, Any], own_depth: int, most: int, vocab_size: int
 def options(args: GenerationArguments, flags: argparse.Namespace) -> dict[str, Any]:
     """The keywords for a request's sampling and the command line's cache."""
     sampling = args.sampling
+    xtc = {"xtc_probability": sampling.xtc_probability, "xtc_threshold": sampling.xtc_threshold}
+    if not (sampling.temperature and sampling.xtc_probability):
+        xtc = {}  # mlx-lm looks at the threshold only where it matters
     return {
         "max_tokens": args.max_tokens,
         "temp": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
+        **xtc,
         "seed": args.seed,
         "logits_processors": _make_logits_processors(args) or None,
         "prefill_step_size": flags.prefill_step_size,
