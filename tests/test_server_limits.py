@@ -266,6 +266,34 @@ def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(
     assert len({json.dumps(reply.json["choices"]) for reply in replies}) == 1
 
 
+def test_who_fills_the_queue_makes_room_for_another_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, told = threading.Event(), type(server.responder)._told
+
+    def waiting(*args: Any) -> Any:
+        gate.wait(20)
+        return told(server.responder, *args)
+
+    monkeypatch.setattr(server.responder, "_told", waiting)
+    opened = []
+    try:
+        for count in range(3):
+            opened.append(send(server, max_tokens=3, user="greedy"))
+            until(lambda count=count: server.responder.running + server.responder.queue.qsize() == count + 1)  # type: ignore[misc]
+        assert server.responder.queue.full()
+        opened.append(send(server, max_tokens=3, user="modest"))
+        refused = b"".join(iter(lambda: opened[2].recv(1 << 16), b""))
+        assert b" 503 " in refused.partition(b"\r\n")[0] and b"others have fewer requests in it" in refused
+        assert b"\r\nRetry-After: " in refused and server.responder.queue.qsize() == 2
+        gate.set()
+        for at in (0, 1, 3):
+            assert b" 200 " in opened[at].recv(1 << 16)
+    finally:
+        gate.set()
+        for each in opened:
+            each.close()
+    until(lambda: server.responder.running == 0)
+
+
 def test_clients_that_went_while_they_waited_keep_no_place_in_the_queue(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

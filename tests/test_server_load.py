@@ -122,7 +122,7 @@ def test_one_client_with_many_requests_does_not_keep_another_waiting(root: Path)
         def waiting(job: Any, *rest: Any) -> Any:
             gate.wait(20)
             if job.generated_tokens == 0:
-                order.append(job.client)
+                order.append(job.client[1])
             return told(server.responder, job, *rest)
 
         server.responder._told = waiting  # type: ignore[method-assign]

@@ -20,11 +20,12 @@ from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationCont
 from .bodies import Refusal
 from .decoding import Decoding
 from .drafts import Watch
+from .fair import FairQueue
 from .jobs import Gone, Job, Unanswered
 from .meters import Meters
 from .prompts import Prompts
 from .provider import Provider
-from .waiting import FairQueue, left
+from .waiting import left
 
 TURN = 0.25
 """Seconds that an answer has the device before another one that waits."""
@@ -57,7 +58,7 @@ class Responder(Decoding):
         self.running = 0
         self.seconds = 1.0
         self.meters = Meters()
-        self.queue = FairQueue(provider.cli_args.max_queue)
+        self.queue = FairQueue(provider.cli_args.max_queue, self._give_way)
         self.meters.watch("queue_length", "Requests that wait", self.queue.qsize)
         self.meters.watch("running", "Answers that take turns", lambda: self.running)
         self.meters.watch("prompt_cache_bytes", "What former answers keep", self._kept)
@@ -112,6 +113,11 @@ class Responder(Decoding):
         for answers, _, _ in self.queue.remove(lambda each: left(each[1].sock)):
             self.meters.left.inc()
             answers.put(Gone("the client has gone"))
+
+    def _give_way(self, request: Any) -> None:
+        """Refuses a request that lost its place to another client's."""
+        answers, job, _ = request
+        answers.put(self.busy(job, "the queue is full, and others have fewer requests in it"))
 
     def drain(self) -> None:
         """Takes no more requests, and refuses those that wait."""

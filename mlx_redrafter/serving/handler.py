@@ -154,7 +154,7 @@ class Handler(APIHandler):
             options = options or ({"draft_depth": depth} if depth else {})
         if drafter in (None, PLAIN):
             options = {}
-        client = asked.get("user") or self.client_address[0]
+        client = (self.client_address[0], asked.get("user", ""))
         told = asked.get("stream", False) and asked.get("stream_options", {}).get("include_drafts", False)
         self.job = Job(
             **vars(request),

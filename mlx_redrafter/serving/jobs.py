@@ -23,7 +23,7 @@ class Job(CompletionRequest):
     Attributes:
         drafter: a drafter's name, `DEFAULT`, or None for plain decoding.
         options: of `make_settings`: those of its four for the beam that the client gave.
-        client: whose line it waits in.
+        client: whose line it waits in: an address, and the name of a user there.
         sock: to see whether the client is still there.
         status: of HTTP, once something went wrong.
         retry_after: seconds, with status 503.
@@ -37,7 +37,7 @@ class Job(CompletionRequest):
 
     drafter: str | None = DEFAULT
     options: dict[str, Any] = field(default_factory=dict)
-    client: str = ""
+    client: tuple[str, str] = ("", "")
     sock: socket.socket | None = None
     stream: bool = False
     status: int | None = None
