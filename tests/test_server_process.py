@@ -54,14 +54,19 @@ def post(url: str, **fields: Any) -> Any:
     return urlopen(Request(f"{url}/v1/completions", json.dumps({"prompt": "hello"} | fields).encode()), timeout=60)
 
 
-def status(url: str) -> str:
+def health(url: str) -> Any:
     """What /health says."""
     try:
         with urlopen(f"{url}/health", timeout=20) as reply:
-            return str(json.load(reply)["status"])
+            return json.load(reply)
     except HTTPError as error:
         with error:
-            return str(json.load(error)["status"])
+            return json.load(error)
+
+
+def status(url: str) -> str:
+    """What /health says of the whole."""
+    return str(health(url)["status"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -118,7 +123,21 @@ def test_a_second_signal_ends_it_at_once(root: Path) -> None:
         running.send_signal(signal.SIGTERM)
         until(lambda: status(url) == "draining")
         running.send_signal(signal.SIGTERM)
-        assert running.wait(20) == 128 + signal.SIGTERM
+        assert running.wait(20) == -signal.SIGTERM
+
+
+def test_a_second_signal_ends_it_at_once_in_the_middle_of_what_takes_long(root: Path) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+    with process(root, "--chat-template", endless) as (running, url):
+        where = urlsplit(url)
+        with socket.create_connection((where.hostname, where.port), timeout=20) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: health(url)["running"] == 1)
+            running.send_signal(signal.SIGINT)
+            until(lambda: health(url)["status"] == "draining")
+            running.send_signal(signal.SIGINT)
+            assert running.wait(20) == -signal.SIGINT
 
 
 def test_a_port_in_use_is_told_in_one_line(root: Path) -> None:

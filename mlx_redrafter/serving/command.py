@@ -29,6 +29,9 @@ from .prompts import Prompts
 from .provider import PLAIN, Provider, local
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ENDS = (signal.SIGINT, signal.SIGTERM)
+"""What tells the server to end."""
+
 WATCH = 1.0
 """Seconds between looks at whether the generation thread lives."""
 
@@ -121,12 +124,19 @@ def serve(
     maybe_set_recommended_wired_limit()
     signals: SimpleQueue[int] = SimpleQueue()
     with serving(args, kind) as server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: signals.put(number))
+        for number in ENDS:
+            signal.signal(number, lambda number, frame: heard(number, signals))
         print(f"serving on {server.url}", file=sys.stderr, flush=True)
         if listening is not None:
             listening(server.url)
         return attend(server, signals)
+
+
+def heard(number: int, signals: SimpleQueue[int]) -> None:
+    """Passes the first signal on; a second one ends the process at once, whatever its threads are doing."""
+    for each in ENDS:
+        signal.signal(each, signal.SIG_DFL)
+    signals.put(number)
 
 
 @contextmanager
@@ -163,17 +173,17 @@ def serving(args: argparse.Namespace, kind: type[Handler] = Handler) -> Iterator
 
 
 def attend(server: Server, signals: SimpleQueue[int]) -> int:
-    """Waits for the first signal, lets what runs end, and gives the exit status; a second signal ends it at once.
+    """Waits for a signal, lets what runs end, and gives the exit status; where that takes longer than it may, clients
+    are told.
 
-    So does the time after the first one, but clients are told.
+    Raises:
+        RedrafterError: there is nothing that could answer any more.
     """
     responder = server.responder
-    first = 0
-    while not first:
-        first = received(signals)
+    while not (first := received(signals)):
         if not responder.generation_available():
             raise RedrafterError("the thread that generates has died; see the log")
-    logging.info("Ending: what runs is finished, what waits is refused")
+    logging.info("Ending: what runs is finished, what waits is refused; a second signal ends it at once")
     responder.drain()
     until = time.monotonic() + responder.cli_args.drain_timeout
     while not server.wait_idle(WATCH / 4):
@@ -182,15 +192,13 @@ def attend(server: Server, signals: SimpleQueue[int]) -> int:
             responder.break_off()
             server.wait_idle(WATCH)
             return 128 + first
-        if second := received(signals, 0.01):
-            return 128 + second
     return 0
 
 
-def received(signals: SimpleQueue[int], timeout: float = WATCH) -> int:
-    """A signal's number, or 0 if none came."""
+def received(signals: SimpleQueue[int]) -> int:
+    """A signal's number, or 0 if none came in a while."""
     try:
-        return signals.get(timeout=timeout)
+        return signals.get(timeout=WATCH)
     except Empty:
         return 0
 
