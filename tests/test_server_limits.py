@@ -14,8 +14,10 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from service import BEAM, ask, client_of, complete, save_toys, send, server_of, together, until, with_toys
+from service import BEAM, VOCAB, ask, client_of, complete, save_toys, send, server_of, together, until, with_toys
+from small import small_drafter
 
+from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import Server, checked
 from mlx_redrafter.serving.flags import read_flags
@@ -428,17 +430,35 @@ def test_every_flag_of_mlx_lm_is_there_and_its_module_is_left_alone() -> None:
     assert checked(read_flags(["--num-draft-tokens", "0"])).drafters == {}
 
 
+@pytest.mark.parametrize("size", ["-5", "x", "5XB", ""])
+def test_a_size_that_is_none_is_told_as_argparse_does(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_flags(["--prompt-cache-bytes", size])
+    told = capsys.readouterr().err.splitlines()[-1]
+    expected = f"argument --prompt-cache-bytes: expected a number of bytes, as in 512MB or 2GB, got {size!r}"
+    assert told.endswith(expected)
+    assert read_flags(["--prompt-cache-bytes", "1.5GB"]).prompt_cache_bytes == 1_500_000_000
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--model", "./nowhere"], "no such directory: './nowhere'"),
         (["--drafter", "./nowhere"], "no such directory: './nowhere'"),
+        (["--drafter", "wide"], "expects hidden size 96, the target has 64"),
+        (["--adapter-path", "./nowhere"], "no adapter_config.json in nowhere"),
         (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen on no.such.host.invalid"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_and_leaves_no_thread(flags: list[str], said: str, root: Path) -> None:
+def test_a_server_that_cannot_start_says_why_once_and_leaves_no_thread(
+    flags: list[str], said: str, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = threading.active_count()
-    given = flags if "--model" in flags else [*with_toys(root)[:2], *flags]
-    with pytest.raises(RedrafterError, match=said), server_of(*given, *BEAM):
+    save_drafter(tmp_path / "wide", small_drafter(hidden=96, vocab=VOCAB, exit_dim=16))
+    given = [str(tmp_path / "wide") if flag == "wide" else flag for flag in flags]
+    given = given if "--model" in flags else [*with_toys(root)[:2], *given]
+    with pytest.raises(RedrafterError) as caught, server_of(*given, *BEAM):
         pytest.fail("it started")
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
     assert threading.active_count() == before

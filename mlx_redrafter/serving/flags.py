@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,12 @@ class Parser(argparse.ArgumentParser):
 
     argv: Sequence[str] | None = None
 
+    def add_argument(self, *names: Any, **more: Any) -> argparse.Action:
+        """Adds a flag; what its type cannot read is told in argparse's way, whatever the type raises."""
+        if kind := more.get("type"):
+            more["type"] = reader(kind)
+        return super().add_argument(*names, **more)
+
     def parse_args(self, *args: Any, **more: Any) -> Any:
         """Parses, once mlx-lm has added its flags, and goes no further.
 
@@ -37,6 +44,19 @@ class Parser(argparse.ArgumentParser):
         """
         self.set_defaults(decode_concurrency=CONCURRENCY, num_draft_tokens=None)
         raise Parsed(super().parse_args(self.argv))
+
+
+def reader(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A flag's type; of mlx-lm's, the one for sizes raises what argparse does not expect."""
+
+    @wraps(kind)
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except (ArithmeticError, LookupError) as error:
+            raise argparse.ArgumentTypeError(f"expected a number of bytes, as in 512MB or 2GB, got {text!r}") from error
+
+    return read
 
 
 def make_parser() -> Parser:

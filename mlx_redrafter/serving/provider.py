@@ -52,13 +52,16 @@ class Provider(ModelProvider):
         self.vocab_size = 0
 
     def load_default(self) -> None:
-        """Loads what the command line names; `loaded` says how it went."""
+        """Loads what the command line names; `loaded` says how it went.
+
+        Nothing is raised: mlx-lm would log it with a traceback, where whoever waits for `loaded` tells it in one line.
+        """
         try:
             super().load_default()
         except BaseException as error:
             self.loaded.set_exception(error)
-            raise
-        self.loaded.set_result(None)
+        else:
+            self.loaded.set_result(None)
 
     def key(self, model_path: str, adapter_path: str | None) -> tuple[str, str | None, None]:
         """What `model_key` is once these are loaded: one key for a directory, however it is written."""
