@@ -397,6 +397,7 @@ def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
     ("flags", "said"),
     [
         (["--host", "0.0.0.0"], "lets others in: expected --api-key-file or --api-key"),
+        (["--host", "0.0.0.0", "--api-key", " "], "the key must be printable ASCII, and not empty"),
         (["--host", "0.0.0.0", "--api-key", ""], "the key must be printable ASCII, and not empty"),
         (["--api-key", "a", "--api-key-file", "b"], "give either --api-key or --api-key-file"),
         (["--api-key-file", "/nowhere/key"], "cannot read the key in /nowhere/key"),
@@ -405,6 +406,7 @@ def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
         (["--drafter", "x", "--no-drafter"], "either --drafter or --no-drafter"),
         (["--drafter", "a=x", "--drafter", "a=y"], "--drafter must be [NAME=]PATH with a name of its own, got 'a=y'"),
         (["--drafter", "none=x"], "with a name of its own"),
+        (["--drafter", "default_model=x"], "with a name of its own"),
         (["--max-queue", "0"], "--max-queue must be at least 1, got 0"),
         (["--drain-timeout", "0"], "--drain-timeout must be at least 1, got 0"),
         (["--port", "65536"], "--port must be from 0 to 65535"),
@@ -415,6 +417,10 @@ def test_flags_that_do_not_go_together_are_refused(flags: list[str], said: str) 
     with pytest.raises(RedrafterError) as caught:
         checked(read_flags(flags))
     assert said in str(caught.value)
+
+
+def test_spaces_around_a_key_are_no_part_of_it() -> None:
+    assert checked(read_flags(["--api-key", " a b "])).api_key == "a b"
 
 
 def test_every_flag_of_mlx_lm_is_there_and_its_module_is_left_alone() -> None:

@@ -25,6 +25,7 @@ from ..errors import RedrafterError, one_line
 from .answers import Responder
 from .flags import read_flags
 from .handler import Handler
+from .jobs import DEFAULT
 from .prompts import Prompts
 from .provider import PLAIN, Provider, local
 
@@ -254,7 +255,7 @@ def read_drafters(args: argparse.Namespace) -> dict[str, str]:
         name, equals, path = given.partition("=")
         if not equals:
             name, path = Path(given).name or given, given
-        if not name or not path or name in found or name == PLAIN:
+        if not name or not path or name in found or name in (PLAIN, DEFAULT):
             raise RedrafterError(f"--drafter must be [NAME=]PATH with a name of its own, got {given!r}")
         found[name] = path
     return found
@@ -271,9 +272,10 @@ def read_key(args: argparse.Namespace) -> str | None:
         if key is not None:
             raise RedrafterError("give either --api-key or --api-key-file, got both")
         try:
-            key = Path(args.api_key_file).expanduser().read_text(encoding="utf-8").strip()
+            key = Path(args.api_key_file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, RuntimeError) as error:
             raise RedrafterError(f"cannot read the key in {args.api_key_file}: {one_line(error)}") from error
+    key = None if key is None else key.strip()  # as what a client sends is
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise RedrafterError("the key must be printable ASCII, and not empty")
     return key
