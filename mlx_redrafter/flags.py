@@ -38,6 +38,9 @@ OPTIONS = (
 )
 """(parameter of `make_settings`, type, help); the flag is the name with dashes."""
 
+BEAM = ("plan", "beam_width", "draft_depth", "tree_size")
+"""Those of `OPTIONS` that say what a round drafts."""
+
 
 def truth(text: str) -> bool:
     """As mlx-lm reads a boolean flag."""
@@ -111,8 +114,8 @@ def template_config(args: argparse.Namespace) -> dict[str, Any]:
     return more
 
 
-def add_options(parser: argparse.ArgumentParser, without: Container[str] = ()) -> None:
-    """The flags of `OPTIONS`, but those named in `without`."""
+def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
+    """The flags of `OPTIONS`, but those named in `without`, for a parser or a group of one."""
     defaults = {name: p.default for name, p in inspect.signature(make_settings).parameters.items()}
     for name, kind, text in OPTIONS:
         if name in without:

@@ -30,7 +30,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"autopilot"},
         {"loop"},
         {"generation", "trial", "growth"},
-        {"turns"},
+        {"turns", "flags"},  # the server has flags of `generate`, too
         {"saved"},
         {"session"},
         {"serving"},
@@ -39,7 +39,7 @@ ROWS: dict[str, list[set[str]]] = {
         {"diagnosis"},
     ],
     "doors": [
-        {"flags", "page"},
+        {"page"},
         {"command", "screen", "protocol"},
         {"checkup", "talk", "lines"},
         {"doors"},

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm import server
 
 from ..errors import RedrafterError
-from ..plan import AUTO, OFF
+from ..flags import BEAM, OPTIONS, add_options
 
 CONCURRENCY = 4
 """Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""
@@ -65,7 +65,8 @@ def make_parser() -> Parser:
         prog="mlx_redrafter.server",
         description="mlx_lm.server with recurrent drafters. Without --model it serves the packaged demo.",
     )
-    add = parser.add_argument_group("drafting").add_argument
+    group = parser.add_argument_group("drafting")
+    add = group.add_argument
     add(
         "--drafter",
         action="append",
@@ -74,10 +75,7 @@ def make_parser() -> Parser:
         "draft_model. The first is the default",
     )
     add("--no-drafter", action="store_true", help="decode plainly")
-    add("--plan", choices=(AUTO, OFF), default=AUTO, help="auto chooses round by round; off decodes plainly")
-    add("--beam-width", type=int, help="W, how many continuations are drafted, in every round instead of a plan")
-    add("--draft-depth", type=int, help="K, how many tokens each continuation is long")
-    add("--tree-size", type=int, help="N, how many nodes the target verifies, the root included")
+    add_options(group, without={name for name, _, _ in OPTIONS} - set(BEAM))
     add = parser.add_argument_group("service").add_argument
     add("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
     add("--api-key-file", metavar="FILE", help="a file that holds the key")

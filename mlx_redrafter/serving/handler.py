@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.server import APIHandler, CompletionRequest, _image_parts
 
+from ..flags import BEAM
 from . import bodies
 from .answers import Responder
 from .bodies import Refusal
@@ -22,9 +23,6 @@ from .drafts import Ledger
 from .images import check_urls
 from .jobs import DEFAULT, Gone, Job, Unanswered
 from .provider import PLAIN
-
-BEAM = ("plan", "beam_width", "draft_depth", "tree_size")
-"""Fields of a request that mlx-lm does not have, in the names of `make_settings`."""
 
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/chat/completions": "messages"}
 """Where answers are had, and the field that each needs."""
