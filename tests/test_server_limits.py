@@ -411,6 +411,18 @@ def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
         (["--drain-timeout", "0"], "--drain-timeout must be at least 1, got 0"),
         (["--port", "65536"], "--port must be from 0 to 65535"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
+        (["--beam-width", "0"], "beam_width must be from 1 to"),
+        (["--draft-depth", "1000"], "draft_depth must be from 1 to 256, got 1000"),
+        (["--tree-size", "999"], "tree_size counts the root and must be from 2 to"),
+        (["--plan", "off", "--beam-width", "2"], "give either plan or beam_width"),
+        (["--temp", "-1"], "temp must be at least 0, got -1.0"),
+        (["--top-p", "5"], "top_p must be from 0 to 1, got 5.0"),
+        (["--kv-bits", "7"], "kv_bits must be one of"),
+        (["--kv-bits", "3", "--kv-group-size", "7"], "kv_group_size must be one of"),
+        (["--num-draft-tokens", "-3"], "--num-draft-tokens must be from 0 to 256, got -3"),
+        (["--num-draft-tokens", "5000"], "--num-draft-tokens must be from 0 to 256, got 5000"),
+        (["--chat-template-args", "5"], "--chat-template-args must be a JSON object, got 5"),
+        (["--chat-template-args", "[1]"], "--chat-template-args must be a JSON object, got [1]"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags: list[str], said: str) -> None:
@@ -436,6 +448,19 @@ def test_every_flag_of_mlx_lm_is_there_and_its_module_is_left_alone() -> None:
     assert checked(read_flags(["--num-draft-tokens", "0"])).drafters == {}
 
 
+@pytest.mark.parametrize(
+    ("beam", "said"),
+    [
+        (["--beam-width", "54"], "beam_width must be from 1 to the vocabulary's 53, got 54"),
+        (["--tree-size", "99"], "tree_size counts the root and must be from 2 to 1 + beam_width * draft_depth = 4"),
+    ],
+)
+def test_a_beam_that_fits_no_drafter_keeps_the_server_from_starting(beam: list[str], said: str, root: Path) -> None:
+    with pytest.raises(RedrafterError) as caught, server_of(*with_toys(root), *beam):
+        pytest.fail("it started")
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("size", ["-5", "x", "5XB", ""])
 def test_a_size_that_is_none_is_told_as_argparse_does(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -453,6 +478,8 @@ def test_a_size_that_is_none_is_told_as_argparse_does(size: str, capsys: pytest.
         (["--drafter", "./nowhere"], "no such directory: './nowhere'"),
         (["--drafter", "wide"], "expects hidden size 96, the target has 64"),
         (["--adapter-path", "./nowhere"], "no adapter_config.json in nowhere"),
+        (["--kv-bits", "8"], "kv_group_size must divide the head size"),
+        (["--temp", "1", "--top-k", "53"], "top_k must be below the vocabulary's 53"),
         (["--host", "no.such.host.invalid", "--api-key", "k"], "cannot listen on no.such.host.invalid"),
     ],
 )

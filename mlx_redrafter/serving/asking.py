@@ -8,8 +8,15 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
-from ..plan import AUTO, make_plan, read_plan
-from .bodies import Refusal
+from ..drafter import Drafter
+from ..flags import BEAM
+from ..generation import make_settings
+from ..loop import Settings
+from ..plan import AUTO, DEEPEST, Plan, make_plan, read_plan
+from .bodies import LARGEST, Refusal
+
+CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+"""Flags of mlx-lm's server that are keywords of `make_settings`; no request has them."""
 
 
 def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vocab_size: int) -> None:
@@ -31,29 +38,63 @@ def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vo
         raise Refusal(f"top_logprobs must be at most the vocabulary's {vocab_size}, got {args.top_logprobs}")
 
 
+def fixed_plan(asked: dict[str, Any], own_depth: int, vocab_size: int) -> Plan | None:
+    """The plan of every round, where one is asked for.
+
+    Args:
+        asked: some of `BEAM`, or none.
+        own_depth: K, where it names none.
+
+    Raises:
+        RedrafterError: no plan at all; see `read_plan` and `make_plan`.
+    """
+    plan, *beam = (asked.get(name) for name in BEAM)
+    shape = read_plan(AUTO if plan is None else plan, *beam)
+    if not isinstance(shape, tuple):
+        return None
+    width, depth, size = shape
+    return make_plan(width, own_depth if depth is None else depth, size, vocab_size)
+
+
 def check_beam(asked: dict[str, Any], own_depth: int, most: int, vocab_size: int) -> None:
     """Bounds what a round may draft for one client, while others wait.
 
     Args:
-        asked: the request's plan, beam_width, draft_depth and tree_size; some or none of them.
-        own_depth: K, where it names none.
+        asked, own_depth: see `fixed_plan`.
         most: nodes of a tree, the root included, before any are left out.
 
     Raises:
         Refusal: more than that.
-        RedrafterError: no plan at all; see `make_plan`.
+        RedrafterError: see `fixed_plan`.
     """
-    shape = read_plan(
-        asked.get("plan", AUTO), *(asked.get(name) for name in ("beam_width", "draft_depth", "tree_size"))
-    )
-    if not isinstance(shape, tuple):
-        return
-    width, depth, size = shape
-    plan = make_plan(width, own_depth if depth is None else depth, size, vocab_size)
-    if (nodes := 1 + plan.width * plan.depth) > most:
+    plan = fixed_plan(asked, own_depth, vocab_size)
+    if plan is not None and (nodes := 1 + plan.width * plan.depth) > most:
         raise Refusal(
             f"1 + beam_width * draft_depth must be at most {most} here, got {nodes} for {plan.width} * {plan.depth}"
         )
+
+
+def beam_of(flags: argparse.Namespace) -> dict[str, Any]:
+    """The command line's beam: those of `BEAM` that it gives."""
+    return {name: value for name in BEAM if (value := getattr(flags, name)) is not None}
+
+
+def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: Drafter | None = None) -> Settings:
+    """What a request gets that says nothing: no client shall be blamed for it.
+
+    Args:
+        vocab_size, drafter: of the models, once they are loaded; until then only what fits none is refused.
+
+    Raises:
+        RedrafterError: see `make_settings`.
+    """
+    beam = beam_of(flags)
+    given = {name: getattr(flags, name) for name in (*CACHE, "max_tokens", "temp", "top_p", "top_k", "min_p")}
+    settings = make_settings(drafter, **given, **beam)
+    settings.chooser.sampler.check(vocab_size)
+    if drafter is None:
+        fixed_plan(beam, DEEPEST, vocab_size)
+    return settings
 
 
 def options(args: GenerationArguments, flags: argparse.Namespace) -> dict[str, Any]:
@@ -71,8 +112,5 @@ def options(args: GenerationArguments, flags: argparse.Namespace) -> dict[str, A
         **xtc,
         "seed": args.seed,
         "logits_processors": _make_logits_processors(args) or None,
-        "prefill_step_size": flags.prefill_step_size,
-        "kv_bits": flags.kv_bits,
-        "kv_group_size": flags.kv_group_size,
-        "quantized_kv_start": flags.quantized_kv_start,
+        **{name: getattr(flags, name) for name in CACHE},
     }

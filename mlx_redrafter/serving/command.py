@@ -22,7 +22,10 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..demo import DIRECTORY
 from ..errors import RedrafterError, one_line
+from ..pair import check_named
+from ..plan import DEEPEST
 from .answers import Responder
+from .asking import check_flags
 from .flags import read_flags
 from .handler import Handler
 from .jobs import DEFAULT
@@ -216,8 +219,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError("several processes are not served: expected one, without --pipeline")
     if args.no_drafter and args.drafter:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
-    if args.model is None and args.adapter_path:
-        raise RedrafterError("--adapter-path needs --model: the packaged demo takes no adapters")
+    check_named(args.model, args)
     low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "max_tree_size",
            "decode_concurrency", "prompt_cache_size", "prefill_step_size", "max_tokens",
            "drain_timeout")  # fmt: skip
@@ -231,11 +233,15 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError(f"--host {args.host} lets others in: expected --api-key-file or --api-key, got none")
     if args.max_completion_tokens is not None:
         args.max_tokens = min(args.max_tokens, args.max_completion_tokens)
-    args.chat_template_args = args.chat_template_args or {}
+    if not isinstance(args.chat_template_args, dict):
+        raise RedrafterError(f"--chat-template-args must be a JSON object, got {args.chat_template_args!r:.50}")
     args.drafters = read_drafters(args)
     depth, args.num_draft_tokens = args.num_draft_tokens, 0
+    if depth is not None and not 0 <= depth <= DEEPEST:
+        raise RedrafterError(f"--num-draft-tokens must be from 0 to {DEEPEST}, got {depth}")
     if depth is not None and args.draft_depth is None:
         args.draft_depth, args.drafters = (depth, args.drafters) if depth else (None, {})
+    check_flags(args)
     args.model = local(DIRECTORY / "target" if args.model is None else args.model)
     return args
 

@@ -19,8 +19,8 @@ from ..drafter import Drafter
 from ..errors import CheckpointError, one_line
 from ..loop import own_depth
 from ..plan import AUTO
-from ..target import check_draftable
-from .asking import check_beam
+from ..target import check_draftable, check_request
+from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
 from .jobs import DEFAULT
 
@@ -100,6 +100,8 @@ class Provider(ModelProvider):
         self.home = self.home or self.model_key
         if self.model_key == self.home:
             try:
+                settings = check_flags(self.cli_args, self.vocab_size)
+                check_request(model, mx.zeros((1,), mx.int32), None, settings.quantization)
                 self.drafters = self.load_drafters(model)
             except BaseException:
                 self.reset()
@@ -116,6 +118,7 @@ class Provider(ModelProvider):
             drafter = load_drafter(path, model)
             if local(path) == local(DIRECTORY / "drafter"):
                 set_float32(drafter)
+            check_flags(self.cli_args, self.vocab_size, drafter)
             found[name] = drafter
         if found:
             check_draftable(model, tree=False)
@@ -167,10 +170,7 @@ class Provider(ModelProvider):
         if asked and self.drafters:
             depth = max(map(own_depth, self.drafters.values()))
             check_beam(asked, depth, args.max_tree_size, self.vocab_size)
-        if asked:
-            return asked
-        given = {name: getattr(args, name) for name in ("plan", "beam_width", "draft_depth", "tree_size")}
-        return {name: value for name, value in given.items() if value is not None}
+        return asked or beam_of(args)
 
 
 def local(name: str | Path) -> str:
