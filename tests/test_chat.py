@@ -37,7 +37,8 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 # A process is interrupted by a terminal only if that one controls it.
 IN_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # ignored where the tests run in the background
     "os.execv(sys.executable, [sys.executable, '-m', 'mlx_redrafter.chat', *sys.argv[1:]])"
 )
 

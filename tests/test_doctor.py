@@ -463,9 +463,9 @@ def test_a_drafter_whose_numbers_overflow_is_said_out_loud(measured: list[bool])
 
 
 def test_of_a_target_whose_numbers_are_not_finite_the_drafter_is_not_blamed(measured: list[bool]) -> None:
-    model = make_model()
+    model = small_llama(hidden=64, vocab=64)  # others are shared between tests
     model.update(tree_map(lambda array: array * float("nan"), model.parameters()))
-    found = diagnose(model, drafter_for(model))
+    found = diagnose(model, small_drafter(hidden=64, vocab=64, exit_dim=64))
     assert found.not_finite == "target" and "target's own numbers" in found.notes[0]
     assert not any("Convert it" in note for note in found.notes)
     assert {each.plan for each in found.starts} == {None}
