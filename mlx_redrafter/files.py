@@ -82,8 +82,10 @@ def expanded(name: str | Path) -> Path:
     """The path of this name, `~` expanded.
 
     Raises:
-        RedrafterError: nobody's home.
+        RedrafterError: nobody's home, or a byte that no path has.
     """
+    if "\0" in str(name):
+        raise RedrafterError(f"no such path: {str(name)[:200]!r}: it has a null character")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from . import kv
@@ -15,7 +16,7 @@ from .autopilot import tensors
 from .errors import RedrafterError, one_line
 from .files import expanded, replacing
 from .prompts import check_prompt
-from .target import KVQuantization, check_request
+from .target import KVQuantization, check_request, model_name
 from .turns import Message, as_messages
 
 FORMAT = "1"
@@ -51,6 +52,8 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
         raise RedrafterError(f"a session is saved as .safetensors, got {place.name}")
     if not saved.tokens:
         raise RedrafterError("nothing was said yet, or it has to be read anew: there is no cache to save")
+    if odd := [type(c).__name__ for c in saved.cache if not hasattr(prompt_caches, type(c).__name__)]:
+        raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
     told = {"format": FORMAT, "model": tensors(model), "tokens": saved.tokens, "messages": saved.messages}
     try:
         with replacing(place) as partly:

@@ -236,7 +236,8 @@ class Session:
                 read anew.
         """
         with self._held():
-            write_saved(path, self.model, Saved(self._cache, self._tokens, self._messages))
+            tokens = [] if self._unread else self._tokens
+            write_saved(path, self.model, Saved(self._cache, tokens, self._messages))
 
     @classmethod
     def load(
@@ -258,6 +259,7 @@ class Session:
         self._cache: kv.Cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
         self._tokens: list[int] = []
         self._messages: list[Message] = []
+        self._unread = False  # whether a turn was broken off, and the next one has to read all tokens again
         self._read_with = self._template
 
     @contextmanager
@@ -282,6 +284,9 @@ class Session:
         ids = behind(self.tokenizer, self._messages[:-1], new, self._tokens[-1], template, self._read_with)
         if ids is None:
             return self._anew(self._messages, new, template)
+        if self._unread:
+            cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
+            return Start(cache, [], self._messages, [*self._tokens, *ids], template)
         return Start(self._cache, self._tokens, self._messages, ids, template)
 
     def _anew(self, messages: list[Message], new: list[Message], template: dict[str, Any]) -> Start:
@@ -308,11 +313,15 @@ class Session:
         """The responses of a turn; afterwards the session has come as far as was yielded."""
         cache, report = start.cache, options.get("prompt_progress_callback")
 
+        begun = False
+
         def progress(done: int, total: int) -> None:
             """Looks whether the answer is still wanted before another piece of the prompt is read."""
+            nonlocal begun
             if use.cancelled:
                 raise Cancelled
-            if start.cache is not self._cache:  # a conversation that is read anew does not need both
+            begun = True
+            if start.cache is not self._cache and not self._unread:  # who reads anew does not need both
                 self._cache, self._tokens = start.cache, []
             if report is not None:
                 report(done, total)
@@ -321,6 +330,7 @@ class Session:
         options |= {"prompt_cache": cache, "history": start.tokens}
         layers, marks = list(cache), kv.mark_rows(cache)
         said, text = list[int](), ""
+        sound = True
         try:
             responses = stream_generate(
                 self.model, self.tokenizer, start.ids, drafter=self.drafter, stop=stop, **options
@@ -330,12 +340,23 @@ class Session:
                     marks = []  # they keep old arrays alive
                     said.append(response.token)
                     text += response.text
-                    yield response
+                    try:
+                        yield response
+                    except GeneratorExit:
+                        break
                     if use.cancelled:
-                        return
+                        break
         except Cancelled:
             pass
+        except BaseException:
+            sound = not begun
+            raise
         finally:
+            if not sound:  # broken off anywhere: its layers may hold different tokens
+                cache, marks = make_prompt_cache(self.model, self._options.get("max_kv_size")), []
+                self._cache, self._unread = cache, True
+            elif said:
+                self._unread = False
             if said:
                 self._cache, self._tokens = cache, [*start.tokens, *start.ids, *said]
                 self._messages = [*start.messages, *new, {"role": "assistant", "content": text}]

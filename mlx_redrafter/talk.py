@@ -117,7 +117,7 @@ def answer(session: Session, screen: Screen, messages: list[Message]) -> None:
                 on_token=lambda response: screen.stream_token(response.text, response.from_draft),
                 prompt_progress_callback=callback,
             )
-    except RedrafterError as error:
+    except (RedrafterError, RuntimeError, MemoryError) as error:  # as when memory runs out
         if not screen.interactive:
             raise
         screen.say_error(error)

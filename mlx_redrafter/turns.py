@@ -19,8 +19,8 @@ Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 """No arguments for a chat template."""
 
-MARK = "7f3a9c41d2"
-"""Stands for the last answer while what comes behind it is looked for."""
+MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
+"""Stand for the last answer while what comes behind it is looked for, and for what might be moved in front of it."""
 
 
 def as_messages(given: str | Sequence[Message]) -> list[Message]:
@@ -100,12 +100,23 @@ def behind(
         return checked(list(tokenizer.encode("".join(map(plain_text, new)), add_special_tokens=False)))
     messages = [*before, {"role": "assistant", "content": MARK}, *new]
     parts = rendered(tokenizer, messages, template).split(MARK)
-    if len(parts) != 2:
+    if len(parts) != 2 or moved(tokenizer, messages, len(new), template):
         return None
     if read_with not in (None, template) and rendered(tokenizer, messages, read_with).split(MARK)[0] != parts[0]:
         return None
     ids = list(tokenizer.encode(parts[1], add_special_tokens=False))
     return checked(ids[1:] if ids[:1] == [last] and last in tokenizer.eos_token_ids else ids)
+
+
+def moved(tokenizer: Any, messages: Sequence[Message], count: int, template: Mapping[str, Any]) -> bool:
+    """Whether the template puts one of the last `count` messages in front of the answer before them, as some do with
+    what the system says."""
+    roles = ("user", "assistant", "tool")
+    new = [each if each["role"] in roles else {**each, "content": SENTINEL} for each in messages[-count:]]
+    if all(each["role"] in roles for each in new):
+        return False
+    named = [*messages[:-count], *new]
+    return SENTINEL in rendered(tokenizer, named, template).split(MARK)[0]
 
 
 def rendered(

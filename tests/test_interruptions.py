@@ -99,10 +99,10 @@ def failing_at(place: int, work: Callable[..., Any]) -> Callable[..., Any]:
     """`work`, whose call of that number is broken off; the first is 1."""
     calls = itertools.count(1)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **more: Any) -> Any:
         if next(calls) == place:
             raise KeyboardInterrupt
-        return work(*args)
+        return work(*args, **more)
 
     return call
 

@@ -638,3 +638,58 @@ def test_a_session_says_what_stream_generate_says() -> None:
     made = list(stream_generate(talk.model, talk.tokenizer, "UhellozA", max_tokens=9, **SAMPLED))
     assert answer.text == "".join(each.text for each in made) and answer.last is not None
     assert json.dumps(talk.messages) and answer.last.seed == 3
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+@pytest.mark.parametrize("place", [1, 4, 9, 14])
+def test_a_turn_that_is_broken_off_anywhere_leaves_a_session_that_goes_on_right(
+    place: int, drafter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = session(drafter=drafter)
+    talk.send("hello")
+    kept = talk.tokens
+    kind = type(talk._cache[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "update_and_fetch", failing_at(place, kind.update_and_fetch))
+        with contextlib.suppress(KeyboardInterrupt):
+            talk.send("what now")
+    assert talk.tokens[: len(kept)] == kept
+    said = talk.tokens
+    answer = talk.send("why")
+    assert talk.tokens[: len(said)] == said
+    read = talk.tokens[: len(talk.tokens) - len(answer.tokens)]
+    assert answer.tokens == [r.token for r in stream_generate(talk.model, talk.tokenizer, read, max_tokens=9)]
+    assert talk.send("more").tokens, "and on"
+
+
+def test_an_error_behind_a_step_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = session()
+    talk.send("hello")
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "GenerationResponse", failing_at(3, generation.GenerationResponse))
+        with contextlib.suppress(KeyboardInterrupt):
+            talk.send("what now")
+    answer = talk.send("why")
+    read = talk.tokens[: len(talk.tokens) - len(answer.tokens)]
+    assert answer.tokens == [r.token for r in stream_generate(talk.model, talk.tokenizer, read, max_tokens=9)]
+
+
+def test_what_the_template_moves_to_the_front_is_read() -> None:
+    talk = session()
+    talk.tokenizer._tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'system' %}S{{ m.content }}z{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}{{ 'U' if m.role == 'user' else 'A' }}"
+        "{{ m.content }}z{% endfor %}A"
+    )
+    talk.send("hello")
+    talk.send([{"role": "system", "content": "secret"}, {"role": "user", "content": "why"}])
+    assert talk.tokenizer.decode(talk.tokens).startswith("SsecretzUhelloz")
+
+
+def test_a_path_with_a_null_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = session()
+    talk.send("hello")
+    with pytest.raises(RedrafterError, match="null character"):
+        talk.save("a\0.safetensors")
+    assert not list(tmp_path.iterdir())
