@@ -18,7 +18,7 @@ from contextlib import closing
 from queue import SimpleQueue
 from typing import IO, Any
 
-from . import __version__
+from . import __version__, parent
 from .errors import RedrafterError, one_line
 from .flags import OPTIONS, add_options, add_pair, add_template, template_config
 from .pair import open_pair
@@ -60,15 +60,16 @@ class Desk:
     Args:
         events: where answers go.
         make: makes a session; given a path, one that was saved.
+        gone: set once nobody wants answers any more.
     """
 
-    def __init__(self, events: Events, make: Callable[[str | None], Session]) -> None:
+    def __init__(self, events: Events, make: Callable[[str | None], Session], gone: threading.Event) -> None:
         self._events, self._make = events, make
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
         self._waiting: set[str] = set()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
-        self.gone = threading.Event()
+        self.gone = gone
         self.sessions: dict[str, Session] = {}
 
     def listen(self, stream: IO[bytes]) -> None:
@@ -112,26 +113,26 @@ class Desk:
         while (request := self._queue.get()) is not None and not self.gone.is_set():
             name = request["id"]
             try:
-                self.answer(request)
+                last = self.answer(request)
             except (RedrafterError, ValueError, TypeError) as error:
-                self._events.tell("error", name, message=one_line(error))
+                last = {"kind": "error", "message": one_line(error)}
             except OSError:
                 raise  # nobody reads any more
             except Exception as error:  # as when memory runs out: the conversation is what it was
-                self._events.tell("error", name, message=f"{type(error).__name__}: {one_line(error)}")
-            finally:
-                with self._lock:
-                    self._waiting.discard(name)
-                    self._cancelled.discard(name)
+                last = {"kind": "error", "message": f"{type(error).__name__}: {one_line(error)}"}
+            with self._lock:  # whoever has read the last event may use its id again
+                self._waiting.discard(name)
+                self._cancelled.discard(name)
+            self._events.tell(name=name, **last)
 
-    def answer(self, request: Request) -> None:
-        """Does what one request asks for.
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Does what one request asks for; its last event.
 
         Raises:
             RedrafterError: it cannot be done.
             OSError: nobody reads any more.
         """
-        kind, name, place = request["type"], request["id"], request.get("session", MAIN)
+        kind, place = request["type"], request.get("session", MAIN)
         new = place if kind in ("open", "load") else request.get("as")
         if new in self.sessions and kind != "load":
             raise RedrafterError(f"there is a session {new!r} already")
@@ -140,8 +141,7 @@ class Desk:
         elif place not in self.sessions:
             raise RedrafterError(f"there is no session {place!r}, only {', '.join(map(repr, self.sessions)) or 'none'}")
         elif kind == "send":
-            self.say(self.sessions[place], request)
-            return
+            return self.say(self.sessions[place], request)
         elif kind == "reset":
             self.sessions[place].reset()
         elif kind == "fork":
@@ -150,10 +150,10 @@ class Desk:
             self.sessions[place].save(request["path"])
         elif kind == "close":
             del self.sessions[place]
-        self._events.tell("ok", name)
+        return {"kind": "ok"}
 
-    def say(self, session: Session, request: Request) -> None:
-        """A turn, token by token.
+    def say(self, session: Session, request: Request) -> dict[str, Any]:
+        """A turn, token by token; its last event.
 
         Raises:
             RedrafterError: see `Session.stream`.
@@ -167,8 +167,7 @@ class Desk:
                 session.cancel()
 
         if name in self._cancelled:
-            self._events.tell("done", name, text="", finish_reason="cancelled", usage={})
-            return
+            return {"kind": "done", "text": "", "finish_reason": "cancelled", "usage": {}}
         turn = request.get("options", {}) | {"prompt_progress_callback": look}
         with closing(
             session.stream(request["text"] if "text" in request else request["messages"], **turn)
@@ -179,14 +178,14 @@ class Desk:
                 look()
         reason = None if last is None else last.finish_reason
         fields = {} if last is None else {field: getattr(last, field) for field in USAGE}
-        self._events.tell("done", name, text=text, finish_reason=reason or "cancelled", usage=fields)
+        return {"kind": "done", "text": text, "finish_reason": reason or "cancelled", "usage": fields}
 
 
-def watch(parent: int, desk: Desk) -> None:
+def watch(gone: threading.Event) -> None:
     """Ends the process when its parent is gone; in a thread of its own."""
-    while os.getppid() == parent:
+    while os.getppid() == parent.noted():
         time.sleep(WATCHED)
-    desk.gone.set()
+    gone.set()
     time.sleep(PATIENCE)
     os._exit(0)  # what is still at work would speak to nobody
 
@@ -216,7 +215,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run() -> int:
     """Reads the flags, loads, and answers until stdin ends."""
     args = make_parser().parse_args()
-    parent = os.getppid()
+    gone = threading.Event()
+    threading.Thread(target=watch, args=(gone,), daemon=True).start()
     events = Events(own_stdout())
     model, tokenizer, drafter = open_pair(args, args.model, args.drafter)
     settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
@@ -229,14 +229,17 @@ def run() -> int:
             return Session(model, tokenizer, drafter, **settings)
         return Session.load(path, model, tokenizer, drafter, **settings)
 
-    desk = Desk(events, make)
+    desk = Desk(events, make, gone)
     desk.sessions[MAIN] = make(None)
-    for target, of in ((desk.listen, (sys.stdin.buffer,)), (watch, (parent, desk))):
-        threading.Thread(target=target, args=of, daemon=True).start()
     told = None if drafter is None else args.drafter or "demo"
     try:
         events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=args.model or "demo", drafter=told)
+        threading.Thread(target=desk.listen, args=(sys.stdin.buffer,), daemon=True).start()
         desk.work()
+        status = 0
     except OSError:
-        return 0  # nobody reads any more
-    return 0
+        status = 0  # nobody reads any more
+    except KeyboardInterrupt:
+        status = 130
+    sys.stderr.flush()
+    os._exit(status)  # Python's own end would wait for the thread that reads, and abort

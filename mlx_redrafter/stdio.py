@@ -5,11 +5,13 @@ Only a door: what it does lives in `mlx_redrafter.lines`, and nothing imports th
 
 from __future__ import annotations
 
+from . import parent
 from .doors import guarded
 
 
 def main() -> None:
     """Runs the command on `sys.argv`; exits with 1 and one line on bad input."""
+    parent.note()
     guarded("mlx_redrafter.lines")
 
 

@@ -15,7 +15,11 @@ PACKAGE = Path(__file__).parent.parent / "mlx_redrafter"
 # Lowest first. A row is one or more steps: files on one step do not import each other, those on a later step may
 # import those on an earlier one.
 ROWS: dict[str, list[set[str]]] = {
-    "values": [{"errors", "cards", "machine"}, {"types", "stats", "plan", "stops", "files", "prompts"}, {"costs"}],
+    "values": [
+        {"errors", "cards", "machine", "parent"},
+        {"types", "stats", "plan", "stops", "files", "prompts"},
+        {"costs"},
+    ],
     "pure": [{"beam", "tree", "accept"}],
     "parts": [
         {"comparing", "drafter", "kv", "planner", "positions", "sampling", "served", "wiring"},

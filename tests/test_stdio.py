@@ -228,7 +228,7 @@ def desk(kind: type[Exception] | None = None) -> tuple[Desk, BytesIO]:
             yield
 
     out = BytesIO()
-    one = Desk(Events(out), lambda path: Stub())  # type: ignore[arg-type, return-value]
+    one = Desk(Events(out), lambda path: Stub(), threading.Event())  # type: ignore[arg-type, return-value]
     one.sessions["main"] = one._make(None)
     return one, out
 
@@ -253,7 +253,7 @@ def test_a_turn_that_is_cancelled_while_it_waits_is_not_begun() -> None:
 def test_what_anything_prints_does_not_come_among_the_events() -> None:
     code = (
         "import sys, threading; from mlx_redrafter import lines; old = lines.Desk.say\n"
-        "def say(self, session, request):\n    print('NOISE', flush=True)\n    old(self, session, request)\n"
+        "def say(self, session, request):\n    print('NOISE', flush=True)\n    return old(self, session, request)\n"
         "lines.Desk.say = say; sys.argv[1:] = ['--max-tokens', '2', '--plan', 'off']; lines.run()"
     )
     asked = json.dumps(send("a", "x")) + "\n"
@@ -300,3 +300,17 @@ def alive(pid: int) -> bool:
 def test_a_model_that_is_not_there_is_one_line_and_no_event() -> None:
     ran = subprocess.run([*COMMAND, "--model", "/nowhere"], input=b"", capture_output=True, timeout=WAIT)
     assert ran.returncode == 1 and ran.stdout == b"" and len(ran.stderr.splitlines()) == 1
+
+
+def test_an_id_may_be_used_again_once_its_last_event_is_read() -> None:
+    one, out = desk(RuntimeError)
+    real, seen = one._events.tell, []
+
+    def tell(kind: str, name: str | None, **fields: Any) -> None:
+        seen.append(name in one._waiting)
+        real(kind, name, **fields)
+
+    one._events.tell = tell  # type: ignore[method-assign]
+    one.listen(BytesIO(json.dumps(send("a", "x")).encode()))
+    one.work()
+    assert seen == [False] and b'"error"' in out.getvalue()
