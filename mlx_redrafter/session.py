@@ -255,8 +255,12 @@ class Session:
         session._cache, session._tokens, session._messages = read_saved(path, model)
         return session
 
+    def _fresh(self) -> kv.Cache:
+        """A cache that holds nothing, as the options want it."""
+        return make_prompt_cache(self.model, self._options.get("max_kv_size"))
+
     def _empty(self) -> None:
-        self._cache: kv.Cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
+        self._cache: kv.Cache = self._fresh()
         self._tokens: list[int] = []
         self._messages: list[Message] = []
         self._unread = False  # whether a turn was broken off, and the next one has to read all tokens again
@@ -285,13 +289,11 @@ class Session:
         if ids is None:
             return self._anew(self._messages, new, template)
         if self._unread:
-            cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
-            return Start(cache, [], self._messages, [*self._tokens, *ids], template)
+            return Start(self._fresh(), [], self._messages, [*self._tokens, *ids], template)
         return Start(self._cache, self._tokens, self._messages, ids, template)
 
     def _anew(self, messages: list[Message], new: list[Message], template: dict[str, Any]) -> Start:
-        cache = make_prompt_cache(self.model, self._options.get("max_kv_size"))
-        return Start(cache, [], messages, whole(self.tokenizer, [*messages, *new], template), template)
+        return Start(self._fresh(), [], messages, whole(self.tokenizer, [*messages, *new], template), template)
 
     def _trimmed(self, start: Start, new: list[Message], wanted: int) -> Start:
         """The same when the oldest messages, but the system's, are forgotten until so many tokens have room, or all."""
@@ -353,7 +355,7 @@ class Session:
             raise
         finally:
             if not sound:  # broken off anywhere: its layers may hold different tokens
-                cache, marks = make_prompt_cache(self.model, self._options.get("max_kv_size")), []
+                cache, marks = self._fresh(), []
                 self._cache, self._unread = cache, True
             elif said:
                 self._unread = False
