@@ -41,8 +41,7 @@ def accept_line(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
         target_tokens: (1 + K,) int32, the target's choice after each node.
         limit: the most drafted tokens that may be kept.
     """
-    matched = target_tokens[:-1] == tree.tokens[1:]
-    n_accepted = mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), limit)
+    n_accepted = leading(target_tokens[:-1] == tree.tokens[1:], limit)
     return Verdict(n_accepted, mx.minimum(tree.depths, n_accepted))
 
 
@@ -56,4 +55,9 @@ def confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.a
         guessed: (1 + K,) int32, chosen after each node on the path before normalising.
         chosen: (1 + K,) int32, chosen there by log-probabilities, as in plain decoding.
     """
-    return mx.minimum(n_accepted, mx.cumprod((guessed == chosen)[:-1].astype(mx.int32)).sum())
+    return leading((guessed == chosen)[:-1], n_accepted)
+
+
+def leading(matched: mx.array, most: mx.array | int) -> mx.array:
+    """() int32, how many of `matched` (K,) are true before the first that is not, and `most` of them at most."""
+    return mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), most)
