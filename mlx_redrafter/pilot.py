@@ -193,16 +193,7 @@ class Fixed:
         """The plan."""
         return self._plan
 
-    def saw(
-        self,
-        plan: Plan | None,
-        tokens: int,
-        length: int,
-        replayed: int = 0,
-        took: float | None = None,
-        *,
-        verified: bool = True,
-    ) -> None:
+    def saw(self, *seen: object, **more: object) -> None:
         """Nothing is learned."""
 
 
@@ -252,7 +243,8 @@ class Pilot:
             return None
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL
-        among = [each for each in self._prospects.values() if self._affordable(each.plan, length, replayed)]
+        charge = self._drift.charge
+        among = [each for each in self._prospects.values() if self._affordable(each.plan, length, replayed, charge)]
         if self._mode is Mode.TRIES and self._trials:
             self._trials -= 1
             chosen, _ = self._best(among, length, -1.0)
@@ -317,12 +309,15 @@ class Pilot:
         now = speed_of(self._costs, self._flown, length, self.share, self._drift.factor)
         return found if speed > now * (1 + MARGIN) else self._flown
 
-    def _affordable(self, plan: Plan, length: int, replayed: int) -> bool:
+    def _affordable(self, plan: Plan, length: int, replayed: int, charge: float) -> bool:
         """Whether the account may bear two rounds that bring one token each: one is under way unread.
 
         Where the model cannot forget what it rejects, each of them leaves a token more to read again, and so they do
         to the plain step behind them. In some texts what was seen of the costs counts only so far that two rounds
         can be borne at the beginning, or else a bad moment would turn drafting off for good.
+
+        Args:
+            charge: see `Drift.charge`.
         """
         costs, plain = self._costs, self._costs.plain_at(length)
         allowed = ALLOWED * (self._plainly + plain * max(0, SHORTEST - self.tokens))
@@ -330,7 +325,7 @@ class Pilot:
         again = (replayed, replayed + 1, replayed + 2) if costs.again else (0, 0, 0)
         loss = costs.step_at(length, again[2]) - plain
         for said in (costs.round_at(plan, length, again[0]), costs.round_at(plan, length, again[1])):
-            loss += max(0.0, min(self._drift.charge * said, max(said, bearable)) - plain)
+            loss += max(0.0, min(charge * said, max(said, bearable)) - plain)
         return self.balance - loss >= -allowed
 
 
