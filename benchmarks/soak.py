@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     expected = texts(prompts, args.max_tokens)
     counts: Counter[str] = Counter()
     wrong: list[str] = []
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory() as folder:
         flags = save(Path(folder))["mlx_redrafter.server"]
         with process("mlx_redrafter.server", flags) as served:
@@ -102,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
                         kind, fault = step(served.port, generator, prompts, expected, args.max_tokens)
                     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
                         kind, fault = "failed", f"{type(error).__name__}: {error}"
-                    counts[kind] += 1
-                    if fault:
-                        wrong.append(fault)
+                    with lock:
+                        counts[kind] += 1
+                        wrong.extend([fault] if fault else [])
 
             threads = [threading.Thread(target=client, args=(number,)) for number in range(args.clients)]
             for thread in threads:
