@@ -5,10 +5,9 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, Literal
 
-from .costs import Costs
+from .costs import Costs, is_disturbed
 from .machine import FAST
 from .patient import Patient
 from .planner import Acceptance
@@ -19,9 +18,6 @@ DOUBTFUL = re.compile(r"\bM[12]\b")
 
 SILENT = 0.01
 """A first guess that is right less often than that is as good as never right."""
-
-AGREES = 0.9
-"""A part that does more than another takes so much of its time at least, or something disturbed the measurement."""
 
 
 def notes(
@@ -102,18 +98,3 @@ def notes_on_cpu(machine: dict[str, Any], target: Patient) -> Iterator[str]:
 def has_fast_blas(blas: str) -> bool:
     """Whether one of these libraries, joined by commas, is a fast one that MLX calls."""
     return any(part in blas.lower() for part in FAST)
-
-
-def is_disturbed(costs: Costs) -> bool:
-    """Whether a part took clearly less time than one that does less.
-
-    A forward of one node that is read at once does what a plain step does, a longer text is more to read, and a wider
-    level is more to compute. More nodes may really cost less than fewer where kernels change, but hardly twice.
-    """
-    drops = (sum(more < AGREES * fewer for fewer, more in pairwise(row)) for row in costs.verify)
-    less = (
-        *zip(costs.plain, (row[0] for row in costs.verify), strict=True),
-        *pairwise(costs.plain),
-        *pairwise(costs.level),
-    )
-    return max(drops) > 1 or any(more < AGREES * fewer for fewer, more in less)

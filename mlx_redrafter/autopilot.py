@@ -15,18 +15,33 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .costs import Costs, costs_of
+from .costs import Costs, costs_of, is_disturbed
 from .drafter import Drafter
 from .errors import RedrafterError, one_line
 from .files import write_text
 from .machine import about, cache_directory
-from .meter import measure
+from .meter import measure, shorter
 from .pilot import Flight, make_flight
 from .planner import UNKNOWN, few_plans
 from .target import model_name
 
-FORMAT = 1
+FORMAT = 2
 """Of the kept files; another number makes them all stale."""
+
+TIMES = 3
+"""A pair is measured so many times at most while what is found contradicts itself."""
+
+
+class Kept(NamedTuple):
+    """What a file says of a pair.
+
+    Attributes:
+        costs: as they were measured.
+        times: how many measurements they are the shortest times of.
+    """
+
+    costs: Costs
+    times: int
 
 
 class Pair(NamedTuple):
@@ -100,17 +115,24 @@ def known(
     refresh: bool = False,
     begin: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """The costs that are kept for this pair and this machine, or else measured now, and kept; see `flight_of`."""
+    """The costs that are kept for this pair and this machine, or else measured now, and kept; see `flight_of`.
+
+    Kept ones that contradict each other are measured again the next time, `TIMES` in all, and the shorter times taken.
+    """
     described = describe(model, drafter, trees=trees)
     path = place(described)
-    if path is not None and not refresh and (costs := read(path, described)) is not None:
-        return costs
+    kept = None if path is None or refresh else read(path, described)
+    if kept is not None and (kept.times >= TIMES or not is_disturbed(kept.costs)):
+        return kept.costs
     begin()
-    costs = measure(model, drafter, trees=trees)
+    costs, times = measure(model, drafter, trees=trees), 1
+    if kept is not None:
+        costs, times = shorter(kept.costs, costs), kept.times + 1
     if path is None:
         return costs
     try:
-        write_text(path, json.dumps({"of": described, "costs": costs._asdict()}, indent=1) + "\n")
+        found = {"of": described, "times": times, "costs": costs._asdict()}
+        write_text(path, json.dumps(found, indent=1) + "\n")
     except OSError as error:
         if refresh or not path.exists():  # else another process has kept it at the same moment
             warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
@@ -125,14 +147,14 @@ def place(described: dict[str, Any]) -> Path | None:
         return None
 
 
-def read(path: Path, described: dict[str, Any]) -> Costs | None:
-    """The costs in a file; None when there is none, when it is damaged, or of something else."""
+def read(path: Path, described: dict[str, Any]) -> Kept | None:
+    """What a file says; None when there is none, when it is damaged, or of something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["of"] != described:
             return None
-        return costs_of(found["costs"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, RedrafterError):
+        return Kept(costs_of(found["costs"]), int(found["times"]))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, RedrafterError):
         return None
 
 

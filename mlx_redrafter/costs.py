@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .errors import RedrafterError
@@ -13,6 +14,9 @@ SHORTEST_MS, LONGEST_MS = 1e-6, 1e7
 
 MOST_NODES = 64
 """Larger forwards and wider drafts are not measured."""
+
+AGREES = 0.9
+"""A part that does more than another takes so much of its time at least, or something disturbed the measurement."""
 
 
 class Costs(NamedTuple):
@@ -150,3 +154,18 @@ def low(values: Iterable[float]) -> float:
     """The lower quartile: what else a machine does makes a time longer and never shorter."""
     found = sorted(values)
     return found[len(found) // 4]
+
+
+def is_disturbed(costs: Costs) -> bool:
+    """Whether a part took clearly less time than one that does less.
+
+    A forward of one node that is read at once does what a plain step does, a longer text is more to read, and a wider
+    level is more to compute. More nodes may really cost less than fewer where kernels change, but hardly twice.
+    """
+    drops = (sum(more < AGREES * fewer for fewer, more in pairwise(row)) for row in costs.verify)
+    less = (
+        *zip(costs.plain, (row[0] for row in costs.verify), strict=True),
+        *pairwise(costs.plain),
+        *pairwise(costs.level),
+    )
+    return max(drops) > 1 or any(more < AGREES * fewer for fewer, more in less)

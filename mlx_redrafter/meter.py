@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -218,21 +218,56 @@ def table(times: dict[Part, list[float]], lengths: tuple[int, ...], replays: boo
     verify = tuple(tuple(found["verify", at, count] for count in counts) for at in contexts)
     widths = tuple(number for name, _, number in found if name == "level")
     level = tuple(found["level", 0, width] / LEVELS for width in widths)
+    plain = tuple(found["plain", at, 1] / IN_A_ROW for at in contexts)
+    again = max(0.0, (verify[0][-1] - verify[0][0]) / (counts[-1] - 1)) if replays else 0.0
+    alone = Costs(lengths, counts, verify, plain, widths, level, (0.0, 0.0), again)
+    return with_rest(alone, [found.get(("rounds", 0, plan.width), 0.0) / IN_A_ROW for plan in (LINE, TREE)]).check()
 
-    def rest(plan: Plan) -> float:
-        """What a round of that plan takes beyond its forward and its draft, in milliseconds."""
-        if plan.width not in widths:
-            return 0.0
-        parts = verify[0][counts.index(plan.size)] + plan.depth * level[widths.index(plan.width)]
-        return found["rounds", 0, plan.width] / IN_A_ROW - parts
 
-    return Costs(
-        lengths,
-        counts,
-        verify,
-        tuple(found["plain", at, 1] / IN_A_ROW for at in contexts),
-        widths,
-        level,
-        (rest(LINE), rest(TREE) if TREE.size in counts else rest(LINE)),
-        max(0.0, (verify[0][-1] - verify[0][0]) / (counts[-1] - 1)) if replays else 0.0,
-    ).check()
+def with_rest(costs: Costs, rounds: Sequence[float]) -> Costs:
+    """The same with what a round takes beyond its forward and its draft.
+
+    Args:
+        rounds: the milliseconds of a `LINE` and of a `TREE`; what was not measured of a tree is that of a line.
+    """
+    line = rounds[0] - parts_of(costs, LINE)
+    tree = rounds[1] - parts_of(costs, TREE) if measured(costs, TREE) else line
+    return costs._replace(rest=(line, tree))
+
+
+def measured(costs: Costs, plan: Plan) -> bool:
+    """Whether the parts of such a round were."""
+    return plan.size in costs.counts and plan.width in costs.widths
+
+
+def parts_of(costs: Costs, plan: Plan) -> float:
+    """What the forward and the draft of a round take, each alone, in milliseconds."""
+    return costs.verify[0][costs.counts.index(plan.size)] + costs.draft_at(plan)
+
+
+def shorter(one: Costs, other: Costs) -> Costs:
+    """Of two measurements of a pair the shorter times; the second one where they are of different parts.
+
+    What disturbs a machine makes times longer. A round is compared whole: what it takes beyond its parts seems short
+    where only they were disturbed.
+    """
+    if (one.contexts, one.counts, one.widths) != (other.contexts, other.counts, other.widths):
+        return other
+    alone = other._replace(
+        verify=tuple(least(*rows) for rows in zip(one.verify, other.verify, strict=True)),
+        plain=least(one.plain, other.plain),
+        level=least(one.level, other.level),
+        again=min(one.again, other.again),
+    )
+    return with_rest(alone, least(rounds_of(one), rounds_of(other)))
+
+
+def rounds_of(costs: Costs) -> tuple[float, ...]:
+    """The milliseconds of a whole `LINE` and of a whole `TREE`, where that was measured."""
+    pairs = zip((LINE, TREE), costs.rest, strict=True)
+    return tuple(parts_of(costs, plan) + rest if measured(costs, plan) else 0.0 for plan, rest in pairs)
+
+
+def least(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+    """The lesser ones, element by element."""
+    return tuple(map(min, one, other))

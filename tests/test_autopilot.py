@@ -27,7 +27,7 @@ from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation import generate_step, make_settings
 from mlx_redrafter.loop import decode
-from mlx_redrafter.meter import CONTEXTS, TURNS, Part, contexts_of, settled
+from mlx_redrafter.meter import CONTEXTS, TURNS, Part, contexts_of, settled, shorter
 from mlx_redrafter.pilot import Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import UNKNOWN
@@ -98,9 +98,10 @@ def pair(acceptance: list[list[float]] | None = None) -> tuple[Any, Drafter]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """How often something was measured, with an empty folder to keep it in."""
+    """How often something was measured, with an empty folder to keep it in; a busy machine is none of its business."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.setattr(autopilot, "_measured", [])
+    monkeypatch.setattr(autopilot, "is_disturbed", lambda costs: False)
     calls: list[int] = []
     measure = autopilot.measure
     monkeypatch.setattr(autopilot, "measure", lambda *a, **k: calls.append(1) or measure(*a, **k))
@@ -164,7 +165,40 @@ def test_the_first_text_with_a_processor_measures_nothing_again(counted: list[in
     assert len(counted) == 1
 
 
-@pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "a list"])
+@pytest.mark.parametrize("sound_from", [1, 2, 9])
+def test_a_measurement_that_contradicts_itself_is_made_again_the_next_time_and_the_shorter_times_taken(
+    tmp_path: Path, sound_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Costs] = []
+
+    def measure(*args: Any, **options: Any) -> Costs:
+        plain = 1.0 if len(made) + 1 >= sound_from else 5.0 - len(made)
+        made.append(CHEAP._replace(plain=(plain,)))
+        return made[-1]
+
+    monkeypatch.setattr(autopilot, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    model, drafter = pair()
+    found = [known(model, drafter, trees=True).plain[0] for _ in range(6)]
+    assert len(made) == min(sound_from, autopilot.TIMES)
+    assert found == {1: [1, 1, 1, 1, 1, 1], 2: [5, 1, 1, 1, 1, 1], 9: [5, 4, 3, 3, 3, 3]}[sound_from]
+    known(model, drafter, trees=True, refresh=True)
+    assert len(made) == min(sound_from, autopilot.TIMES) + 1, "anew is anew"
+
+
+def test_of_two_measurements_the_shorter_times_are_taken_and_whole_rounds_compared() -> None:
+    one = CHEAP._replace(rest=(0.5, 0.1))
+    slow = CHEAP._replace(verify=((2.0, 1.0, 3.0, 3.0, 3.0),), plain=(0.9,), level=(0.5, 0.005), rest=(-2.0, -1.8))
+    both = shorter(one, slow)
+    assert both.verify == ((1.0, 1.0, 1.1, 1.2, 1.2),) and both.plain == (0.9,) and both.level == (0.01, 0.005)
+    rounds = min(1.1 + 2 * 0.01 + 0.5, 3.0 + 2 * 0.5 - 2.0), min(1.2 + 2 * 0.01 + 0.1, 3.0 + 2 * 0.005 - 1.8)
+    assert both.rest == pytest.approx((rounds[0] - 1.1 - 0.02, rounds[1] - 1.2 - 0.01))
+    assert shorter(one, slow._replace(counts=(1, 2, 3, 4, 6))).counts == (1, 2, 3, 4, 6), (
+        "of other parts: the later one"
+    )
+
+
+@pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "no times", "a list"])
 def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(
     tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +223,9 @@ def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(
         text = json.dumps(found)
     elif damage == "negative":
         found["costs"]["plain"][0] = -1
+        text = json.dumps(found)
+    elif damage == "no times":
+        found["times"] = None
         text = json.dumps(found)
     elif damage == "no costs":
         del found["costs"]["level"]

@@ -20,9 +20,9 @@ from small import small_drafter, small_llama
 from toys import make_model, snapshot
 
 from mlx_redrafter import autopilot, machine, meter
-from mlx_redrafter.advice import has_fast_blas, is_disturbed, notes
+from mlx_redrafter.advice import has_fast_blas, notes
 from mlx_redrafter.checkpoint import save_drafter
-from mlx_redrafter.costs import Costs
+from mlx_redrafter.costs import Costs, is_disturbed
 from mlx_redrafter.diagnosis import Diagnosis, diagnose
 from mlx_redrafter.doors import guarded
 from mlx_redrafter.drafter import Drafter, DrafterArgs
