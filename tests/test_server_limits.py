@@ -411,7 +411,7 @@ def test_requests_at_once_are_all_answered_rightly(root: Path) -> None:
         (["--drain-timeout", "0"], "--drain-timeout must be at least 1, got 0"),
         (["--port", "65536"], "--port must be from 0 to 65535"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
-        (["--beam-width", "0"], "beam_width must be from 1 to"),
+        (["--beam-width", "0"], "--beam-width must be at least 1, got 0"),
         (["--draft-depth", "1000"], "draft_depth must be from 1 to 256, got 1000"),
         (["--tree-size", "999"], "tree_size counts the root and must be from 2 to"),
         (["--plan", "off", "--beam-width", "2"], "give either plan or beam_width"),

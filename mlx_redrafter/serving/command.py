@@ -221,7 +221,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
     check_named(args.model, args)
     low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "max_tree_size",
-           "decode_concurrency", "prompt_cache_size", "prefill_step_size", "max_tokens",
+           "decode_concurrency", "prompt_cache_size", "prefill_step_size", "max_tokens", "beam_width",
            "drain_timeout")  # fmt: skip
     for name in low:
         if (value := getattr(args, name)) is not None and value < 1:
