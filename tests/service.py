@@ -21,6 +21,7 @@ from mlx_redrafter import stream_generate
 from mlx_redrafter.checkpoint import load, load_drafter, save_drafter
 from mlx_redrafter.serving.command import Server, checked, serving
 from mlx_redrafter.serving.flags import read_flags
+from mlx_redrafter.serving.jobs import Job
 
 VOCAB = 53
 END = 26
@@ -30,6 +31,9 @@ CHAT = (
     "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"
     "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
+PATIENCE = 60.0
+"""Seconds for what must come, however many others share the machine: a test that passes never waits so long."""
+
 BEAM = ("--beam-width", "2", "--draft-depth", "2")
 """So that nothing is measured first, and everything is drafted for."""
 
@@ -59,7 +63,7 @@ def server_of(*flags: str) -> Iterator[Server]:
 @contextmanager
 def client_of(server: Server, key: str = "none") -> Iterator[openai.OpenAI]:
     """OpenAI's own client, which does not try twice."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -83,7 +87,7 @@ class Reply(NamedTuple):
 
 def ask(server: Server, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
     """One request by hand; `body` is sent as JSON unless it is bytes."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=60)
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=PATIENCE)
     try:
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection.request(method, path, raw, headers or {})
@@ -96,7 +100,7 @@ def ask(server: Server, method: str, path: str, body: Any = None, headers: dict[
 def send(server: Server, path: str = "/v1/completions", **fields: Any) -> socket.socket:
     """A request whose reply is not read."""
     raw = json.dumps({"prompt": "hello", "max_tokens": 100_000} | fields).encode()
-    connection = socket.create_connection(server.server_address[:2], timeout=30)
+    connection = socket.create_connection(server.server_address[:2], timeout=PATIENCE)
     connection.sendall(b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw)) + raw)
     return connection
 
@@ -124,25 +128,45 @@ class Reference:
         return list(stream_generate(self.model, self.tokenizer, prompt, **({"max_tokens": 30} | options)))
 
 
-@contextmanager
-def held(server: Server, monkeypatch: pytest.MonkeyPatch, *, at: int = 3) -> Iterator[threading.Event]:
-    """Stops the engine at an answer's token until the event is set, which it is at the end."""
-    gate, reached, told = threading.Event(), threading.Event(), type(server.responder)._told
-    responder = server.responder
+class Gate(threading.Event):
+    """What the engine waits for once it is at a token, which `reached` says."""
 
-    def waiting(job: Any, args: Any, response: Any) -> Any:
-        if response.generation_tokens == at:
-            reached.set()
-            gate.wait(20)
-        return told(responder, job, args, response)
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
+@contextmanager
+def held(server: Server, monkeypatch: pytest.MonkeyPatch, *, at: int = 3) -> Iterator[Gate]:
+    """Stops the engine at each answer's token of that number until the gate is set, which it is at the end."""
+    gate, count = Gate(), server.responder._count
+
+    def waiting(job: Job) -> None:
+        if job.generated_tokens + 1 == at:
+            gate.reached.set()
+            gate.wait(PATIENCE)
+        count(job)
 
     with monkeypatch.context() as patch:
-        patch.setattr(responder, "_told", waiting)
-        gate.reached = reached  # type: ignore[attr-defined]
+        patch.setattr(server.responder, "_count", waiting)
         try:
             yield gate
         finally:
             gate.set()
+
+
+@contextmanager
+def crowd(server: Server, requests: Sequence[dict[str, Any]]) -> Iterator[list[socket.socket]]:
+    """The connections of requests, each of which runs or waits before the next one is sent."""
+    opened: list[socket.socket] = []
+    try:
+        for fields in requests:
+            opened.append(send(server, **fields))
+            until(lambda: busy(server) == len(opened))
+        yield opened
+    finally:
+        for each in opened:
+            each.close()
 
 
 def counted(server: Server, name: str, **labels: str) -> float:
@@ -150,12 +174,17 @@ def counted(server: Server, name: str, **labels: str) -> float:
     return server.responder.meters.registry.get_sample_value(f"mlx_redrafter_{name}", labels) or 0.0
 
 
+def busy(server: Server) -> int:
+    """How many requests are answered or wait."""
+    return server.responder.running + server.responder.queue.qsize()
+
+
 def idle(server: Server) -> bool:
     """Whether nothing is answered, and nothing waits."""
-    return server.responder.running == 0 and server.responder.queue.qsize() == 0
+    return busy(server) == 0
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Waits for something that another thread does.
 
     Raises:

@@ -23,7 +23,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from service import BEAM, Reference, ask, save_toys, server_of, until, with_toys
+from service import BEAM, PATIENCE, Reference, ask, server_of, until, with_toys
 
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.serving import answers, race
@@ -47,11 +47,6 @@ def racing(*flags: str) -> Iterator[Server]:
     """A race's server in this process."""
     with serving(checked(read_flags(["--port", "0", *flags], make_race_parser())), RaceHandler) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +143,11 @@ def test_the_command_serves_the_page_and_ends_with_a_signal(root: Path) -> None:
             line = running.stderr.readline()
             assert line.startswith("serving on http://127.0.0.1:"), line
             where = urlsplit(line.split()[-1])
-            with socket.create_connection((where.hostname, where.port), timeout=20) as connection:
+            with socket.create_connection((where.hostname, where.port), timeout=PATIENCE) as connection:
                 connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
                 assert connection.recv(64).startswith(b"HTTP/1.0 200")
             running.send_signal(signal.SIGTERM)
-            assert running.wait(20) == 0 and running.stderr.read() == ""
+            assert running.wait(PATIENCE) == 0 and running.stderr.read() == ""
         finally:
             running.kill()
 

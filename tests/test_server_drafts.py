@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
-from service import END, Reference, ask, complete, save_toys, server_of, together
+from service import END, Reference, ask, complete, together
 from toys import ALPHABET
 
 from mlx_redrafter.serving import answers
@@ -18,20 +17,9 @@ from mlx_redrafter.serving.command import Server
 from mlx_redrafter.serving.drafts import News, Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+FLAGS = ("--beam-width", "26", "--draft-depth", "2")
+"""A beam as wide as the vocabulary's half is often right, whatever the drafter knows."""
 BOTH = {"include_usage": True, "include_drafts": True}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    """The toys; a beam as wide as the vocabulary's half is often right, whatever the drafter knows."""
-    beam = ("--beam-width", "26", "--draft-depth", "2")
-    with server_of("--model", str(root / "target"), "--drafter", str(root / "one"), *beam) as server:
-        yield server
 
 
 def chunks_of(server: Server, path: str = "/v1/completions", **fields: Any) -> list[dict[str, Any]]:

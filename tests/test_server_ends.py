@@ -5,48 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from service import (
-    BEAM,
-    END,
-    Reference,
-    Reply,
-    ask,
-    counted,
-    held,
-    idle,
-    save_toys,
-    send,
-    server_of,
-    until,
-    with_toys,
-)
+from service import BEAM, END, PATIENCE, Reference, Reply, ask, counted, held, idle, send, server_of, until, with_toys
 
 from mlx_redrafter.serving.command import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+FLAGS = (*BEAM, "--max-tokens", "30")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 streaming = pytest.mark.parametrize("stream", [False, True])
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    with server_of(*with_toys(root), *BEAM, "--max-tokens", "30") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def reference(root: Path) -> Reference:
-    return Reference(root)
 
 
 def tools(server: Server, monkeypatch: pytest.MonkeyPatch, start: str, end: str, parser: Any) -> None:
@@ -140,10 +110,10 @@ def test_a_client_that_goes_before_its_reply_counts_as_none(server: Server, monk
     before = counted(server, "requests_total", endpoint=TEXT, status="200")
     with held(server, monkeypatch) as gate:
         with send(server):
-            assert gate.reached.wait(20)  # type: ignore[attr-defined]
+            assert gate.reached.wait(PATIENCE)
         gate.set()
         until(lambda: idle(server))
-        assert server.wait_idle(20)
+        assert server.wait_idle(PATIENCE)
     assert counted(server, "requests_total", endpoint=TEXT, status="200") == before
 
 
@@ -156,7 +126,7 @@ def test_who_is_broken_off_by_the_servers_end_is_told_503(
         body = {"prompt": "hello", "max_tokens": 1000, "logit_bias": {END: -100}, "stream": stream}
         client = threading.Thread(target=lambda: found.append(ask(server, "POST", TEXT, body)))
         client.start()
-        assert gate.reached.wait(20)  # type: ignore[attr-defined]
+        assert gate.reached.wait(PATIENCE)
         server.responder._stop = True
         gate.set()
         client.join()

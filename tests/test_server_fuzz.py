@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from service import BEAM, ask, complete, save_toys, server_of, with_toys
+from service import BEAM, PATIENCE, ask, complete
 
 from mlx_redrafter.serving.bodies import CHECKS
 from mlx_redrafter.serving.command import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+FLAGS = (*BEAM, "--max-tokens", "6", "--max-completion-tokens", "6", "--max-request-bytes", "20000")
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CHAT = "/v1/chat/completions"
 PATHS = ("/v1/completions", CHAT, "/chat/completions")
@@ -43,14 +43,6 @@ MESSAGES = st.lists(
 NAMES = sorted({*CHECKS, "n"} - {"messages", "prompt", "model", "adapters"})
 FIELDS = st.dictionaries(st.sampled_from(NAMES), NUMBERS | VALUES, max_size=3)
 """Not `model` and `adapters`, which would be looked for on the hub."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = save_toys(tmp_path_factory.mktemp("toys"))
-    limits = ("--max-tokens", "6", "--max-completion-tokens", "6", "--max-request-bytes", "20000")
-    with server_of(*with_toys(root), *BEAM, *limits) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +83,7 @@ def test_bodies_of_any_bytes(path: str, body: bytes, server: Server, right: Any)
     data=st.binary(max_size=200) | st.lists(st.sampled_from([b"Content-Length: ", b"9", b":", b"\r\n"])).map(b"".join),
 )
 def test_requests_of_any_bytes(head: bytes, data: bytes, server: Server, right: Any) -> None:
-    with socket.create_connection(server.server_address[:2], timeout=20) as connection:
+    with socket.create_connection(server.server_address[:2], timeout=PATIENCE) as connection:
         connection.sendall(head + data)
         connection.shutdown(socket.SHUT_WR)
         reply = b""

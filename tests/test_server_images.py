@@ -21,12 +21,13 @@ from PIL import Image
 from service import (
     BEAM,
     END,
+    PATIENCE,
     Reference,
     Reply,
     ask,
     counted,
+    held,
     idle,
-    save_toys,
     send,
     server_of,
     together,
@@ -74,11 +75,6 @@ def seeing(root: Path, *flags: str) -> Iterator[Server]:
         read = lambda self, ids, pixel_values: self.model.embed_tokens(ids)  # noqa: E731
         patch.setattr(type(provider.model), "embed_inputs", read, raising=False)
         yield server
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
 
 
 @pytest.fixture(scope="module")
@@ -183,22 +179,11 @@ def test_a_request_with_an_image_that_cannot_be_served_is_told_why(
 @contextmanager
 def answering(server: Server, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> Iterator[tuple[Any, threading.Event]]:
     """(a connection on which an image was asked about, an event that lets the answer go on from its first token)."""
-    gate, reached, count = threading.Event(), threading.Event(), server.responder._count
-
-    def waiting(job: Any) -> None:
-        reached.set()
-        gate.wait(20)
-        count(job)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(server.responder, "_count", waiting)
-        with send(server, CHAT, messages=messages(), max_tokens=500, logit_bias={END: -100}, **fields) as connection:
-            try:
-                assert reached.wait(20)
-                assert ask(server, "GET", "/health").json["running"] == 1
-                yield connection, gate
-            finally:
-                gate.set()
+    asked = {"messages": messages(), "max_tokens": 500, "logit_bias": {END: -100}} | fields
+    with held(server, monkeypatch, at=1) as gate, send(server, CHAT, **asked) as connection:
+        assert gate.reached.wait(PATIENCE)
+        assert ask(server, "GET", "/health").json["running"] == 1
+        yield connection, gate
 
 
 @pytest.mark.parametrize("stream", [False, True])

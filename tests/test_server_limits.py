@@ -14,7 +14,23 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from service import BEAM, VOCAB, ask, client_of, complete, save_toys, send, server_of, together, until, with_toys
+from service import (
+    BEAM,
+    PATIENCE,
+    VOCAB,
+    ask,
+    busy,
+    client_of,
+    complete,
+    crowd,
+    held,
+    idle,
+    send,
+    server_of,
+    together,
+    until,
+    with_toys,
+)
 from small import small_drafter
 
 from mlx_redrafter.checkpoint import save_drafter
@@ -23,21 +39,13 @@ from mlx_redrafter.serving.command import Server, checked
 from mlx_redrafter.serving.flags import read_flags
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+FLAGS = (
+    *(*BEAM, "--max-prompt-tokens", "20", "--max-completion-tokens", "12", "--max-request-bytes", "3000"),
+    *("--max-queue", "2", "--decode-concurrency", "1"),
+)
 KEY = "s3cret key"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 TEXT = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    limits = ("--max-prompt-tokens", "20", "--max-completion-tokens", "12", "--max-request-bytes", "3000")
-    with server_of(*with_toys(root), *BEAM, *limits, "--max-queue", "2", "--decode-concurrency", "1") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +160,7 @@ def test_another_path_is_not_found(method: str, server: Server) -> None:
 
 def raw(server: Server, data: bytes, *, close: bool = True) -> bytes:
     """Bytes to the server, and all that comes back."""
-    with socket.create_connection(server.server_address[:2], timeout=30) as connection:
+    with socket.create_connection(server.server_address[:2], timeout=PATIENCE) as connection:
         connection.sendall(data)
         if close:
             connection.shutdown(socket.SHUT_WR)
@@ -189,7 +197,7 @@ def test_a_client_that_says_nothing_is_dropped(server: Server, monkeypatch: pyte
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"
     assert b"200" not in raw(server, head, close=False)[:20]
     assert time.monotonic() - started < 10
-    assert server.wait_idle(5)
+    assert server.wait_idle(PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +230,7 @@ def test_with_the_key_everything_is_and_health_without(locked: Server) -> None:
 
 
 def test_a_page_in_a_browser_may_send_the_key(locked: Server) -> None:
-    connection = http.client.HTTPConnection(*locked.server_address[:2], timeout=60)
+    connection = http.client.HTTPConnection(*locked.server_address[:2], timeout=PATIENCE)
     asked = {"Origin": "http://page", "Access-Control-Request-Headers": "authorization,content-type"}
     connection.request("OPTIONS", TEXT, headers={"Access-Control-Request-Method": "POST"} | asked)
     reply = connection.getresponse()
@@ -236,23 +244,16 @@ def test_a_page_in_a_browser_may_send_the_key(locked: Server) -> None:
 def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, told = threading.Event(), type(server.responder)._told
-
-    def waiting(*args: Any) -> Any:
-        gate.wait(20)
-        return told(server.responder, *args)
-
-    monkeypatch.setattr(server.responder, "_told", waiting)
     replies: list[Any] = []
 
     def one() -> None:
         replies.append(ask(server, "POST", TEXT, {"prompt": "hello", "max_tokens": 3}))
 
     threads = [threading.Thread(target=one) for _ in range(3)]
-    try:
+    with held(server, monkeypatch, at=1) as gate:
         for count, thread in enumerate(threads):
             thread.start()
-            until(lambda count=count: server.responder.running + server.responder.queue.qsize() == count + 1)  # type: ignore[misc]
+            until(lambda count=count: busy(server) == count + 1)  # type: ignore[misc]
         health = ask(server, "GET", "/health").json
         assert (health["status"], health["running"], health["queue"]) == ("ok", 1, 2)
         refused = ask(server, "POST", TEXT, {"prompt": "hello"})
@@ -260,7 +261,6 @@ def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         with client_of(server) as client, pytest.raises(openai.InternalServerError, match="queue is full"):
             client.completions.create(model="default_model", prompt="hello")
-    finally:
         gate.set()
         for thread in threads:
             thread.join()
@@ -269,48 +269,23 @@ def test_when_the_queue_is_full_a_client_is_told_when_to_come_again(
 
 
 def test_who_fills_the_queue_makes_room_for_another_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, told = threading.Event(), type(server.responder)._told
-
-    def waiting(*args: Any) -> Any:
-        gate.wait(20)
-        return told(server.responder, *args)
-
-    monkeypatch.setattr(server.responder, "_told", waiting)
-    opened = []
-    try:
-        for count in range(3):
-            opened.append(send(server, max_tokens=3, user="greedy"))
-            until(lambda count=count: server.responder.running + server.responder.queue.qsize() == count + 1)  # type: ignore[misc]
+    greedy = {"max_tokens": 3, "user": "greedy"}
+    with held(server, monkeypatch, at=1) as gate, crowd(server, [greedy] * 3) as opened:
         assert server.responder.queue.full()
-        opened.append(send(server, max_tokens=3, user="modest"))
-        refused = b"".join(iter(lambda: opened[2].recv(1 << 16), b""))
-        assert b" 503 " in refused.partition(b"\r\n")[0] and b"others have fewer requests in it" in refused
-        assert b"\r\nRetry-After: " in refused and server.responder.queue.qsize() == 2
-        gate.set()
-        for at in (0, 1, 3):
-            assert b" 200 " in opened[at].recv(1 << 16)
-    finally:
-        gate.set()
-        for each in opened:
-            each.close()
-    until(lambda: server.responder.running == 0)
+        with send(server, max_tokens=3, user="modest") as modest:
+            refused = b"".join(iter(lambda: opened[2].recv(1 << 16), b""))
+            assert b" 503 " in refused.partition(b"\r\n")[0] and b"others have fewer requests in it" in refused
+            assert b"\r\nRetry-After: " in refused and server.responder.queue.qsize() == 2
+            gate.set()
+            for each in (*opened[:2], modest):
+                assert b" 200 " in each.recv(1 << 16)
+    until(lambda: idle(server))
 
 
 def test_clients_that_went_while_they_waited_keep_no_place_in_the_queue(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, told = threading.Event(), type(server.responder)._told
-
-    def waiting(*args: Any) -> Any:
-        gate.wait(20)
-        return told(server.responder, *args)
-
-    monkeypatch.setattr(server.responder, "_told", waiting)
-    opened = []
-    try:
-        for count in range(3):
-            opened.append(send(server, max_tokens=3))
-            until(lambda count=count: server.responder.running + server.responder.queue.qsize() == count + 1)  # type: ignore[misc]
+    with held(server, monkeypatch, at=1) as gate, crowd(server, [{"max_tokens": 3}] * 3) as opened:
         assert server.responder.queue.full()
         for each in opened[1:]:
             each.close()
@@ -318,11 +293,7 @@ def test_clients_that_went_while_they_waited_keep_no_place_in_the_queue(
             until(lambda: server.responder.queue.qsize() == 1)
             gate.set()
             assert b" 200 " in last.recv(1 << 16)
-    finally:
-        gate.set()
-        for each in opened:
-            each.close()
-    until(lambda: server.responder.running == 0)
+    until(lambda: idle(server))
 
 
 def test_health_says_what_there_is_and_not_where(server: Server) -> None:

@@ -6,18 +6,19 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
-from service import BEAM, Reference, ask, client_of, save_toys, send, server_of, together, until, with_toys
+from service import BEAM, Reference, ask, client_of, crowd, held, send, server_of, together, until, with_toys
 
 from mlx_redrafter.serving.command import Server
+from mlx_redrafter.serving.jobs import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+FLAGS = (*BEAM, "--max-tokens", "12")
 CLIENTS = 16
 REQUESTS = int(os.environ.get("MLX_REDRAFTER_REQUESTS", "8"))
 """Of each client, and as many again after the warm-up; 100 make the two hundred of a long run."""
@@ -30,17 +31,6 @@ HOWS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3, "temperature": 0.7, "seed": 3},
 )
 DRAFTERS: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"draft_model": "second"}, {"num_draft_tokens": 3})
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    with server_of(*with_toys(root), *BEAM, "--max-tokens", "12") as server:
-        yield server
 
 
 def expected(root: Path) -> dict[tuple[str, int], str]:
@@ -114,25 +104,23 @@ def test_sixteen_clients_with_mixed_requests(server: Server, root: Path) -> None
     check(server, root, REQUESTS)
 
 
-def test_one_client_with_many_requests_does_not_keep_another_waiting(root: Path) -> None:
+def test_one_client_with_many_requests_does_not_keep_another_waiting(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     with server_of(*with_toys(root), *BEAM, "--decode-concurrency", "1") as server:
-        gate, told = threading.Event(), type(server.responder)._told
+        count = server.responder._count
 
-        def waiting(job: Any, *rest: Any) -> Any:
-            gate.wait(20)
+        def ordered(job: Job) -> None:
             if job.generated_tokens == 0:
                 order.append(job.client[1])
-            return told(server.responder, job, *rest)
+            count(job)
 
-        server.responder._told = waiting  # type: ignore[method-assign]
-        opened = []
-        for client in ["many"] * 10 + ["one"]:
-            opened.append(send(server, prompt="hello", max_tokens=3, user=client))
-            until(lambda: server.responder.running + server.responder.queue.qsize() == len(opened))
-        gate.set()
-        for each in opened:
-            while each.recv(1 << 16):
-                pass
-            each.close()
+        monkeypatch.setattr(server.responder, "_count", ordered)
+        requests = [{"prompt": "hello", "max_tokens": 3, "user": user} for user in ["many"] * 10 + ["one"]]
+        with held(server, monkeypatch, at=1) as gate, crowd(server, requests) as opened:
+            gate.set()
+            for each in opened:
+                while each.recv(1 << 16):
+                    pass
     assert order.index("one") == 2 and len(order) == 11

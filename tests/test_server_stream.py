@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from service import (
-    BEAM,
-    Reference,
-    ask,
-    client_of,
-    complete,
-    counted,
-    held,
-    idle,
-    save_toys,
-    send,
-    server_of,
-    until,
-    with_toys,
-)
+from service import BEAM, PATIENCE, Reference, ask, complete, counted, held, idle, send, until
 
 from mlx_redrafter.serving import answers, decoding
 from mlx_redrafter.serving.command import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    with server_of(*with_toys(root), *BEAM, "--max-tokens", "30", "--prefill-step-size", "16") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
+FLAGS = (*BEAM, "--max-tokens", "30", "--prefill-step-size", "16")
 
 
 @pytest.mark.parametrize("drafter", [{}, {"draft_model": None}])
@@ -122,7 +91,7 @@ def test_an_answer_ends_when_its_client_goes_and_what_was_read_is_kept(
     left, made = counted(server, "clients_left_total"), counted(server, "tokens_total", kind="generated")
     with held(server, monkeypatch) as gate:
         with send(server, stream=stream, prompt=f"going{stream}{len(drafter)}", **drafter):
-            assert gate.reached.wait(20)  # type: ignore[attr-defined]
+            assert gate.reached.wait(PATIENCE)
         gate.set()
         until(lambda: idle(server) and counted(server, "clients_left_total") == left + 1)
     assert counted(server, "tokens_total", kind="generated") - made <= 3
@@ -167,7 +136,7 @@ def test_a_client_that_goes_while_its_prompt_is_read_or_while_it_waits_costs_not
     waiting = server.responder.cli_args.decode_concurrency
     with held(server, monkeypatch) as gate:
         running = [send(server, max_tokens=4) for _ in range(waiting)]
-        assert gate.reached.wait(20)  # type: ignore[attr-defined]
+        assert gate.reached.wait(PATIENCE)
         with send(server, prompt="never read"):
             until(lambda: server.responder.queue.qsize() >= 1)
         gate.set()

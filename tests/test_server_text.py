@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,7 @@ from mlx_redrafter.serving.prompts import Prompts
 
 PROMPT = "hello there what is this"
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    with server_of(*with_toys(root), *BEAM, "--max-tokens", "30") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with client_of(server) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def reference(root: Path) -> Reference:
-    return Reference(root)
-
+FLAGS = (*BEAM, "--max-tokens", "30")
 
 SAMPLED = {"temperature": 0.9, "seed": 5}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator
-from service import BEAM, ask, save_toys, server_of, until, with_toys
+from service import BEAM, ask, server_of, until, with_toys
 from toys import ALPHABET
 
 from mlx_redrafter.serving.command import Server, checked
@@ -39,11 +39,6 @@ def mark(tokenizer: Any) -> None:
     tokenizer._think_start_tokens, tokenizer._think_end_tokens = (ALPHABET.index("k"),), (ALPHABET.index("K"),)
     tokenizer._tool_call_start, tokenizer._tool_call_end = "sS"
     tokenizer._tool_parser = lambda text, tools: {"name": text, "arguments": {"of": len(tools or ())}}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_toys(tmp_path_factory.mktemp("toys"))
 
 
 @pytest.fixture(scope="module")
