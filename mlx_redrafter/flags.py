@@ -95,7 +95,12 @@ def add_drafter(parser: argparse.ArgumentParser, otherwise: str, *, plain: bool 
         "--drafter", help=f"local directory or Hugging Face repo of its drafter; {otherwise} when not given"
     )
     if plain:
-        parser.add_argument("--no-drafter", action="store_true", help="decode plainly")
+        add_plain(parser)
+
+
+def add_plain(parser: argparse._ActionsContainer) -> None:
+    """The flag that asks for no drafter, for a parser or a group of one."""
+    parser.add_argument("--no-drafter", action="store_true", help="decode plainly")
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:

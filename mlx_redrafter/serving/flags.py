@@ -11,7 +11,7 @@ from typing import Any
 from mlx_lm import server
 
 from ..errors import RedrafterError
-from ..flags import BEAM, OPTIONS, add_options
+from ..flags import BEAM, OPTIONS, add_options, add_plain
 
 CONCURRENCY = 4
 """Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""
@@ -74,7 +74,7 @@ def make_parser() -> Parser:
         help="a drafter for --model, by directory or hub id; several may be given, and a request names one in "
         "draft_model. The first is the default",
     )
-    add("--no-drafter", action="store_true", help="decode plainly")
+    add_plain(group)
     add_options(group, without={name for name, _, _ in OPTIONS} - set(BEAM))
     add = parser.add_argument_group("service").add_argument
     add("--api-key", help="clients must send it; others on this machine may see it in the list of processes")

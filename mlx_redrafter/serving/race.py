@@ -17,12 +17,11 @@ from typing import Any
 
 from ..demo import DIRECTORY
 from ..plan import AUTO
+from .asking import beam_of
 from .command import checked, serve
 from .flags import Parser, make_parser, read_flags
 from .handler import Handler
 from .provider import local
-
-BEAM = ("beam_width", "draft_depth", "tree_size")
 
 
 def run() -> int:
@@ -104,7 +103,7 @@ class RaceHandler(Handler):
         """What the page has to know: names, whether the model chats, and what happens where no beam is chosen."""
         args, provider = self.response_generator.cli_args, self.response_generator.model_provider
         demo = args.model == local(DIRECTORY / "target")
-        given = {name: value for name in BEAM if (value := getattr(args, name)) is not None}
+        given = {name: value for name, value in beam_of(args).items() if name != "plan"}
         words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in given.items())
         return {
             "model": Path(args.model).name,
