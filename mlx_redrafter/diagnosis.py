@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +16,7 @@ from .checkpoint import check_fit
 from .costs import Costs
 from .drafter import Drafter
 from .machine import about, memory
-from .patient import Patient, drafter_of, not_finite, target_of
+from .patient import Half, Patient, drafter_of, not_finite, target_of
 from .pilot import make_flight
 from .planner import UNKNOWN, Acceptance, few_plans
 from .prognosis import Cliff, Offer, Outlook, Start, cliffs, in_steps, outlooks, pays_from, quality_of, starts
@@ -55,7 +55,7 @@ class Diagnosis(NamedTuple):
     drafter: Patient
     stand_in: str | None
     acceptance: Acceptance
-    not_finite: Literal["target", "drafter"] | None
+    not_finite: Half | None
     assumed: bool
     no_trees: str | None
     costs: Costs

@@ -13,6 +13,9 @@ from .drafter import Drafter
 from .shapes import name_of
 from .target import Target, model_name
 
+Half = Literal["target", "drafter"]
+"""One of a pair."""
+
 
 class Patient(NamedTuple):
     """A model as far as its costs depend on it.
@@ -54,7 +57,7 @@ def sizes_told(drafter: Drafter) -> str:
     return f"exit_dim {args.exit_dim}, {blocks}{guessed}"
 
 
-def not_finite(model: nn.Module, drafter: Drafter) -> Literal["target", "drafter"] | None:
+def not_finite(model: nn.Module, drafter: Drafter) -> Half | None:
     """Which of the two says something behind a few tokens that is no number, in the dtype it has."""
     target = Target(model)
     tokens = mx.arange(16) % drafter.args.vocab_size
