@@ -136,6 +136,7 @@ def head_loss(
 
     @mx.custom_function
     def fused(features: mx.array, head: mx.array) -> tuple[mx.array, ...]:
+        """(loss, guesses, and what the gradients of both arguments are made of), chunk by chunk."""
         loss, towards = mx.zeros(()), mx.zeros(head.shape)
         backwards, guesses, gate = [], [], [before]
         for start in range(0, rows, chunk):
@@ -155,6 +156,7 @@ def head_loss(
 
     @fused.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+        """The gradients of `features` and `head`, which the forward has made already."""
         _, _, backwards, towards = outputs
         scale = cotangents[0]
         return (scale * backwards).astype(primals[0].dtype), (scale * towards).astype(primals[1].dtype)

@@ -66,6 +66,7 @@ class Responder(Decoding):
         super().__init__(provider, prompt_cache)  # starts the thread
 
     def _generate(self) -> None:
+        """As mlx-lm's loop, over the fair queue; the thread's streams end with it."""
         self.requests = self.queue
         try:
             super()._generate()

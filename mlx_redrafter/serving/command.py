@@ -59,6 +59,7 @@ class Server(ThreadingHTTPServer):
         fingerprint = get_system_fingerprint()
 
         def handler(*args: Any, **more: Any) -> Handler:
+            """A request's handler, told of the responder."""
             return kind(responder, *args, system_fingerprint=fingerprint, **more)
 
         self.responder = responder

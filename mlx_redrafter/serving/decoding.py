@@ -66,6 +66,7 @@ class Decoding(ResponseGenerator):
         watch = None if job.ledger is None else Watch(tokenizer.decode)
 
         def progress(done: int, total: int) -> None:
+            """Tells how much of the prompt is read; the answer begins with the first news."""
             if not began:
                 began.append(context)
                 answers.put(context)
@@ -115,6 +116,7 @@ class Decoding(ResponseGenerator):
         """
 
         def look(item: Any) -> None:
+            """Checks and counts what mlx-lm's decoding has made, before the handler has it."""
             if isinstance(item, GenerationContext):
                 check(item.prompt, args, self.cli_args.max_prompt_tokens, self.model_provider.vocab_size)
                 job.prompt_tokens = len(item.prompt)
@@ -159,6 +161,7 @@ class Decoding(ResponseGenerator):
         tokenizer = provider.tokenizer
 
         def parse(text: str, tools: Any) -> Any:
+            """The arguments of a tool's call, which is noted."""
             job.called = True
             return tokenizer.tool_parser(text, tools)
 

@@ -28,16 +28,20 @@ class FairQueue(Queue[Any]):
         self._crowded_out = crowded_out
 
     def _init(self, maxsize: int) -> None:
+        """`Queue`'s, with lines by address in the order of their turns."""
         self._lines: OrderedDict[str, Users] = OrderedDict()
 
     def _qsize(self) -> int:
+        """How many items wait in all."""
         return sum(map(waiting, self._lines.values()))
 
     def _put(self, item: Any) -> None:
+        """Puts an item at the end of its user's line."""
         address, user = item[1].client
         self._lines.setdefault(address, OrderedDict()).setdefault(user, deque()).append(item)
 
     def _get(self) -> Any:
+        """Takes the next item; its address and its user then stand behind all others."""
         address, users = self._lines.popitem(last=False)
         user, line = users.popitem(last=False)
         item = line.popleft()

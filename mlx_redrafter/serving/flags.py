@@ -51,6 +51,7 @@ def reader(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
     @wraps(kind)
     def read(text: str) -> Any:
+        """What the type makes of a text."""
         try:
             return kind(text)
         except (ArithmeticError, LookupError) as error:

@@ -27,9 +27,11 @@ class Meters:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
+            """A counter of this registry."""
             return Counter(f"mlx_redrafter_{name}", text, labels, registry=self.registry)
 
         def histogram(name: str, text: str) -> Histogram:
+            """A histogram of seconds in this registry."""
             return Histogram(f"mlx_redrafter_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
 
         self.requests = counter("requests", "Replies by path and status", "endpoint", "status")

@@ -90,6 +90,7 @@ class Provider(ModelProvider):
         return self.model, self.tokenizer
 
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> None:
+        """As mlx-lm's, with what this package needs of a target; of `home` with its drafters."""
         self.drafters = {}
         super()._load(model_path, adapter_path, None)
         self.is_batchable = False  # every answer is decoded by this package's engine, one at a time

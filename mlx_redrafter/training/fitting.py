@@ -167,6 +167,7 @@ def computed_in(dtype: mx.Dtype, model: nn.Module, loss: Loss) -> Loss:
     """`loss` with the model's weights rounded to `dtype`; the gradient is that of the weights as they are."""
 
     def rounded(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        """The loss with rounded weights; afterwards the model has its own again."""
         weights = model.trainable_parameters()
         model.update(tree_map(lambda weight: weight.astype(dtype), weights))
         result = loss(*arrays)
