@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +215,31 @@ def test_a_model_that_cannot_be_had_leaves_the_loaded_one_and_tells_nothing_of_f
     assert server.responder.model_provider.model is before
 
 
+@pytest.mark.parametrize("room", [None, 0])
+def test_a_model_that_fails_late_to_load_leaves_the_loaded_one_where_both_fit(
+    room: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = save_toys(tmp_path) / "target"
+    (broken / "tokenizer.json").write_text("{}", encoding="utf-8")  # weights are loaded before
+    if room is not None:
+        monkeypatch.setattr("mlx_redrafter.serving.provider.free", lambda: room)
+    with server_of(*with_toys(root), *BEAM) as server:
+        provider = server.responder.model_provider
+        first, before = complete(server, "x", max_tokens=4), provider.model
+        reply = ask(server, "POST", "/v1/completions", {"prompt": "x", "model": str(broken)})
+        assert (reply.status, provider.model) == (404, None if room == 0 else before)
+        again = complete(server, "x", max_tokens=4)
+        assert again["choices"] == first["choices"] and again["usage"]["rounds"] == first["usage"]["rounds"] > 0
+        assert (provider.model is before) == (room is None)
+
+
 def test_another_model_is_loaded_when_it_is_asked_for_and_has_no_drafters(root: Path, tmp_path: Path) -> None:
     other = save_toys(tmp_path)
     with server_of(*with_toys(root), *BEAM) as server:
         first = complete(server, "x", max_tokens=4)
+        gone = weakref.ref(server.responder.model_provider.model)
         second = complete(server, "x", max_tokens=4, model=str(other / "target"))
+        assert gone() is None
         assert first["choices"] == second["choices"]  # the same weights in another place
         assert first["usage"]["rounds"] > 0 == second["usage"]["rounds"]
         reply = ask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,10 +14,11 @@ import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
 from ..autopilot import flight_of
-from ..checkpoint import check_directory, find, load_drafter, read_object
+from ..checkpoint import WEIGHTS, check_directory, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafter import Drafter
 from ..errors import CheckpointError, one_line
+from ..growth import free
 from ..loop import own_depth
 from ..plan import AUTO
 from ..target import check_draftable, check_request
@@ -26,6 +28,9 @@ from .jobs import DEFAULT
 
 PLAIN = "none"
 """A drafter's name that asks for none, for clients that cannot send null."""
+
+OF_TARGET = ("model_key", "model", "tokenizer", "processor", "is_batchable", "drafters", "vocab_size")
+"""What a provider holds of the target that is loaded."""
 
 
 class Provider(ModelProvider):
@@ -71,22 +76,33 @@ class Provider(ModelProvider):
     def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> Any:
         """As mlx-lm's; a request's drafter is no part of it, so that naming another one reloads nothing.
 
+        The target that is loaded goes once the next one is there, so that nobody unloads it with one that fails; but
+        before, as mlx-lm's does, where there is no room for both.
+
         Raises:
-            CheckpointError: there is no such model, and the one that is loaded stays; or it cannot be loaded.
+            CheckpointError: there is no such model, or it cannot be loaded.
         """
         key = self.key(model_path, adapter_path)
         if key != self.model_key:
+            kept: dict[str, Any] = {}
             try:
-                check_directory(find(key[0]))
+                path = find(key[0])
+                check_directory(path)
                 if key[1] is not None:
                     read_object(Path(key[1], "adapter_config.json"))
+                kept |= {name: getattr(self, name) for name in OF_TARGET} if has_room(path) else {}
                 self._load(*key)
             except Exception as error:
+                vars(self).update(kept)
                 if not self.loaded.done():
                     raise
                 # A client is not told which files there are on this machine.
-                logging.error(f"Cannot load {key[0]!r}: {one_line(error)}")
+                logging.error(f"Cannot load {key[0]!r:.500}: {one_line(error):.1000}")
                 raise CheckpointError(f"the model {model_path!r:.100} is not here, or cannot be loaded") from error
+            if kept:
+                kept.clear()
+                gc.collect()
+                mx.clear_cache()
         return self.model, self.tokenizer
 
     def _load(self, model_path: str, adapter_path: str | None = None, draft_model_path: Any = None) -> None:
@@ -181,6 +197,12 @@ def local(name: str | Path) -> str:
         return str(path.resolve()) if path.exists() else str(name)
     except (OSError, RuntimeError, ValueError):  # no path on this system, or nobody's home
         return str(name)
+
+
+def has_room(path: Path) -> bool:
+    """Whether a model's weights fit twice, as loading may copy them, beside what is loaded; not where nobody knows."""
+    room = free()
+    return room is not None and 2 * sum(file.stat().st_size for file in path.glob(WEIGHTS)) < room
 
 
 def set_float32(module: nn.Module) -> None:
