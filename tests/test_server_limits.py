@@ -191,6 +191,15 @@ def test_what_is_no_http_does_no_harm(data: bytes, server: Server) -> None:
     assert complete(server, "hello", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
+def test_what_a_client_sends_cannot_forge_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    raw(server, b"GET /\x1b[2J\x9b1Amoved HTTP/1.0\r\n\r\n")
+    raw(server, b"GET /moved \x85\x0b HTTP/1.0\r\n\r\n")
+    found = [record.message for record in caplog.records if "moved" in record.message]
+    assert any(r'"GET /\x1b[2J\x9b1Amoved HTTP/1.0" 404' in each for each in found)
+    assert len(found) > 1 and all(each.isprintable() for each in found)
+
+
 def test_a_client_that_says_nothing_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_redrafter.serving.handler.Handler.timeout", 0.2)
     started = time.monotonic()

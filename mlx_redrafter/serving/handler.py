@@ -290,8 +290,9 @@ class Handler(APIHandler):
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Into the log, as everything else."""
-        logging.info(f"{self.address_string()} {format % args}")
+        """Into the log, as everything else; of what a client sends no character moves a cursor or begins a line."""
+        said = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in format % args)
+        logging.info(f"{self.address_string()} {said}")
 
 
 def shown(model: str) -> str:
