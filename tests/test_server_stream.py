@@ -148,6 +148,24 @@ def test_a_client_that_goes_while_its_prompt_is_read_or_while_it_waits_costs_not
     assert counted(server, "tokens_total", kind="prompt") - before <= 5 * waiting
 
 
+def test_for_a_client_that_went_while_it_waited_no_other_model_is_loaded(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sought: list[Any] = []
+    monkeypatch.setattr("mlx_redrafter.serving.provider.find", sought.append)
+    left = counted(server, "clients_left_total")
+    with held(server, monkeypatch) as gate, send(server, max_tokens=4) as first:
+        assert gate.reached.wait(PATIENCE)
+        with send(server, model="of/another"):
+            until(lambda: server.responder.queue.qsize() == 1)
+        gate.set()
+        assert b" 200 " in first.recv(1 << 16)
+        until(lambda: idle(server))
+    assert sought == [] and counted(server, "clients_left_total") == left + 1
+    assert ask(server, "POST", "/v1/completions", {"prompt": "x", "model": "of/another"}).status == 404
+    assert sought == ["of/another"]
+
+
 def test_answers_that_take_turns_do_not_meet(server: Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "TURN", 0.0)
     monkeypatch.setattr(answers, "LEAST", 1)

@@ -111,9 +111,21 @@ class Responder(Decoding):
 
     def _sweep(self) -> None:
         """Frees the places of clients that went while they waited."""
-        for answers, _, _ in self.queue.remove(lambda each: left(each[1].sock)):
-            self.meters.left.inc()
-            answers.put(Gone("the client has gone"))
+        for request in self.queue.remove(lambda each: left(each[1].sock)):
+            self._dismiss(request)
+
+    def _dismiss(self, request: Any) -> None:
+        """Notes that a client went while it waited."""
+        self.meters.left.inc()
+        request[0].put(Gone("the client has gone"))
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        """What waits next, as mlx-lm's, but nothing whose client has gone: no other model is loaded for that."""
+        request = super()._next_request(timeout)
+        if request is None or not left(request[1].sock):
+            return request
+        self._dismiss(request)
+        return None
 
     def _give_way(self, request: Any) -> None:
         """Refuses a request that lost its place to another client's."""
