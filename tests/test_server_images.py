@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.sample_utils import make_logits_processors
 from PIL import Image
 from service import (
     BEAM,
@@ -37,6 +38,7 @@ from service import (
 
 from mlx_redrafter.serving import answers
 from mlx_redrafter.serving.command import Server
+from mlx_redrafter.serving.jobs import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 CHAT = "/v1/chat/completions"
@@ -209,6 +211,39 @@ def test_an_answer_to_an_image_ends_when_the_server_does(root: Path, monkeypatch
                 raw += more
         head, _, body = raw.partition(b"\r\n\r\n")
         assert b" 503 " in head and json.loads(body)["error"]["message"] == "the server ends"
+
+
+def test_an_answer_to_an_image_lets_others_have_their_turns(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "TURN", 0.0)
+    monkeypatch.setattr(answers, "LEAST", 1)
+    with seeing(root) as server:
+        order: list[bool] = []
+        count = server.responder._count
+
+        def counting(job: Job) -> None:
+            order.append(job.request_type == "chat")
+            count(job)
+
+        monkeypatch.setattr(server.responder, "_count", counting)
+        bias = {"logit_bias": {END: -100}}
+        replies: list[Reply] = []
+        one = threading.Thread(target=lambda: replies.append(look(server, max_tokens=60, **bias)))
+        with held(server, monkeypatch, at=2) as gate:
+            one.start()
+            assert gate.reached.wait(PATIENCE)
+            with send(server, max_tokens=12, **bias) as text, send(server, max_tokens=12, **bias) as another:
+                until(lambda: server.responder.queue.qsize() == 2)
+                gate.set()
+                others = [b"".join(iter(lambda each=each: each.recv(1 << 16), b"")) for each in (text, another)]
+            one.join()
+    texts = [json.loads(other.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for other in others]
+    reference, processors = Reference(root), make_logits_processors(logit_bias={END: -100})
+    assert texts == [reference.text("hello", max_tokens=12, logits_processors=processors)] * 2
+    (reply,) = replies
+    expected = reference.text("UhelloZZzA", max_tokens=60, logits_processors=processors)
+    assert reply.json["choices"][0]["message"]["content"] == expected
+    # The others began behind the image's second token, and had ended long before it did.
+    assert len(order) == 60 + 2 * 12 and order.index(False) < 5 and all(order[-20:])
 
 
 def test_answers_without_images_take_turns_though_the_model_sees(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

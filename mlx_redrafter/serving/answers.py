@@ -33,6 +33,9 @@ TURN = 0.25
 LEAST = 16
 """Tokens of a turn at least: the first round of a turn finds its work done already, and its time means nothing."""
 
+Answers = deque[Generator[Watch | None, None, None]]
+"""Answers that take turns, the next one first."""
+
 LONGEST_WAIT = 60
 """Seconds that a client is asked to wait at most before it tries again."""
 
@@ -144,19 +147,23 @@ class Responder(Decoding):
 
     def _serve_single(self, request: Any, stream: Any) -> None:
         """Answers a request, and others for the same model that come in while it does, in turns."""
-        answers = deque([self._begin(request)])
+        answers: Answers = deque()
+        answers.append(self._begin(request, answers))
         try:
             while answers and not self._stop:
                 answer = answers.popleft()
                 if self._turn(answer, alone=not answers):
                     answers.append(answer)
-                while answers and len(answers) < self.cli_args.decode_concurrency:
-                    if (more := self.queue.take(self._is_like)) is None:
-                        break
-                    answers.append(self._begin(more))
+                if answers:
+                    self._admit(answers, self.cli_args.decode_concurrency)
         finally:
             for answer in answers:
                 answer.close()
+
+    def _admit(self, answers: Answers, most: int) -> None:
+        """Begins answers to what waits next, as long as there are fewer than `most`."""
+        while len(answers) < most and (more := self.queue.take(self._is_like)) is not None:
+            answers.append(self._begin(more, answers))
 
     def _is_like(self, request: Any) -> bool:
         """Whether a request is for the model that is loaded."""
@@ -165,7 +172,7 @@ class Responder(Decoding):
         return provider.key(args.model.model, args.model.adapter) == provider.model_key and not self._sees(job)
 
     def _sees(self, job: Job) -> bool:
-        """Whether there are images for a model that sees them: such an answer takes no turns."""
+        """Whether there are images for a model that sees them: one such answer is made at a time."""
         return self.model_provider.processor is not None and any(_image_parts(job.messages))
 
     def _turn(self, answer: Iterator[Watch | None], *, alone: bool) -> bool:
@@ -184,8 +191,37 @@ class Responder(Decoding):
                 watch.pause()
         return True
 
-    def _begin(self, request: Any) -> Generator[Watch | None, None, None]:
-        """An answer; what it fails of goes to its client."""
+    def _others(self, others: Answers) -> Callable[[], None]:
+        """What gives others their turns, called by an answer that nothing can suspend: after its own turn one of each.
+
+        Args:
+            others: that take turns; new ones join them.
+        """
+        started, count = time.perf_counter(), 0
+
+        def pause() -> None:
+            """Counts a token; at the end of a turn the others have theirs."""
+            nonlocal started, count
+            count += 1
+            if count < LEAST or time.perf_counter() - started < TURN:
+                return
+            self._admit(others, self.cli_args.decode_concurrency - 1)
+            if others:
+                mx.synchronize()  # the stream on which mlx-lm decodes for it
+            for _ in range(len(others)):
+                answer = others.popleft()
+                if self._turn(answer, alone=False):
+                    others.append(answer)
+            started, count = time.perf_counter(), 0
+
+        return pause
+
+    def _begin(self, request: Any, others: Answers) -> Generator[Watch | None, None, None]:
+        """An answer; what it fails of goes to its client.
+
+        Args:
+            others: that take turns with it.
+        """
         answers, job, args = request
         began: list[GenerationContext] = []
         started = time.perf_counter()
@@ -193,7 +229,7 @@ class Responder(Decoding):
         self.meters.queued.observe(started - job.asked)
         try:
             if self._sees(job):
-                self._answer_images(answers, job, args, began)
+                self._answer_images(answers, job, args, began, self._others(others))
             else:
                 yield from self._answer(answers, job, args, began)
             answers.put(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from queue import Queue
 from typing import Any, cast
@@ -107,9 +107,17 @@ class Decoding(ResponseGenerator):
         self._keep(key, prompt + tokens, cache)
 
     def _answer_images(
-        self, answers: Queue[Any], job: Job, args: GenerationArguments, began: list[GenerationContext]
+        self,
+        answers: Queue[Any],
+        job: Job,
+        args: GenerationArguments,
+        began: list[GenerationContext],
+        pause: Callable[[], None],
     ) -> None:
-        """As `_answer`, for messages with images, but whole: mlx-lm's own decoding, without turns and drafts.
+        """As `_answer`, for messages with images, but by mlx-lm's own decoding, without drafts.
+
+        Args:
+            pause: called between two tokens, and between two pieces of the prompt.
 
         Raises:
             Refusal, Gone: as `_answer`.
@@ -129,7 +137,7 @@ class Decoding(ResponseGenerator):
 
         if left(job.sock):
             raise Gone("the client has gone")
-        relay = Relay(answers, look)
+        relay = Relay(answers, look, pause)
         super()._serve_single((relay, job, args), mx.default_stream(mx.default_device()))
         if relay.error is None:
             return
