@@ -6,11 +6,11 @@ What does not depend on that read is enqueued before it: the next draft, or, in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -464,8 +464,6 @@ def settle_(target: Target, place: Place) -> None:
         target.evaluate()
 
 
-@contextmanager
-def on_stream() -> Iterator[None]:
+def on_stream() -> AbstractContextManager[Any]:
     """mlx-lm's generation stream, for as long as nothing is yielded to the caller."""
-    with mx.stream(generation_stream):
-        yield
+    return mx.stream(generation_stream)

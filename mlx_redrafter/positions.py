@@ -8,14 +8,23 @@ a forward is built, those three answer by node.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from .errors import UnsupportedModelError
+
+T = TypeVar("T")
+Function = Callable[..., mx.array]
+
+ASKED: tuple[tuple[Any, str], ...] = (
+    (mx.fast, "rope"),
+    (mx, "arange"),
+    (mx.fast, "scaled_dot_product_attention"),
+)
+"""What a model asks with the offset of its cache, or with a mask: (where, the function's name)."""
 
 
 class Nodes(NamedTuple):
@@ -94,29 +103,59 @@ class Offsets:
         return mx.concatenate([mx.arange(first, nodes.prefix), nodes.depths + nodes.prefix])
 
 
-@contextmanager
-def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
-    """Has what a model does with an `Offsets` done for each of the branched `nodes`; yields a list of such calls.
+def by_node(nodes: Nodes, call: Callable[[], T], made: Sequence[mx.array] = ()) -> tuple[T, list[str]]:
+    """Has what a model does with an `Offsets` done for each of the branched `nodes` while `call` runs.
 
-    `mx.fast.rope` takes a vector of positions only along the batch, so the nodes go there and come back: the same
-    arithmetic, to the bit. A number that it is given is the first node's position, and the others stand behind it. Of a
-    mask that the model makes for a line only the ancestors are left. What another thread asks meanwhile passes through.
+    What another thread asks meanwhile passes through. Afterwards the three functions are back, wherever a Ctrl-C lands:
+    hence a call and no context manager, whose own exit may be broken off before it has begun.
 
     Args:
         made: masks that need no more, because they were made of `nodes`; may grow.
 
+    Returns:
+        What `call` returns, and what was done by node: "rope", "arange", "mask" for each time.
+
     Raises:
         UnsupportedModelError: from within the model, when a layer wants to see its tokens as a line.
     """
-    fast, core, thread, calls = cast(Any, mx.fast), cast(Any, mx), threading.get_ident(), []
-    rope, arange, attention = fast.rope, core.arange, fast.scaled_dot_product_attention
-    count = nodes.depths.shape[0]
+    before, calls = [getattr(owner, name) for owner, name in ASKED], list[str]()
+    instead = stand_ins(nodes, made, calls, *before)
+    try:
+        try:
+            put(instead)
+            return call(), calls
+        finally:
+            put(before)
+    finally:
+        put(before)  # once more: a Ctrl-C may have come between two of the three
+
+
+def put(functions: Sequence[Function]) -> None:
+    """Has `ASKED` be these."""
+    for (owner, name), function in zip(ASKED, functions, strict=True):
+        setattr(owner, name, function)
+
+
+def stand_ins(
+    nodes: Nodes, made: Sequence[mx.array], calls: list[str], rope: Function, arange: Function, attention: Function
+) -> list[Function]:
+    """What is asked instead of the three, in this thread.
+
+    `mx.fast.rope` takes a vector of positions only along the batch, so the nodes go there and come back: the same
+    arithmetic, to the bit. A number that it is given is the first node's position, and the others stand behind it. Of a
+    mask that the model makes for a line only the ancestors are left.
+
+    Args:
+        made, calls: see `by_node`.
+        rope, arange, attention: the three.
+    """
+    thread, count = threading.get_ident(), nodes.depths.shape[0]
     masks: dict[int, tuple[mx.array, mx.array]] = {}
 
     def rope_by_node(x: mx.array, *args: Any, offset: Any, **kwargs: Any) -> mx.array:
         """A forward's nodes go to the batch axis, each with its position."""
         if threading.get_ident() != thread or x.shape[-2] != count:
-            return cast(mx.array, rope(x, *args, offset=offset, **kwargs))
+            return rope(x, *args, offset=offset, **kwargs)
         calls.append("rope")
         if isinstance(offset, Offsets):
             places = offset.positions
@@ -130,7 +169,7 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
     def arange_by_node(*args: Any, **kwargs: Any) -> mx.array:
         """What counts on from an `Offsets` is the nodes' positions."""
         if threading.get_ident() != thread or not any(isinstance(arg, Offsets) for arg in args):
-            return cast(mx.array, arange(*args, **kwargs))
+            return arange(*args, **kwargs)
         calls.append("arange")
         start, stop = args
         return start.positions if isinstance(start, Offsets) else stop.columns(start)
@@ -142,7 +181,7 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
                 raise UnsupportedModelError(f"one of its layers asks for a {mask} mask")
             if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.ndim == 2:
                 mask = among(mask)
-        return cast(mx.array, attention(*args, mask=mask, **kwargs))
+        return attention(*args, mask=mask, **kwargs)
 
     def among(mask: mx.array) -> mx.array:
         """The mask without the nodes that are no ancestors; `View`'s own masks are so already."""
@@ -154,8 +193,4 @@ def by_node(nodes: Nodes, made: Sequence[mx.array] = ()) -> Iterator[list[str]]:
             masks[id(mask)] = mask, mask & mx.concatenate([before, nodes.ancestors], axis=1)
         return masks[id(mask)][1]
 
-    fast.rope, core.arange, fast.scaled_dot_product_attention = rope_by_node, arange_by_node, attention_by_node
-    try:
-        yield calls
-    finally:
-        fast.rope, core.arange, fast.scaled_dot_product_attention = rope, arange, attention
+    return [rope_by_node, arange_by_node, attention_by_node]

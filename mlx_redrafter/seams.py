@@ -8,9 +8,8 @@ ordinary lazy graph, and the model object is as it was.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +18,8 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache
 from . import kv
 from .errors import UnsupportedModelError
 from .positions import Nodes, Offsets, by_node
+
+T = TypeVar("T")
 
 _building = threading.RLock()
 """Held while a model is wrapped, so that two threads may decode with one model."""
@@ -91,18 +92,24 @@ def viewed(cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> An
     return View(cache, nodes, first, made) if isinstance(cache, kv.REWINDABLE) else cache
 
 
-@contextmanager
-def reading(cache: kv.Cache, nodes: Nodes) -> Iterator[tuple[list[Any], list[mx.array], list[str]]]:
-    """Has a model read `nodes`: (the cache as it sees it, the masks that makes, what the model asked by node)."""
+def reading(
+    cache: kv.Cache, nodes: Nodes, call: Callable[[list[Any]], T]
+) -> tuple[T, list[Any], list[mx.array], list[str]]:
+    """Has a model read `nodes` while `call` runs it.
+
+    Args:
+        call: is given the cache as the model should see it.
+
+    Returns:
+        What `call` returns, that cache, the masks that it made, and what the model asked by node.
+    """
     made: list[mx.array] = []
     first = Offsets(nodes)
     views = [viewed(c, nodes, first, made) for c in cache]
-    with building():
-        if not nodes.branched:
-            yield views, made, []
-            return
-        with by_node(nodes, made) as calls:
-            yield views, made, calls
+    if not nodes.branched:
+        return alone(lambda: call(views)), views, made, []
+    result, calls = alone(lambda: by_node(nodes, lambda: call(views), made))
+    return result, views, made, calls
 
 
 def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
@@ -153,24 +160,43 @@ class Slot(NamedTuple):
     name: str
 
 
-@contextmanager
-def tapped(place: Slot) -> Iterator[Tap]:
-    """Puts a `Tap` around the child in its place, and the child back at the end, whatever happens.
+def tapped(place: Slot, call: Callable[[], T]) -> tuple[T, list[mx.array]]:
+    """Puts a `Tap` around the child in its place while `call` runs, and the child back, wherever a Ctrl-C lands.
 
     The dictionary entry is replaced, not the attribute set: a module's order of parameters stays as it was.
+
+    Returns:
+        What `call` returns, and what the child made meanwhile.
     """
-    parent, name = place
-    with building():
+
+    def heard() -> tuple[T, list[mx.array]]:
+        """Nobody else wraps the model now."""
+        parent, name = place
         child = parent[name]
-        tap = parent[name] = Tap(child)
+        tap = Tap(child)
         try:
-            yield tap
+            try:
+                parent[name] = tap
+                return call(), tap.kept
+            finally:
+                parent[name] = child
         finally:
-            parent[name] = child
+            parent[name] = child  # once more: a Ctrl-C may have come before the line above
+
+    return alone(heard)
 
 
-@contextmanager
-def building() -> Iterator[None]:
-    """One thread at a time wraps a model."""
-    with _building:
-        yield
+def alone(call: Callable[[], T]) -> T:
+    """What `call` returns; one thread at a time wraps a model."""
+    outermost = not held()
+    try:
+        with _building:
+            return call()
+    finally:
+        while outermost and held():  # a Ctrl-C came between the call and the release
+            _building.release()
+
+
+def held() -> bool:
+    """Whether this thread is wrapping a model; `threading.Condition` asks its lock in the same way."""
+    return bool(cast(Any, _building)._is_owned())

@@ -146,13 +146,11 @@ class Target:
         if not branched and not self._ringed:
             return self._tapped(tree.tokens, self.cache, count)
         nodes = Nodes(self.length - self.replayed, tree.depths, tree.ancestors, branched)
-        with reading(self.cache, nodes) as (views, _, _):
-            return self._tapped(tree.tokens, views, count)
+        return reading(self.cache, nodes, lambda views: self._tapped(tree.tokens, views, count))[0]
 
     def _tapped(self, tokens: mx.array, cache: list[Any], count: int) -> Forward:
-        with tapped(self._anatomy.tap) as tap:
-            logits = self._model(tokens[None], cache=cache)
-        return Forward(logits[0, -count:], tap.kept[-1][0, -count:])
+        logits, kept = tapped(self._anatomy.tap, lambda: self._model(tokens[None], cache=cache))
+        return Forward(logits[0, -count:], kept[-1][0, -count:])
 
     def keep_(self, path: list[int], tokens: list[int]) -> None:
         """Commits these node rows of the last `verify` and drops its others; then quantises if it is time.
@@ -339,11 +337,9 @@ def check_draftable(model: nn.Module, *, tree: bool, cache: kv.Cache | None = No
             for c, own in zip(cache, make_prompt_cache(model), strict=True)
         ]
         line = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), branched=False)
-        with reading(like, line) as (views, _, _):
-            model(mx.zeros((1, 2), mx.int32), cache=views)
-    with tapped(place) as tap:
-        model(mx.zeros((1, 1), mx.int32), cache=probe)
-    hidden = tap.kept[-1].shape[-1] if tap.kept else None
+        reading(like, line, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
+    _, kept = tapped(place, lambda: model(mx.zeros((1, 1), mx.int32), cache=probe))
+    hidden = kept[-1].shape[-1] if kept else None
     width = table(mx.zeros((1,), mx.int32)).shape[-1]
     if hidden != width:
         raise UnsupportedModelError(
@@ -365,8 +361,7 @@ def why_no_trees(model: nn.Module, kind: str) -> str | None:
         return f"its cache ({', '.join(states)}) takes tokens one behind the other"
     nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
     try:
-        with reading(cache, nodes) as (views, made, calls):
-            model(mx.zeros((1, 3), mx.int32), cache=views)
+        _, views, made, calls = reading(cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views))
     except Exception as error:
         return f"it does not take one position for each node: {one_line(error)}"
     if not made and "mask" not in calls:

@@ -21,7 +21,7 @@ from toys import Scripted
 from mlx_redrafter import kv
 from mlx_redrafter.anatomy import anatomy
 from mlx_redrafter.drafter import DrafterArgs
-from mlx_redrafter.seams import tapped
+from mlx_redrafter.seams import Tap
 from mlx_redrafter.types import Tree
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -92,8 +92,13 @@ class Follower(Scripted):
 @contextmanager
 def overheard(model: nn.Module) -> Iterator[list[mx.array]]:
     """What the final norm of every forward meanwhile gives, (1, T, D) each."""
-    with tapped(anatomy(model).tap) as tap:
+    parent, name = anatomy(model).tap
+    child = parent[name]
+    tap = parent[name] = Tap(child)
+    try:
         yield tap.kept
+    finally:
+        parent[name] = child
 
 
 def read_again(model: nn.Module, text: Sequence[int], size: int, cache: kv.Cache) -> list[mx.array]:

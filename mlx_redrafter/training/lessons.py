@@ -87,9 +87,8 @@ def hear(model: nn.Module, batch: Batch) -> Heard:
     """
     tokens = batch.ids[:, :-1]
     table, place = anatomy(model)
-    with tapped(place) as tap:
-        logits = model(tokens)
-    return Heard(batch, tap.kept[-1], table(tokens), logits)
+    logits, kept = tapped(place, lambda: model(tokens))
+    return Heard(batch, kept[-1], table(tokens), logits)
 
 
 def teach(
