@@ -1,20 +1,72 @@
-"""mlx-lm's wired limit, with its warning on stderr: stdout is for the text, or for one JSON object."""
+"""The wired limit that mlx-lm decodes under, shared by all who decode at the same time."""
 
 from __future__ import annotations
 
-import sys
+import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager
 from typing import Any, cast
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+LARGE = 0.9
+"""Share of the recommended working set from which on mlx-lm calls a model large."""
+
+_lock = threading.RLock()
+_users: set[object] = set()
+_before: int | None = None
+"""The limit that was there before the first of `_users` came; None where there is none, as on a CPU."""
 
 
 @contextmanager
 def wired(model: nn.Module) -> Iterator[None]:
-    """Lets a GPU keep the weights at hand meanwhile, as mlx-lm's `stream_generate` does."""
-    with ExitStack() as stack:
-        with redirect_stdout(sys.stderr):
-            stack.enter_context(wired_limit(model, cast(Any, [generation_stream])))
+    """Lets a GPU keep the weights at hand meanwhile, as mlx-lm's `stream_generate` does.
+
+    The limit is the process's: the first to come raises it, the last to go sets it back. mlx-lm's own context manager
+    would have each of two threads set back what it found.
+    """
+    mine = object()
+    try:
+        raise_limit(mine, model)
         yield
+    finally:
+        give_back(mine)
+
+
+def raise_limit(user: object, model: nn.Module) -> None:
+    """Raises the limit, if nobody has; warns of a model that leaves little of it, as mlx-lm does on stdout."""
+    global _before
+    with _lock:
+        if not _users:
+            _before = maybe_set_recommended_wired_limit()
+        _users.add(user)
+        if _before is None:
+            return
+    arrays = cast(list[tuple[str, Any]], tree_flatten(model))
+    size = sum(array.nbytes for _, array in arrays if isinstance(array, mx.array))
+    most = int(mx.device_info()["max_recommended_working_set_size"])
+    if size > LARGE * most:
+        warnings.warn(
+            f"the model takes {size >> 20} MB, close to the {most >> 20} MB that this machine recommends at most: it "
+            "may be slow (https://github.com/ml-explore/mlx-lm/tree/main#large-models)",
+            stacklevel=2,
+        )
+
+
+def give_back(user: object) -> None:
+    """Sets the limit back, if nobody else needs it; what the user's thread has enqueued is awaited before."""
+    global _before
+    try:
+        if user in _users and _before is not None:
+            mx.synchronize(generation_stream)
+    finally:
+        with _lock:
+            _users.discard(user)
+            if not _users and _before is not None:
+                mx.set_wired_limit(_before)
+                _before = None

@@ -6,9 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,18 +109,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 def test_costs_are_measured_with_the_weights_wired_as_when_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[str] = []
 
-    @contextmanager
-    def limit(*args: Any) -> Iterator[None]:
-        wired.append("begins")
-        yield
-        wired.append("ends")
-
     def taken(*args: Any, **more: Any) -> Any:
         wired.append("taken")
         return real(*args, **more)
 
     real = meter.taken
-    monkeypatch.setattr(wiring, "wired_limit", limit)
+    monkeypatch.setattr(wiring, "raise_limit", lambda *of: wired.append("begins"))
+    monkeypatch.setattr(wiring, "give_back", lambda *of: wired.append("ends"))
     monkeypatch.setattr(meter, "taken", taken)
     monkeypatch.setattr(meter, "SECONDS", 0.0)
     model = make_model()

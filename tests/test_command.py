@@ -8,8 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +126,15 @@ def test_json_holds_the_fields_and_every_setting(pair: tuple[str, str], run: Any
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
 
 
-def test_mlx_lms_warning_of_a_large_model_is_not_in_the_json(
+def test_the_warning_of_a_large_model_is_not_in_the_json(
     pair: tuple[str, str], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def warning(*args: Any) -> Iterator[None]:
-        print("[WARNING] a large model")
-        yield
-
-    monkeypatch.setattr(wiring, "wired_limit", warning)
-    _, out, err = run("--model", pair[0], "--prompt", "abc", "-m", "2", "--json")
-    assert len(json.loads(out)["tokens"]) == 2 and "[WARNING] a large model" in err
+    monkeypatch.setattr(wiring, "maybe_set_recommended_wired_limit", lambda: 5)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda size: size)
+    monkeypatch.setattr(mx, "device_info", lambda *device: {"max_recommended_working_set_size": 10})
+    with pytest.warns(UserWarning, match="the model takes 0 MB, close to"):
+        _, out, _ = run("--model", pair[0], "--prompt", "abc", "-m", "2", "--json")
+    assert len(json.loads(out)["tokens"]) == 2
 
 
 def test_compare_passes_on_equal_tokens_and_fails_on_a_difference(
