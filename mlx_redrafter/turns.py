@@ -22,6 +22,9 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
 """Stand for the last answer while what comes behind it is looked for, and for what might be moved in front of it."""
 
+ANCHORS = ("a", "\n", ".", "0")
+"""Stand for what is in front of a text: one of them merges with no beginning."""
+
 
 def as_messages(given: str | Sequence[Message]) -> list[Message]:
     """A user's text, or messages, as messages.
@@ -97,15 +100,37 @@ def behind(
         RedrafterError: the template refuses them, or they come to nothing.
     """
     if not tokenizer.has_chat_template:
-        return checked(list(tokenizer.encode("".join(map(plain_text, new)), add_special_tokens=False)))
+        return checked(continued(tokenizer, "".join(map(plain_text, new))))
     messages = [*before, {"role": "assistant", "content": MARK}, *new]
     parts = rendered(tokenizer, messages, template).split(MARK)
     if len(parts) != 2 or moved(tokenizer, messages, len(new), template):
         return None
     if read_with not in (None, template) and rendered(tokenizer, messages, read_with).split(MARK)[0] != parts[0]:
         return None
-    ids = list(tokenizer.encode(parts[1], add_special_tokens=False))
+    ids = continued(tokenizer, parts[1])
     return checked(ids[1:] if ids[:1] == [last] and last in tokenizer.eos_token_ids else ids)
+
+
+def continued(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text that stands behind another one.
+
+    Alone, a SentencePiece tokenizer begins it with a space that is not there. So it is encoded behind an anchor, where
+    the ids alone do not decode to the text and those do. (With most tokenizers those alone do.)
+    """
+    alone = ids_of(tokenizer, text)
+    for anchor in ANCHORS:
+        front = ids_of(tokenizer, anchor)
+        if tokenizer.decode([*front, *alone]) == tokenizer.decode(front) + text:
+            return alone
+        both = ids_of(tokenizer, anchor + text)
+        if both[: len(front)] == front:
+            return both[len(front) :]
+    return alone
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Its ids, and nothing around them."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def moved(tokenizer: Any, messages: Sequence[Message], count: int, template: Mapping[str, Any]) -> bool:
