@@ -21,7 +21,7 @@ from .checkpoint import evaluate
 from .drafter import Drafter
 from .errors import RedrafterError
 from .generation import GenerationResponse, Options, check_callers, check_integers, make_settings, stream_generate
-from .growth import Budget, arrays, growth_of
+from .growth import Budget, arrays, growth_of, reach_of
 from .saved import Saved, read_saved, write_saved
 from .turns import Message, as_messages, behind, template_of, whole
 
@@ -125,7 +125,7 @@ class Session:
         self._options, self._stop = refused_here(options), stop
         self._template = template_of(self.tokenizer, tools, chat_template_config)
         make_settings(drafter, **self._options)
-        growth = growth_of(model, options.get("max_kv_size"), options.get("kv_bits"), options.get("kv_group_size", 64))
+        growth = growth_of(model, **{name: options[name] for name in OF_CACHE if name in options})  # type: ignore[literal-required]
         self._budget, self._trims = Budget(growth, memory_budget), when_full == "trim"
         evaluate(model, drafter)  # turns may come from other threads
         self._lock, self._use = threading.Lock(), cast(Use | None, None)
@@ -191,10 +191,13 @@ class Session:
             check_integers(max_tokens=asked)
             check_callers(None, turn.get("prompt_progress_callback"), None, None)
             start = self._start(new, template)
-            if self._trims and self._room(start) < (wanted := self._budget.wanted(asked, len(self._tokens))):
-                start = self._trimmed(start, new, wanted)
-            if (room := self._room(start)) < 1:
-                raise RedrafterError(self._budget.too_long(len(start.tokens) + len(start.ids)))
+            room, longest = self._room(start, turn)
+            if self._trims and room < (wanted := self._budget.wanted(asked, longest)):
+                start = self._trimmed(start, new, wanted, turn)
+                room, _ = self._room(start, turn)
+            if room < 1:
+                reach = reach_of(self.drafter, turn, len(start.ids))
+                raise RedrafterError(self._budget.too_long(len(start.tokens) + len(start.ids), reach))
             turn["max_tokens"] = room if asked == -1 else min(asked, room)
             yield from self._answered(use, start, new, stop, turn)
 
@@ -295,19 +298,20 @@ class Session:
     def _anew(self, messages: list[Message], new: list[Message], template: dict[str, Any]) -> Start:
         return Start(self._fresh(), [], messages, whole(self.tokenizer, [*messages, *new], template), template)
 
-    def _trimmed(self, start: Start, new: list[Message], wanted: int) -> Start:
+    def _trimmed(self, start: Start, new: list[Message], wanted: int, turn: Options) -> Start:
         """The same when the oldest messages, but the system's, are forgotten until so many tokens have room, or all."""
         first = next((i for i, each in enumerate(self._messages) if each["role"] != "system"), len(self._messages))
         system, rest = self._messages[:first], self._messages[first:]
         while True:
             rest = rest[next((i for i, each in enumerate(rest) if i and each["role"] == "user"), len(rest)) :]
             start = self._anew([*system, *rest], new, start.template)
-            if not rest or self._room(start) >= wanted:
+            if not rest or self._room(start, turn)[0] >= wanted:
                 return start
 
-    def _room(self, start: Start) -> int:
-        """How many tokens an answer may have."""
-        return self._budget.longest(len(self._tokens)) - len(start.tokens) - len(start.ids)
+    def _room(self, start: Start, turn: Options) -> tuple[int, int]:
+        """(how many tokens an answer may have, how many the whole text)."""
+        longest = self._budget.longest(self._cache, reach_of(self.drafter, turn, len(start.ids)))
+        return longest - len(start.tokens) - len(start.ids), longest
 
     def _answered(
         self, use: Use, start: Start, new: list[Message], stop: str | Sequence[str] | None, options: Options

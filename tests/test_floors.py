@@ -33,8 +33,8 @@ ROWS: dict[str, list[set[str]]] = {
         {"meter"},
         {"autopilot"},
         {"loop"},
-        {"generation", "trial", "growth"},
-        {"turns", "flags"},  # the server has flags of `generate`, too
+        {"generation", "trial"},
+        {"turns", "flags", "growth"},  # the server has flags of `generate`, too
         {"saved"},
         {"session"},
         {"serving"},
