@@ -118,17 +118,21 @@ class Target:
         return embedded
 
     def forward(self, tokens: mx.array, *, tapped: bool) -> Forward:
-        """The model on `tokens` (T,) behind what is committed, for good. `tapped` asks for the hidden states."""
+        """The model on `tokens` (T,) behind what is committed, for good, or not at all. `tapped` asks for the hidden
+        states."""
         count = tokens.shape[0]
         if self._replayed:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
-        if not self._forgets:
-            self._before = (kv.mark(self.cache), self._replayed)
+        marks = not self._forgets or (self._ringed and count > 1)  # a ring has dropped rows for several
+        self._before = (kv.mark(self.cache), self._replayed) if marks else None
         self._replayed, self._marks = [], None
-        if not tapped:
-            logits = self._model(tokens[None], cache=self.cache)
-            return Forward(logits[0, -count:], None)
-        return self._tapped(tokens, self.cache, count)
+        try:
+            if not tapped:
+                return Forward(self._model(tokens[None], cache=self.cache)[0, -count:], None)
+            return self._tapped(tokens, self.cache, count)
+        except BaseException:
+            self.forget_()  # broken off between two layers, some hold more than others
+            raise
 
     def verify(self, tree: Tree, *, branched: bool) -> Forward:
         """The model on every node of `tree`, each seeing what is committed and its ancestors; nothing is decided yet.
@@ -193,16 +197,22 @@ class Target:
     def catch_up_(self) -> None:
         """Reads again what is committed and behind the mark, so that the cache holds it."""
         if self._replayed:
-            tokens, self._replayed, self._marks = mx.array(self._replayed), [], None
-            self._model(tokens[None], cache=self.cache)
+            tokens, before = self._replayed, kv.mark(self.cache)
+            self._replayed, self._marks = [], None
+            try:
+                self._model(mx.array(tokens)[None], cache=self.cache)
+            except BaseException:
+                kv.restore_(self.cache, before)
+                self._replayed = tokens
+                raise
 
     def forget_(self) -> None:
-        """Drops what a forward has read and nobody has committed."""
+        """Drops what a forward has read and nobody has committed, in the layers that it has reached."""
         if self._before is not None:
             marks, self._replayed = self._before
             kv.restore_(self.cache, marks)
         elif self._forgets and (count := kv.length(self.cache) - self.length):
-            kv.compact_(self.cache, count, [])
+            kv.compact_([c for c in kv.leaves(self.cache) if c.offset == self.length + count], count, [])
 
     def take_back_(self, length: int) -> None:
         """Drops what the last forward has read, committed or not: `length` tokens were committed before it."""

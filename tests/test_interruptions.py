@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import Follower, contents, make_family, overheard, script
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from test_round_cost import nodes
 from test_threads import workers
 
@@ -234,3 +235,61 @@ def test_where_a_rope_begins_to_turn_drafting_ends(plan: tuple[int, int], monkey
     steps = list(decode(PROMPT, model, drafter, make_settings(drafter, max_tokens=40, plan=plan)))
     assert [step.token for step in steps] == expected and steps[-1].stats.accepted > 0
     assert len(lengths) > 3 and max(lengths) <= bound - 2, "a draft of one token needs two rows"
+
+
+LAYERS = (KVCache, RotatingKVCache, ArraysCache)
+
+
+@contextmanager
+def broken_off_at(place: int) -> Iterator[None]:
+    """Ctrl-C as the layer of that number in all forwards turns to its cache."""
+    calls = itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in LAYERS:
+            name = "update_and_fetch" if hasattr(kind, "update_and_fetch") else "__setitem__"
+            real = getattr(kind, name)
+
+            def broken(*of: Any, real: Any = real, **more: Any) -> Any:
+                if next(calls) == place:
+                    raise KeyboardInterrupt
+                return real(*of, **more)
+
+            patch.setattr(kind, name, broken)
+        yield
+
+
+@pytest.mark.parametrize("width", [None, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("gemma3_text", None), ("falcon_h1", None)]
+)
+@pytest.mark.filterwarnings("ignore:drafting chains, not trees")
+def test_between_whichever_layers_a_forward_is_broken_off_all_hold_the_same_tokens(
+    name: str, keep: int | None, width: int | None
+) -> None:
+    model = make_family(name)
+    drafter = None if width is None else follower(model, width, keep)
+    beam = {} if width is None else {"beam_width": width, "draft_depth": 3}
+    seen = set()
+    for place in itertools.chain(range(1, 30), range(30, 80, 7)):
+        cache, tokens = new_cache(model, keep), []
+        settings = make_settings(drafter, prompt_cache=cache, max_tokens=12, prefill_step_size=7, **beam)
+        try:
+            with broken_off_at(place):
+                for step in decode(PROMPT, model, drafter, settings):
+                    tokens.append(step.token)
+        except KeyboardInterrupt:
+            held = {c.offset for c in kv.leaves(cache) if hasattr(c, "offset")}
+            assert len(held) == 1, (place, held)
+            (count,) = held
+            seen.add(count)
+            assert count <= len(PROMPT) + len(tokens), "no more than was yielded"
+            expected, text = new_cache(model, keep), [*PROMPT, *tokens]
+            for start in range(0, min(count, len(PROMPT) - 1), 7):
+                model(mx.array([text[start : min(start + 7, count, len(PROMPT) - 1)]]), cache=expected)
+            for token in text[len(PROMPT) - 1 : count]:
+                model(mx.array([[token]]), cache=expected)
+            if count:
+                hold_the_same(cache, expected)
+        else:
+            break
+    assert len(seen) > 4
