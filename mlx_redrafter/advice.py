@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from .costs import Costs, is_disturbed
 from .machine import FAST
-from .patient import Patient
+from .patient import Half, Patient
 from .planner import Acceptance
 from .training.sizing import CHEAP
 
@@ -28,7 +28,7 @@ def notes(
     *,
     acceptance: Acceptance | None,
     stands_in: bool,
-    not_finite: Literal["target", "drafter"] | None,
+    not_finite: Half | None,
 ) -> Iterator[str]:
     """What there is to say, the gravest first.
 
