@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 from .errors import RedrafterError
 
 PARTLY = ".partial"
+"""In the name of a file that is being written; a number of its own follows, as two may write to one path."""
 
 
 @contextmanager
@@ -23,13 +26,18 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: the folder or the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partly = path.with_name(f"{path.stem}{PARTLY}{path.suffix}")
+    partly = path.with_name(f"{path.stem}{PARTLY}-{secrets.token_hex(4)}{path.suffix}")
     try:
         yield partly
         partly.replace(path)
     except BaseException:
         partly.unlink(missing_ok=True)
         raise
+
+
+def whole_name(name: str) -> str:
+    """The name of a file, or that which it is to have when it is written."""
+    return re.sub(re.escape(PARTLY) + "-[0-9a-f]{8}", "", name)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -88,5 +96,5 @@ def expanded(name: str | Path) -> Path:
         raise RedrafterError(f"no such path: {str(name)[:200]!r}: it has a null character")
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise RedrafterError(f"no such path: {str(name)[:200]!r}: {error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.files import expanded, held, replacing, why_not_writable, write_text
+from mlx_redrafter.files import expanded, held, replacing, whole_name, why_not_writable, write_text
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -62,3 +62,19 @@ def test_a_place_that_cannot_be_written_to_is_known_beforehand(tmp_path: Path, m
     assert [*tmp_path.iterdir()] == [tmp_path / "file"], "nothing is made"
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
     assert why_not_writable(tmp_path / "new" / "x") == f"no leave to write to {tmp_path}"
+
+
+def test_two_may_write_to_one_path_and_the_last_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    with replacing(path) as outer:
+        outer.write_text("outer")
+        with replacing(path) as inner:
+            assert inner != outer and whole_name(inner.name) == whole_name(outer.name) == path.name
+            inner.write_text("inner")
+        assert path.read_text() == "inner"
+    assert path.read_text() == "outer" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_null_character_is_one_clear_line() -> None:
+    with pytest.raises(RedrafterError, match=r"no such path: 'a\\x00b': it has a null character"):
+        expanded("a\0b")

@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoint import read_object
 from ..drafter import DrafterArgs
 from ..errors import RedrafterError, one_line
-from ..files import PARTLY, why_not_writable, write_text
+from ..files import whole_name, why_not_writable, write_text
 from .settings import Settings, changed, plain
 
 
@@ -63,8 +63,7 @@ def is_free(settings: Settings) -> bool:
     if not place.exists() or not place.is_dir():
         return not place.exists()
     left = {path.name for path in place.iterdir()}
-    begun = {path.name for path in work.iterdir()} if work.is_dir() else set()
-    begun = {name.replace(PARTLY, "") for name in begun}
+    begun = {whole_name(path.name) for path in work.iterdir()} if work.is_dir() else set()
     return left <= {"training"} and begun <= {settings.record.name, settings.answers.name, "lock"}
 
 
