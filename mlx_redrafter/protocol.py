@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from .errors import one_line
 from .flags import OPTIONS
-from .generation import is_text
+from .generation import OPTIONAL, is_text
 from .session import OF_CACHE
 
 PROTOCOL = 1
@@ -23,7 +23,7 @@ USAGE = (
 )  # fmt: skip
 """The fields of a response that tell of the whole answer."""
 
-FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+FIELDS: dict[str, dict[str, type]] = {
     "send": {"session": str, "text": str, "messages": list, "options": dict},
     "cancel": {},
     "open": {"session": str},
@@ -36,8 +36,25 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 """What a request of each type may say beside its type and its id."""
 
-TURN = {name for name, _, _ in OPTIONS} - set(OF_CACHE) | {"stop", "tools", "chat_template_config"}
-"""The options of a turn; those of the cache are the session's."""
+WORDS: dict[type, str] = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+"""Types in JSON's words."""
+
+KINDS: dict[str, tuple[type, ...]] = {name: (kind,) for name, kind, _ in OPTIONS if name not in OF_CACHE} | {
+    "plan": (str, list),
+    "stop": (str, list),
+    "tools": (list,),
+    "chat_template_config": (dict,),
+}
+"""What each option of a turn may be; those of the cache are the session's."""
+
+NULLABLE = {*OPTIONAL, "stop", "tools", "chat_template_config"}
+"""The options that may be null, too."""
+
+ITEMS: dict[str, type] = {"stop": str, "tools": dict}
+"""What is in the arrays."""
+
+TURN = frozenset(KINDS)
+"""The options of a turn."""
 
 Request = dict[str, Any]
 
@@ -89,7 +106,7 @@ def understood(line: bytes) -> Request:
         if expected is None:
             raise Refused(f"{kind} has no {field!r:.100}", name)
         if not isinstance(value, expected):
-            raise Refused(f"{field} must be a JSON {said(expected)}, got {value!r:.100}", name)
+            raise Refused(f"{field} must be a JSON {WORDS[expected]}, got {value!r:.100}", name)
         if isinstance(value, str) and not is_text(value):
             raise Refused(f"{field} is not UTF-8", name)
     if kind == "send" and ("text" in found) is ("messages" in found):
@@ -99,14 +116,31 @@ def understood(line: bytes) -> Request:
             raise Refused(f"{kind} needs {field!r}", name)
     if odd := sorted(set(found.get("options", {})) - TURN):
         raise Refused(f"{odd[0]!r:.100} is no option of a turn: {', '.join(sorted(TURN))}", name)
+    if "options" in found:
+        found["options"] = {option: fitting(option, value, name) for option, value in found["options"].items()}
     return found
+
+
+def fitting(option: str, value: Any, name: str) -> Any:
+    """An option's value, as the library takes it: to JSON, 3.0 is an integer.
+
+    Raises:
+        Refused: it is of another type; of the request of that name.
+    """
+    if value is None and option in NULLABLE:
+        return None
+    if int in KINDS[option] and isinstance(value, float) and value.is_integer():
+        return int(value)
+    kinds = (*KINDS[option], int) if float in KINDS[option] else KINDS[option]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        words = [WORDS[kind] for kind in KINDS[option]] + ["null"] * (option in NULLABLE)
+        raise Refused(f"{option} must be a JSON {' or '.join(words)}, got {value!r:.100}", name)
+    item = ITEMS.get(option)
+    if item is not None and isinstance(value, list) and not all(isinstance(each, item) for each in value):
+        raise Refused(f"{option} must be a JSON array of {WORDS[item]}s, got {value!r:.100}", name)
+    return value
 
 
 def no_number(text: str) -> None:
     """Refuses what JSON has no numbers for."""
     raise ValueError(f"{text} is no number")
-
-
-def said(kind: type | tuple[type, ...]) -> str:
-    """A type in JSON's words."""
-    return {str: "string", list: "array", dict: "object"}[kind]  # type: ignore[index]

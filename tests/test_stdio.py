@@ -21,7 +21,7 @@ import pytest
 
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.lines import Desk, Events
-from mlx_redrafter.protocol import FIELDS, LONGEST, TURN, Refused, requests, understood
+from mlx_redrafter.protocol import FIELDS, LONGEST, NULLABLE, TURN, Refused, requests, understood
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "stdio.schema.json").read_text(encoding="utf-8"))
 COMMAND = [sys.executable, "-m", "mlx_redrafter.stdio", "--max-tokens", "12", "--draft-depth", "3", "--temp", "0.8"]
@@ -215,7 +215,8 @@ def test_the_schema_and_the_reader_know_the_same_requests() -> None:
     assert told == {kind: set(fields) for kind, fields in FIELDS.items()}
     options = SCHEMA["$defs"]["request"]["oneOf"][0]["properties"]["options"]["properties"]
     assert set(options) == TURN
-    assert understood(json.dumps(send("a", "x", options=dict.fromkeys(TURN))).encode())
+    nothing = dict.fromkeys(TURN & NULLABLE)
+    assert understood(json.dumps(send("a", "x", options=nothing)).encode())["options"] == nothing
 
 
 def desk(kind: type[Exception] | None = None) -> tuple[Desk, BytesIO]:
@@ -314,3 +315,82 @@ def test_an_id_may_be_used_again_once_its_last_event_is_read() -> None:
     one.listen(BytesIO(json.dumps(send("a", "x")).encode()))
     one.work()
     assert seen == [False] and b'"error"' in out.getvalue()
+
+
+VALUES = [None, True, 3, 3.0, 2.5, -1, "x", "", [], ["x"], [1], [{}], [{"name": "f"}], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("option", sorted(TURN))
+def test_the_schema_and_the_reader_take_the_same_values(option: str) -> None:
+    for value in VALUES:
+        request = send("a", "x", options={option: value})
+        found = next(iter(requests(BytesIO(json.dumps(request).encode()))))
+        assert valid(request, "request") == isinstance(found, dict), (option, value, found)
+
+
+def test_a_number_of_another_kind_is_said_in_a_line_and_a_whole_one_is_an_integer() -> None:
+    for option, value, told in (
+        ("seed", True, "seed must be a JSON integer or null, got True"),
+        ("temp", False, "temp must be a JSON number, got False"),
+        ("max_tokens", None, "max_tokens must be a JSON integer, got None"),
+        ("stop", ["a", 1], "stop must be a JSON array of strings, got ['a', 1]"),
+    ):
+        with pytest.raises(Refused) as refused:
+            understood(json.dumps(send("a", "x", options={option: value})).encode())
+        assert str(refused.value) == told and refused.value.id == "a"
+    found = understood(b'{"type": "send", "id": "a", "text": "x", "options": {"max_tokens": 3.0, "temp": 1}}')
+    assert found["options"] == {"max_tokens": 3, "temp": 1} and type(found["options"]["max_tokens"]) is int
+
+
+def interrupted(after: str, *lines: dict[str, Any]) -> tuple[int, bytes]:
+    """(exit status, stderr) of a process that is sent a Ctrl-C behind the first event of that type."""
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "os.execv(sys.argv[1], sys.argv[1:])"  # ignored where the tests run in the background
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        for line in lines:
+            process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.flush()
+        while json.loads(process.stdout.readline())["type"] != after:
+            pass
+        process.send_signal(signal.SIGINT)
+        return process.wait(WAIT), process.stderr.read()
+    finally:
+        process.kill()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            stream.close()
+
+
+def test_ctrl_c_ends_it_at_rest_and_in_an_answer_without_an_abort() -> None:
+    assert interrupted("ready") == (130, b"")
+    assert interrupted("token", send("a", "x", options={"max_tokens": -1})) == (130, b"")
+
+
+def test_it_goes_when_its_parent_goes_while_it_loads() -> None:
+    code = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(sys.argv[1:], stdin=0, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)\n"
+        "assert child.stderr.readline() == b'loading\\n'; print(child.pid, flush=True); os._exit(0)"
+    )
+    slow = (
+        "import sys, time; from mlx_redrafter import lines, parent; parent.note()\n"
+        "lines.open_pair = lambda *of: print('loading', flush=True) or time.sleep(600)\n"
+        "sys.argv[1:] = []; lines.run()"
+    )
+    ours, theirs = os.pipe()
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", code, sys.executable, "-c", slow], stdin=ours, stdout=subprocess.PIPE, timeout=WAIT
+        )
+        pid, ended = int(told.stdout), time.monotonic() + WAIT
+        while alive(pid) and time.monotonic() < ended:
+            time.sleep(0.1)
+        assert not alive(pid)
+    finally:
+        os.close(ours)
+        os.close(theirs)
