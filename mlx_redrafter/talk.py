@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
 
 from .command import check, progress, read_models
-from .errors import RedrafterError
+from .errors import RedrafterError, one_line
 from .flags import OPTIONS, add_drafter, add_options, add_template, template_config
 from .flags import make_parser as generate_parser
 from .generation import Options, make_settings
@@ -107,7 +107,7 @@ def answer(session: Session, screen: Screen, messages: list[Message]) -> None:
     """Shows an answer as it is made. In a terminal an error ends the turn, not the conversation.
 
     Raises:
-        RedrafterError: the turn was refused, and nobody is there to ask another.
+        RedrafterError: the turn was refused, or memory ran out, and nobody is there to ask another.
         KeyboardInterrupt: Ctrl-C was pressed twice.
     """
     try:
@@ -119,7 +119,7 @@ def answer(session: Session, screen: Screen, messages: list[Message]) -> None:
             )
     except (RedrafterError, RuntimeError, MemoryError) as error:  # as when memory runs out
         if not screen.interactive:
-            raise
+            raise RedrafterError(one_line(error)) from error
         screen.say_error(error)
         return
     screen.end_turn(made.last)

@@ -20,7 +20,7 @@ import pytest
 from mlx_lm.chat import setup_arg_parser
 from test_session import session as toy_session
 
-from mlx_redrafter import Session, load_demo, talk
+from mlx_redrafter import Session, load_demo, loop, talk
 from mlx_redrafter.doors import guarded
 from mlx_redrafter.generation import GenerationResponse
 from mlx_redrafter.screen import TINT, UNTINT, Screen
@@ -322,3 +322,27 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(talk.mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2))
     with pytest.raises(talk.RedrafterError, match="chat runs in one process, got 2"):
         talk.read_flags()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_want_of_memory_ends_a_turn_in_a_terminal_and_the_chat_in_a_pipe(
+    chat: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, real, fails = toy_session(), loop.prefill, [True]
+
+    def prefill(*of: Any, **more: Any) -> Any:
+        if fails[0]:
+            raise error("[malloc] Unable to allocate 8 bytes.")
+        return real(*of, **more)
+
+    monkeypatch.setattr(loop, "prefill", prefill)
+    screen = Screen(argparse.Namespace(show_accepted=False), [])
+    screen.interactive = True
+    talk.answer(session, screen, [{"role": "user", "content": "hello"}])
+    assert "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out and session.messages == []
+    fails[0] = False
+    talk.answer(session, screen, [{"role": "user", "content": "hello"}])
+    assert "tokens · " in capsys.readouterr().out and len(session.messages) == 2
+    fails[0] = True
+    status, _, err = chat(b"def main(\n", *FIXED)
+    assert status == 1 and err.splitlines()[-1] == "error: [malloc] Unable to allocate 8 bytes."
