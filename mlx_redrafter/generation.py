@@ -116,7 +116,9 @@ def make_settings(
             Exact in law if it is a function of that row.
         logits_processors: of mlx-lm's kind, each a function of (history, logits): it is called for every node, with
             histories that may come to nothing. The tree is then not pruned.
-        prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards.
+        prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards. A forward
+            that a Ctrl-C breaks off is taken back in all layers, so the cache may then lack tokens that were yielded,
+            and one that comes while rows are moved is not noticed: go on with a new one (`Session` does).
         history: the ids that `prompt_cache` holds, for processors to see, and for caches that do not count: without it
             the noise of a sampled text behind such a cache starts at position 0.
         prefill_step_size: prompt tokens in one forward.
@@ -185,7 +187,8 @@ def check_integers(**given: object) -> None:
         RedrafterError: one is none, nor None where it may be.
     """
     for name, value in given.items():
-        if not isinstance(value, Integral) and not (value is None and name in OPTIONAL):
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole and not (value is None and name in OPTIONAL):
             raise RedrafterError(f"{name} must be an integer, got {value!r}")
 
 

@@ -219,7 +219,7 @@ def make_sampler(
         ("xtc_probability", xtc_probability, 0, 1),
         ("xtc_threshold", xtc_threshold, 0, 0.5),
     ):
-        if not isinstance(value, Real) or not low <= value <= high:
+        if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
             bound = f"from {low} to {high}" if high != float("inf") else f"at least {low}"
             raise RedrafterError(f"{name} must be {bound}, got {value!r}")
     if temp and not SMALLEST_TEMP <= temp <= 1 / SMALLEST_TEMP:

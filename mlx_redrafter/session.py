@@ -274,14 +274,18 @@ class Session:
         """This thread has the session; nobody else may use it meanwhile."""
         mine = Use(threading.current_thread().name)
         try:
-            with self._lock:
-                if (other := self._use) is None:
-                    self._use = mine
-            if other is not None:
-                raise RedrafterError(f"the session is in use by thread {other.thread}: one thread at a time")
-            yield mine
+            try:
+                with self._lock:
+                    if (other := self._use) is None:
+                        self._use = mine
+                if other is not None:
+                    raise RedrafterError(f"the session is in use by thread {other.thread}: one thread at a time")
+                yield mine
+            finally:
+                if self._use is mine:
+                    self._use = None
         finally:
-            if self._use is mine:  # Ctrl-C may come anywhere
+            if self._use is mine:  # a Ctrl-C came into the lines above
                 self._use = None
 
     def _start(self, new: list[Message], template: dict[str, Any]) -> Start:
@@ -378,11 +382,13 @@ def refused_here(options: Any) -> Options:
     """Options of a session, which has a cache of its own.
 
     Raises:
-        RedrafterError: a cache among them.
+        RedrafterError: a cache among them, or what nobody knows.
     """
     for name in ("prompt_cache", "history"):
         if name in options:
             raise RedrafterError(f"a session has a {name} of its own")
+    if unknown := [name for name in options if name not in Options.__annotations__]:
+        raise RedrafterError(f"{unknown[0]!r} is no option, only {', '.join(sorted(Options.__annotations__))}")
     return cast(Options, options)
 
 
@@ -390,7 +396,7 @@ def refused_in_turns(options: Any) -> Options:
     """Options of a turn, whose cache is there already.
 
     Raises:
-        RedrafterError: how a cache is made is among them.
+        RedrafterError: how a cache is made is among them, or what nobody knows.
     """
     for name in OF_CACHE:
         if name in options:

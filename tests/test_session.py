@@ -43,7 +43,12 @@ FAMILIES = ["qwen3", "gemma3_text", "mamba", "qwen3_5"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 SAMPLED = {"temp": 0.8, "seed": 3}
-HOWS: list[dict[str, Any]] = [{}, SAMPLED, SAMPLED | {"penalty": True}, {"kv_bits": 8, "kv_group_size": 32}]
+HOWS: list[dict[str, Any]] = [
+    {},
+    SAMPLED,
+    SAMPLED | {"penalty": True},
+    {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+]
 WORDS = ("hello", "what now", "tell me more", "and then", "why")
 
 
@@ -693,3 +698,46 @@ def test_a_path_with_a_null_writes_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RedrafterError, match="null character"):
         talk.save("a\0.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_mlx_lm_cannot_read_again_is_not_saved(tmp_path: Path) -> None:
+    talk = session("deepseek_v41")
+    talk.send("hello")
+    with pytest.raises(RedrafterError, match="mlx-lm cannot read a LayerCache again: the cache of deepseek_v41 cannot"):
+        talk.save(tmp_path / "talk.safetensors")
+    assert not list(tmp_path.iterdir()) and talk.send("more").tokens
+
+
+def test_a_path_with_a_null_or_none_at_all_is_said_in_a_line() -> None:
+    for path, said in (("a\0.safetensors", "null character"), (5, "no such path: '5'")):
+        with pytest.raises(RedrafterError, match=said):
+            Session.load(path, make_model("qwen3"), chatty())  # type: ignore[arg-type]
+        talk = session()
+        talk.send("hello")
+        with pytest.raises(RedrafterError, match=said):
+            talk.save(path)  # type: ignore[arg-type]
+
+
+def test_sessions_saved_to_one_path_at_once_leave_one_of_them_whole(tmp_path: Path) -> None:
+    place, talks = tmp_path / "talk.safetensors", []
+    with workers(2) as pools:
+        for pool, text in zip(pools, ("hello", "what now"), strict=True):
+            talk = pool.submit(session).result()
+            pool.submit(talk.send, text).result()
+            talks.append(talk)
+        for _ in range(10):
+            for saved in [pool.submit(talk.save, place) for pool, talk in zip(pools, talks, strict=True)]:
+                saved.result()
+            assert Session.load(place, make_model("qwen3"), chatty()).tokens in [talk.tokens for talk in talks]
+    assert list(tmp_path.iterdir()) == [place]
+
+
+def test_an_option_that_nobody_knows_is_refused_in_a_line() -> None:
+    talk = session()
+    for ask in (lambda: talk.send("hello", foo=1), lambda: session(foo=1)):
+        with pytest.raises(RedrafterError, match=r"^'foo' is no option, only beam_width, draft_depth, "):
+            ask()  # type: ignore[no-untyped-call]
+    for name in ("seed", "max_tokens"):
+        with pytest.raises(RedrafterError, match=f"{name} must be an integer, got True"):
+            talk.send("hello", **{name: True})
+    assert talk.tokens == [] and talk.send("hello").tokens
