@@ -6,8 +6,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
 
 from .errors import one_line
 
@@ -19,24 +20,44 @@ NO_BACKEND = (
 
 def guarded(module: str) -> None:
     """Imports `module` and calls its `run()`, whose result is the exit status; errors become one line on stderr."""
+    with open_streams():
+        try:
+            with_backend()
+            with plain_warnings():
+                status = import_module(module).run()
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except BrokenPipeError:
+            silence()
+            sys.exit(1)
+        except (ValueError, OSError) as error:
+            silence()
+            fail(one_line(error))
+        sys.exit(status)
+
+
+@contextmanager
+def open_streams() -> Iterator[None]:
+    """Has the standard streams that the parent closed be nothing meanwhile: read as ended, and written to no end."""
+    with ExitStack() as stack:
+        for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, lest a file does
+            if getattr(sys, name) is None:
+                setattr(sys, name, stack.enter_context(Path(os.devnull).open(mode, encoding="utf-8")))
+                stack.callback(setattr, sys, name, None)
+        yield
+
+
+def with_backend() -> None:
+    """Fails where MLX cannot be imported."""
     try:
         import_module("mlx.core")
     except ImportError as error:
         fail(NO_BACKEND.format(error=one_line(error)))
-    try:
-        with plain_warnings():
-            status = import_module(module).run()
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        silence()
-        sys.exit(1)
-    except (ValueError, OSError) as error:
-        silence()
-        fail(one_line(error))
-    sys.exit(status)
 
 
 @contextmanager
