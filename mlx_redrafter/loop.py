@@ -259,7 +259,11 @@ def drafted(
                 plan = None
     finally:
         if settings.prompt_cache is not None:
-            settle_(target, place)
+            try:
+                settle_(target, place)
+            except BaseException:
+                settle_(target, place)  # a Ctrl-C came meanwhile
+                raise
 
 
 def wanted(pilot: Pilot | Fixed, target: Target, length: int, replayed: int = 0) -> Plan | None:
@@ -461,6 +465,7 @@ def settle_(target: Target, place: Place) -> None:
         else:
             target.forward(mx.array([place.root]), tapped=False)
             target.advance_(1)
+            place.root = None
         target.evaluate()
 
 

@@ -322,17 +322,16 @@ class Session:
     ) -> Generator[GenerationResponse, None, None]:
         """The responses of a turn; afterwards the session has come as far as was yielded."""
         cache, report = start.cache, options.get("prompt_progress_callback")
-
-        begun = False
+        unread, begun, sound = self._unread, False, True
 
         def progress(done: int, total: int) -> None:
             """Looks whether the answer is still wanted before another piece of the prompt is read."""
             nonlocal begun
             if use.cancelled:
                 raise Cancelled
-            begun = True
-            if start.cache is not self._cache and not self._unread:  # who reads anew does not need both
-                self._cache, self._tokens = start.cache, []
+            if start.cache is not self._cache:  # who reads anew does not need both
+                self._cache, self._tokens = start.cache, self._tokens if unread else []
+            begun = self._unread = True  # wherever this ends, the cache is not believed until all is put down
             if report is not None:
                 report(done, total)
 
@@ -340,7 +339,6 @@ class Session:
         options |= {"prompt_cache": cache, "history": start.tokens}
         layers, marks = list(cache), kv.mark_rows(cache)
         said, text = list[int](), ""
-        sound = True
         try:
             responses = stream_generate(
                 self.model, self.tokenizer, start.ids, drafter=self.drafter, stop=stop, **options
@@ -364,18 +362,22 @@ class Session:
         finally:
             if not sound:  # broken off anywhere: its layers may hold different tokens
                 cache, marks = self._fresh(), []
-                self._cache, self._unread = cache, True
-            elif said:
-                self._unread = False
             if said:
-                self._cache, self._tokens = cache, [*start.tokens, *start.ids, *said]
-                self._messages = [*start.messages, *new, {"role": "assistant", "content": text}]
-                self._read_with = start.template
+                self._messages, self._tokens, self._cache, self._read_with = (
+                    [*start.messages, *new, {"role": "assistant", "content": text}],
+                    [*start.tokens, *start.ids, *said],
+                    cache,
+                    start.template,
+                )
             elif marks:
                 cache[:] = layers
                 kv.restore_(cache, marks)
+            else:
+                self._cache = cache
             # Another turn's thread cannot; some forwards put other weights into the model.
             mx.eval(arrays([list(vars(c).values()) for c in kv.leaves(cache)]), self.model)
+            if sound:
+                self._unread = unread and not said
 
 
 def refused_here(options: Any) -> Options:

@@ -94,6 +94,7 @@ class Target:
         self._forgets = not kv.others(self.cache, kv.REWINDABLE)
         self._ringed = kv.rings(self.cache)
         self._rows = 0  # of the last forward that verified
+        self._torn = False  # whether keeping some of them has begun
         self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
         self._marks: list[dict[str, Any]] | None = None  # what the cache goes back to if nothing of a round is kept
         self._replayed: list[int] = []  # committed, but behind the marks
@@ -123,8 +124,9 @@ class Target:
         count = tokens.shape[0]
         if self._replayed:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
-        marks = not self._forgets or (self._ringed and count > 1)  # a ring has dropped rows for several
-        self._before = (kv.mark(self.cache), self._replayed) if marks else None
+        self._before = None  # what was before the forward before is of no use any more
+        if not self._forgets or (self._ringed and count > 1):  # a ring has dropped rows for several
+            self._before = kv.mark(self.cache), self._replayed
         self._replayed, self._marks = [], None
         try:
             if not tapped:
@@ -166,17 +168,18 @@ class Target:
         if not self._rows:
             return
         assert self._marks is not None
-        if self._forgets and path:
+        if self._forgets and path and not self._torn:
+            self._torn = True  # if this is broken off, some layers have other rows: the next try goes back to the mark
             kv.compact_(self.cache, self._rows, path)
-        elif len(path) < self._rows:
+            replayed, marks = [], None
+        elif self._torn or len(path) < self._rows:
             kv.restore_(self.cache, self._marks)
-        if self._forgets:
-            self._marks = None
-        elif len(path) < self._rows:
-            self._replayed = self._replayed + tokens
+            replayed, marks = self._replayed + tokens, self._marks
         else:
-            self._replayed, self._marks = [], None
-        self._rows = 0
+            replayed, marks = [], None
+        if self._forgets and not replayed:
+            marks = None
+        self._replayed, self._marks, self._rows, self._torn = replayed, marks, 0, False
         self.advance_(len(path))
 
     def advance_(self, count: int) -> None:

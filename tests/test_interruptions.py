@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,60 @@ def test_between_whichever_layers_a_forward_is_broken_off_all_hold_the_same_toke
         else:
             break
     assert len(seen) > 4
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("gemma3_text", None), ("llama4_text", None)]
+)
+def test_a_round_whose_rows_are_half_dropped_leaves_the_cache_with_what_was_yielded(
+    name: str, keep: int | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(name)
+    drafter, compact_ = follower(model, width, keep), kv.compact_
+    settings = make_settings(drafter, max_tokens=12, beam_width=width, draft_depth=3)
+    for place in (2, 4, 6):
+        count = itertools.count(1)
+
+        def half(cache: kv.Cache, rows: int, path: list[int], place: int = place, count: Any = count) -> None:
+            if next(count) != place:
+                return compact_(cache, rows, path)
+            compact_(list(kv.leaves(cache))[:1], rows, path)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(kv, "compact_", half)
+        cache, expected, tokens = new_cache(model, keep), new_cache(model, keep), []
+        with pytest.raises(KeyboardInterrupt):
+            for step in decode(PROMPT, model, drafter, replace(settings, prompt_cache=cache)):
+                tokens.append(step.token)
+        monkeypatch.setattr(kv, "compact_", compact_)
+        assert tokens == plainly(model, PROMPT, expected, len(tokens)) and tokens
+        hold_the_same(cache, expected)
+        assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+@pytest.mark.parametrize("work", ["mark", "restore_"])
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1", "qwen3_5"])
+def test_states_hold_what_was_yielded_where_a_mark_is_broken_off(
+    name: str, drafted: bool, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (drafted and name == "mamba") or (not drafted and work == "restore_"):
+        pytest.skip("plain decoding restores nothing; one model with states alone is enough")
+    model = make_family(name)
+    drafter, whole = follower(model, 1) if drafted else None, getattr(kv, work)
+    beam = {"beam_width": 1, "draft_depth": 3} if drafted else {}
+    for place in (3, 4, 6):
+        monkeypatch.setattr(kv, work, failing_at(place, whole))
+        cache, expected, tokens = new_cache(model), new_cache(model), []
+        with pytest.raises(KeyboardInterrupt):
+            for step in decode(
+                PROMPT, model, drafter, make_settings(drafter, prompt_cache=cache, max_tokens=12, **beam)
+            ):
+                tokens.append(step.token)
+        monkeypatch.setattr(kv, work, whole)
+        model(mx.array([PROMPT[:-1]]), cache=expected)
+        model(mx.array([PROMPT[-1:]]), cache=expected)
+        for token in tokens:
+            model(mx.array([[token]]), cache=expected)
+        hold_the_same(cache, expected)

@@ -22,7 +22,7 @@ from test_interruptions import failing_at
 from test_threads import workers
 from toys import ids, make_tokenizer, run
 
-from mlx_redrafter import RedrafterError, Session, generation, stream_generate
+from mlx_redrafter import RedrafterError, Session, generation, loop, stream_generate
 from mlx_redrafter import session as session_module
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.generation import make_settings
@@ -665,6 +665,23 @@ def test_a_turn_that_is_broken_off_anywhere_leaves_a_session_that_goes_on_right(
     read = talk.tokens[: len(talk.tokens) - len(answer.tokens)]
     assert answer.tokens == [r.token for r in stream_generate(talk.model, talk.tokenizer, read, max_tokens=9)]
     assert talk.send("more").tokens, "and on"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mamba"])
+def test_a_second_ctrl_c_while_a_turn_is_put_down_leaves_a_session_that_goes_on_right(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = session(family, drafter=False)
+    talk.send("hello")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "read", failing_at(4, loop.read))
+        patch.setattr(Session, "_fresh", failing_at(1, Session._fresh))
+        with contextlib.suppress(KeyboardInterrupt):
+            talk.send("what now")
+    for text in ("why", "more"):
+        answer = talk.send(text)
+        read = talk.tokens[: len(talk.tokens) - len(answer.tokens)]
+        assert answer.tokens == [r.token for r in stream_generate(talk.model, talk.tokenizer, read, max_tokens=9)]
 
 
 def test_an_error_behind_a_step_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
