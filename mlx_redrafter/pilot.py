@@ -239,7 +239,7 @@ class Pilot:
             self.pause = AGAIN if self._drift.knows else FIRST  # they cost nothing against plain decoding
             return None
         if self._mode is Mode.FLIES and self._drift.doubts:
-            self._mode, self.pause = Mode.BEGINS, AGAIN
+            self._mode, self.pause, self._flown = Mode.BEGINS, AGAIN, None
             return None
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL
@@ -312,9 +312,10 @@ class Pilot:
     def _affordable(self, plan: Plan, length: int, replayed: int, charge: float) -> bool:
         """Whether the account may bear two rounds that bring one token each: one is under way unread.
 
-        Where the model cannot forget what it rejects, each of them leaves a token more to read again, and so they do
-        to the plain step behind them. In some texts what was seen of the costs counts only so far that two rounds
-        can be borne at the beginning, or else a bad moment would turn drafting off for good.
+        Where the model cannot forget what it rejects, each of them leaves what it has accepted to read again to the
+        one behind it, and both to the plain step behind them: the dearest number counts, less the tokens that it means.
+        In some texts what was seen of the costs counts only so far that two rounds can be borne at the beginning, or
+        else a bad moment would turn drafting off for good.
 
         Args:
             charge: see `Drift.charge`.
@@ -322,10 +323,18 @@ class Pilot:
         costs, plain = self._costs, self._costs.plain_at(length)
         allowed = ALLOWED * (self._plainly + plain * max(0, SHORTEST - self.tokens))
         bearable = plain + 0.49 * allowed if self._forgives else FARTHEST * LONGEST_MS
-        again = (replayed, replayed + 1, replayed + 2) if costs.again else (0, 0, 0)
-        loss = costs.step_at(length, again[2]) - plain
-        for said in (costs.round_at(plan, length, again[0]), costs.round_at(plan, length, again[1])):
-            loss += max(0.0, min(charge * said, max(said, bearable)) - plain)
+        under_way = self._flown.plan if self._flown else plan
+        most = under_way.depth if costs.again else 1
+
+        def lost(plan: Plan, again: int, tokens: int) -> float:
+            """By a round that reads so many tokens again and brings so many."""
+            said = costs.round_at(plan, length, again)
+            return max(0.0, min(charge * said, max(said, bearable)) - tokens * plain)
+
+        loss = lost(under_way, replayed, 1) + max(lost(plan, replayed + more, more) for more in range(1, most + 1))
+        if costs.again:
+            left = range(1, most + plan.depth)
+            loss += max(costs.step_at(length, replayed + 1 + more) - more * plain for more in left)
         return self.balance - loss >= -allowed
 
 

@@ -245,15 +245,25 @@ def test_what_is_seen_to_be_too_dear_is_tried_ever_more_seldom() -> None:
 def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None:
     costs = costs_of("a cliff at 6")
     short, long = Plan(1, 1, 2), Plan(1, 15, 16)
-    acceptance = ((MOST,),)
-    pilot = Pilot(make_flight(costs, acceptance, (short, long)))
-    pilot.choose(100)
-    pilot.saw(None, pilot.pause, 100)
-    assert pilot.choose(100) == long
-    pilot.balance = -ALLOWED * SHORTEST + 0.5
-    assert pilot.choose(100) == short
-    pilot.balance = -ALLOWED * SHORTEST
-    assert pilot.choose(100) is None
+    flight = make_flight(costs, ((MOST,),), (short, long))
+
+    def first(balance: float) -> Plan | None:
+        """The first plan of a text whose account stands there."""
+        pilot = Pilot(flight)
+        pilot.choose(100)
+        pilot.saw(None, pilot.pause, 100)
+        pilot.balance = balance
+        return pilot.choose(100)
+
+    allowed = ALLOWED * SHORTEST
+    assert (first(0.0), first(0.5 - allowed), first(-allowed)) == (long, short, None)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
+def test_what_a_round_under_way_may_leave_to_read_again_is_thought_of(share: float) -> None:
+    row = tuple(1.0 + 0.02 * (count - 1) if count < 7 else 4.1 for count in range(1, 17))
+    costs = Costs((64,), tuple(range(1, 17)), (row,), (1.0,), (1,), (0.03,), (0.0, 0.0), 0.02).check()
+    assert min(fly(costs, lambda at: share, 256, seed) for seed in range(40)) > 1 - ALLOWED - 0.0075
 
 
 def dearer(costs: Costs, times: float) -> Costs:
