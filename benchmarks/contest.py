@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ import mlx.nn as nn
 from mlx_redrafter.comparing import first_difference
 from mlx_redrafter.drafter import Drafter
 from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import Settings, decode, served
-from mlx_redrafter.pilot import FIRST
+from mlx_redrafter.loop import Settings, decode, planned, served
+from mlx_redrafter.pilot import FIRST, Drift, Flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.prognosis import shape
 from mlx_redrafter.stats import Stats
@@ -122,7 +123,7 @@ def contestants(
     Args:
         plans: "auto", (W, K) or (W, K, N).
         mlx_lm: whether mlx-lm's own are among them.
-        random: whether a drafter that knows nothing is, with plan "auto".
+        random: whether a drafter that knows nothing is, with plan "auto" and the costs of the subject's own.
     """
     found = [ours(subject, None, "off", options, PLAIN)]
     if mlx_lm:
@@ -150,11 +151,21 @@ def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: Options,
     if subject.chooser is not None:
         settings = replace(settings, chooser=subject.chooser)
     told = list(settings.plan) if isinstance(settings.plan, Plan) else plan
+    lent = cache(lambda: flight_lent(subject, settings))  # at the first text: by then costs are measured
 
     def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        return decode(prompt, subject.model, drafter, replace(settings, max_tokens=max_tokens))
+        chosen = lent() if kind == RANDOM else settings.plan
+        return decode(prompt, subject.model, drafter, replace(settings, plan=chosen, max_tokens=max_tokens))
 
     return Contestant(kind, told, steps)
+
+
+def flight_lent(subject: Subject, settings: Settings) -> Plan | Flight | None:
+    """What "auto" goes by with the subject's own drafter, for another one of its size: the same costs, acceptance and
+    plans, so that nothing is measured again. What its texts show of the costs is its own."""
+    assert subject.drafter is not None
+    found = planned(subject.model, subject.drafter, settings)
+    return found._replace(drift=Drift()) if isinstance(found, Flight) else found
 
 
 def ignorant(drafter: Drafter) -> Drafter:

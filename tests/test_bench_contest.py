@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +31,14 @@ from benchmarks.contest import (
     spread,
     told,
 )
+from benchmarks.costing import costs_record
 from benchmarks.prompts import Prompt
 from benchmarks.record import problem
 from benchmarks.subject import Subject, bytes_per_forward, n_bytes
-from mlx_redrafter import loop
+from mlx_redrafter import autopilot, loop
 from mlx_redrafter.costs import Costs
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import make_flight
+from mlx_redrafter.pilot import Flight, Pilot, make_flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.planner import UNKNOWN
 from mlx_redrafter.stats import Stats
@@ -298,6 +300,30 @@ def test_a_random_drafter_is_of_the_same_size_and_bits() -> None:
     sides = contestants(subject(), ["auto"], Options(), random=True)
     assert [side.label for side in sides] == [PLAIN, MLX_LM, "auto", "auto, random drafter"]
     assert sides[-1].kind == RANDOM
+
+
+def test_a_random_drafter_goes_by_the_costs_of_the_subjects_and_by_what_its_own_texts_show(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Each table contradicts itself, so that it is measured again where it is kept; and each is below those before it.
+    steps = (2.0**-n for n in range(9))
+    tables = (Costs((64,), (1, 2, 3), ((ms,) * 3,), (2 * ms,), (1,), (ms / 9,), (0.0, 0.0)) for ms in steps)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(autopilot, "_measured", [])
+    monkeypatch.setattr(autopilot, "measure", lambda *rest, **more: next(tables))
+    flights: list[Flight] = []
+    monkeypatch.setattr(loop, "Pilot", lambda flight: flights.append(flight) or Pilot(flight))
+    found = subject()
+    options = Options(max_tokens=4, repeats=1)
+    sides = contestants(found, ["auto"], options, mlx_lm=False, random=True)  # before anything is measured, as `run`
+    recorded = costs_record(found)
+    held = list(hold(found, sides, options, warm=True))
+    assert [side.label for side in sides[1:]] == ["auto", "auto, random drafter"]
+    assert all(each["same_tokens"] for records in held for each in records[1:])
+    assert len(flights) == 4 and {flight.plans for flight in flights} == {flights[0].plans}
+    assert [flight.costs._asdict() for flight in flights] == [recorded["costs"]] * 4
+    drifts = [flight.drift for flight in flights]  # the second prompt begins with the third contestant
+    assert sorted(map(drifts.count, drifts)) == [2, 2, 2, 2] and drifts[0] is not drifts[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])
