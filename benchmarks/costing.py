@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 from mlx_redrafter.autopilot import flight_of
+from mlx_redrafter.costs import costs_of, is_disturbed
 from mlx_redrafter.planner import UNKNOWN
 from mlx_redrafter.target import check_draftable
 
-from .record import SCHEMA
+from .record import SCHEMA, Record
 from .subject import Subject
 
 
-def costs_record(subject: Subject) -> dict[str, Any]:
+def costs_record(subject: Subject) -> Record:
     """Milliseconds by context, nodes and width, the drafter's acceptance, and the plans that may pay.
 
     They are measured now, whatever is kept of another day; "auto" then goes by the same ones.
@@ -27,3 +28,13 @@ def costs_record(subject: Subject) -> dict[str, Any]:
         "acceptance": [list(row) for row in subject.drafter.args.acceptance or UNKNOWN],
         "plans": [list(plan) for plan in flight.plans],
     }
+
+
+def tell_disturbed(record: Record) -> None:
+    """A line on stderr where what was measured contradicts itself: limits are of it, and "auto" goes by it."""
+    if is_disturbed(costs_of(record["costs"])):
+        print(
+            f"{record['model']}: the measured times contradict each other: the machine was busy with something else. "
+            "Run this again when it is not",
+            file=sys.stderr,
+        )

@@ -14,7 +14,7 @@ from mlx_redrafter.files import expanded, why_not_writable
 from . import record
 from .common import positive, seed, shape
 from .contest import MLX_LM_DRAFT, Options, contestants, hold, label
-from .costing import costs_record
+from .costing import costs_record, tell_disturbed
 from .stamp import stamp
 from .subject import Subject
 from .tables import printed, rows, told
@@ -102,6 +102,7 @@ def measured(
     if subject.drafter is not None:
         print(f"{subject.name}: measuring the parts of a round", file=sys.stderr)
         found = [costs_record(subject) | {"machine": machine}]
+        tell_disturbed(found[0])
     for number, records in enumerate(hold(subject, sides, asked), start=1):
         found += [each | {"machine": machine} for each in records]
         show_progress(number, len(subject.prompts), records)

@@ -22,7 +22,7 @@ from mlx_redrafter.files import write_text
 
 from .building import build, weight_bytes
 from .contest import Options, Run, contestants, hold, warmed
-from .costing import costs_record
+from .costing import costs_record, tell_disturbed
 from .measuring import PLANS, QUICK_PLANS, status_of
 from .record import SCHEMA, Record
 from .stamp import stamp
@@ -204,7 +204,9 @@ def measured(item: Item, seconds: float) -> Iterator[list[Record]]:
 
     subject = item.make()
     left("its weights")
-    yield [costs_record(subject)]
+    costs = costs_record(subject)
+    tell_disturbed(costs)
+    yield [costs]
     options = Options(max_tokens=MOST_TOKENS)
     sides = contestants(subject, item.plans, options, random=item.random)
     runs = []

@@ -140,6 +140,23 @@ def test_json_prints_the_very_records_that_are_kept(
     assert [json.loads(text) for text in capsys.readouterr().out.splitlines()] == read(path)
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_times_that_contradict_each_other_are_told_in_one_line_on_stderr(
+    busy: bool, two: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = costs()["costs"] | ({"level": [1.0, 0.5]} if busy else {})
+    monkeypatch.setattr(measuring, "costs_record", lambda subject: costs(costs=table))
+    monkeypatch.setattr(suite, "costs_record", lambda subject: costs(costs=table))
+    assert run.run(flags(run, *QUICKLY, "--json")) == 0
+    item = suite.Item("small", lambda: two, [(1, 2)], False)
+    assert next(suite.measured(item, 100.0))[0]["costs"] == table
+    said = capsys.readouterr()
+    assert {json.loads(text)["kind"] for text in said.out.splitlines()} == {"costs", "speed"}
+    why = "demo: the measured times contradict each other: the machine was busy with something else. "
+    told = [text for text in said.err.splitlines() if "busy" in text]
+    assert told == ([why + "Run this again when it is not"] * 2 if busy else [])
+
+
 @pytest.mark.parametrize(("liar", "status"), [("drafted", 1), ("mlx-lm", 1), ("mlx-lm draft model", 0)])
 def test_a_token_that_differs_makes_the_status_1_and_one_of_mlx_lms_speculation_stands_in_the_table(
     liar: str, status: int, two: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
