@@ -11,12 +11,12 @@ from mlx_redrafter.plan import Plan
 
 from .contest import DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from .record import Record
-from .results import Results
+from .results import DEMO, Results
 from .study import study
 from .tables import by_contestant, markdown, summed
 
-DEMO, SYNTHETIC = "demo", "synthetic"
-"""How the files of results are called, or how their names begin."""
+SYNTHETIC = "synthetic"
+"""How the names of files of results at real sizes begin."""
 
 
 def machine_of(records: Iterable[Record]) -> str:

@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
         for path, text in texts.items():
             write(path, text)
     else:
-        for name, make in blocks.BLOCKS.items():
-            if text := make(found):
+        tables = {name: make(found) for name, make in blocks.BLOCKS.items()}
+        for name, text in tables.items():
+            if text:
                 print(f"{name}\n\n{text}")
     if directory:
         draw(found, directory)

@@ -69,7 +69,7 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(RedrafterError, match="plots are drawn with matplotlib: pip install"):
         sweep.run(flags(sweep, "--plot", str(tmp_path / "x.png")))
     monkeypatch.setattr(report, "write", lambda path, text: pytest.fail("it went on"))
-    kept(tmp_path, "demo", [line(speed())])
+    kept(tmp_path, "demo", [line(speed("plain", "off", 1.0))])
     with pytest.raises(RedrafterError, match="plots are drawn with matplotlib"):
         report.run(flags(report, "--results", str(tmp_path), "--write"))
 
@@ -185,6 +185,26 @@ def test_a_damaged_file_of_results_is_named_with_its_line(tmp_path: Path) -> Non
         read_results(tmp_path)
     with pytest.raises(RedrafterError, match=r"expected results in .*none"):
         read_results(tmp_path / "none")
+
+
+def test_a_prompt_of_the_demos_without_plain_decoding_is_refused_before_anything_is_printed_or_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept(tmp_path, "demo", [line(speed("plain", "off", 1.0)), line(speed(prompt="code/two"))])
+    kept(tmp_path, "demo-sweep", grid_records())
+    document = tmp_path / "one.md"
+    document.write_text(place("limits", "old\n"))
+    monkeypatch.setattr(report, "DOCUMENTS", (document,))
+    message = r"demo\.jsonl: expected a record of plain decoding for each prompt, got for code/two only 1 x 3$"
+    for more in (["--plots", str(tmp_path / "plots")], ["--write", "--plots", str(tmp_path / "plots")]):
+        with pytest.raises(RedrafterError, match=message):
+            report.run(flags(report, "--results", str(tmp_path), *more))
+    assert capsys.readouterr().out == "" and "old" in document.read_text() and not (tmp_path / "plots").exists()
+    kept(tmp_path, "demo", [line(speed("plain", "off", 1.0)), line(speed()), line(costs())])
+    monkeypatch.setitem(BLOCKS, "contributed", lambda results: pytest.fail("the last table"))
+    with pytest.raises(pytest.fail.Exception):
+        report.run(flags(report, "--results", str(tmp_path)))
+    assert capsys.readouterr().out == "", "the tables before one that fails"
 
 
 def place(name: str, inside: str = "") -> str:
