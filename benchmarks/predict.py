@@ -16,7 +16,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_redrafter.costs import Costs
+from mlx_redrafter.costs import LONGEST_MS, Costs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.files import write_text
 from mlx_redrafter.plan import DRAFT_DEPTH, Plan, make_plan
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     args.output = args.output and checked(args.output)
     found = predict_plan(args) if planned else study(args.chip, args.dtype)
     if args.output:
-        write_text(args.output, json.dumps(found, indent=1) + "\n")
+        write_text(args.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(found, allow_nan=False))
     else:
         print(plan_text(found) if planned else study_text(found))
     return 0 if planned or found["proof"]["passed"] else 1
@@ -145,13 +145,28 @@ def known_of(args: argparse.Namespace) -> Known:
         if args.draft_step is None:
             raise RedrafterError(f"no drafter is published for {args.chip}: give --draft-step, such as 0.05 of a step")
         curve = read_curve(args.chip)
+        check_level(args, curve.ms[0])
         return Known(curve_costs(curve, args.draft_step), f"{curve.source}; {curve.target}", None)
     everything, dtype = read_all(), args.dtype or DTYPES[0]
     each = next(each for each in everything if (each.chip, each.dtype) == (args.chip, dtype))
     costs = fit(each.cells.values(), each.plain_ms).costs()
     if args.draft_step is not None:
+        check_level(args, each.plain_ms)
         costs = costs._replace(level=(args.draft_step * each.plain_ms,) * len(WIDTHS))
     return Known(costs, f"{SOURCE}; {dtype}", infer_acceptance(tokens_by_shape(everything)[dtype]).law.table())
+
+
+def check_level(args: argparse.Namespace, plain_ms: float) -> None:
+    """Refuses a level of a draft that takes longer than a table of costs may say.
+
+    Args:
+        plain_ms: a plain step.
+    """
+    most = LONGEST_MS / plain_ms
+    if args.draft_step > most:
+        raise RedrafterError(
+            f"draft_step must be at most {most:g} plain steps of {plain_ms:g} ms on {args.chip}, got {args.draft_step}"
+        )
 
 
 def plan_text(found: dict[str, Any]) -> str:

@@ -107,4 +107,4 @@ def write(path: Path, records: Iterable[Record]) -> None:
 def print_lines(records: Iterable[Record]) -> None:
     """Prints a JSON object a line."""
     for record in records:
-        print(json.dumps(record))
+        print(json.dumps(record, allow_nan=False))

@@ -42,4 +42,4 @@ def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         return
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     for row in rows:
-        print(json.dumps(row | {"settings": settings, "machine": machine}))
+        print(json.dumps(row | {"settings": settings, "machine": machine}, allow_nan=False))

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import measuring, run, suite, sweep, synthetic
+from benchmarks import measuring, predict, round_time, run, shapes, suite, sweep, synthetic
 from benchmarks.command import COMMANDS, make_parser
 from benchmarks.contest import Options
 from benchmarks.prompts import Prompt
-from benchmarks.record import problem, read
+from benchmarks.record import print_lines, problem, read
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape
 from mlx_redrafter import demo
@@ -87,6 +87,36 @@ def test_a_bad_name_is_one_line_and_a_status() -> None:
     done = command("synthetic", "--shape", "nope")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: no shape is called 'nope'") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("chip", "most"), [("m2-ultra", "398777 plain steps of 25.0767 ms"), ("m5-max", "131752 plain steps of 75.9 ms")]
+)
+def test_a_draft_whose_time_is_no_number_is_not_predicted(
+    chip: str, most: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--chip", chip, "--draft-depth", "4", "--tokens-per-round", "2", "--output", str(tmp_path / "out.json"))
+    with pytest.raises(RedrafterError, match=f"^draft_step must be at most {most} on {chip}, got 1e.308$"):
+        predict.run(flags(predict, *words, "--json", "--draft-step", "1e308"))
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+    assert predict.run(flags(predict, *words, "--json", "--draft-step", "1e5")) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_x_plain"] < 1e-5
+
+
+def test_what_is_no_number_is_never_printed_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"ms": float("inf")}
+    monkeypatch.setattr(predict, "predict_plan", lambda args: row)
+    asked = flags(predict, "--chip", "m2", "--draft-depth", "2", "--json")
+    for show in (
+        lambda: print_lines([row]),
+        lambda: shapes.show(flags(round_time, "--json"), [row]),
+        lambda: predict.run(asked),
+    ):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            show()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.fixture
