@@ -89,7 +89,8 @@ def behind(
     """The ids that `new` adds behind an answer to `before`.
 
     Args:
-        last: the last token that was said. An end-of-text token is not said twice.
+        last: the last token that was said. An end-of-text token is not said twice; where the template puts whitespace
+            between the answer and it, that goes, too.
         template: see `template_of`.
         read_with: those that `before` was read with; None for the same.
 
@@ -108,7 +109,15 @@ def behind(
     if read_with not in (None, template) and rendered(tokenizer, messages, read_with).split(MARK)[0] != parts[0]:
         return None
     ids = continued(tokenizer, parts[1])
-    return checked(ids[1:] if ids[:1] == [last] and last in tokenizer.eos_token_ids else ids)
+    return checked(ids[end_of(tokenizer, ids, last) :])
+
+
+def end_of(tokenizer: Any, ids: list[int], last: int) -> int:
+    """How many ids behind an answer only end it, and it has ended: Llama 2's template has a space before that."""
+    if last not in tokenizer.eos_token_ids or last not in ids:
+        return 0
+    at = ids.index(last)
+    return 0 if tokenizer.decode(ids[:at]).strip() else at + 1
 
 
 def continued(tokenizer: Any, text: str) -> list[int]:

@@ -58,6 +58,25 @@ def test_a_sentencepiece_tokenizer_adds_no_space_where_a_turn_begins(kind: str, 
         assert [*read, *ids] == ids_of(tokenizer, text), "here every piece is one that stands for itself"
 
 
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+@pytest.mark.parametrize(
+    ("between", "said_twice"), [("", False), (" ", False), ("\n", False), (" \n", False), (".", True), (" b ", True)]
+)
+def test_an_end_that_was_said_is_not_said_again_behind_the_templates_whitespace(
+    kind: str, between: str, said_twice: bool
+) -> None:
+    end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
+    tokenizer = sentencepiece(kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}")
+    tokenizer._tokenizer.add_special_tokens({"eos_token": "</s>"})
+    last = tokenizer._tokenizer.eos_token_id
+    tokenizer.eos_token_ids = [last]
+    before, new = ([{"role": "user", "content": each}] for each in ("ab", "cd"))
+    read = [*whole(tokenizer, before), *continued(tokenizer, "in")]
+    cut, ended = behind(tokenizer, before, new, read[-1]), behind(tokenizer, before, new, last)
+    assert cut is not None and [*read, *cut] == ids_of(tokenizer, f"ab:in{between}</s>cd:")
+    assert ended == (cut if said_twice else cut[cut.index(last) + 1 :])
+
+
 def test_a_conversation_of_a_session_has_no_spaces_that_nobody_said() -> None:
     talk = Session(make_model("qwen3"), sentencepiece("prepend"), max_tokens=2)
     talk.send("def ma")
