@@ -129,8 +129,30 @@ def test_the_page_is_opened_where_there_is_a_screen(
 
 def test_the_flags_are_the_servers_and_one_more() -> None:
     args = vars(read_flags(["--no-browser", "--port", "7"], make_race_parser()))
-    assert args.pop("no_browser") is True
-    assert args == vars(read_flags(["--port", "7"]))
+    assert args.pop("no_browser") is True and args["allowed_origins"] == []
+    assert args == vars(read_flags(["--port", "7"])) | {"allowed_origins": []}
+
+
+def test_in_a_browser_only_its_own_page_may_ask(toys: Server) -> None:
+    where = urlsplit(toys.url).netloc
+    body = {"prompt": "x", "max_tokens": 1}
+    for origin in (f"http://{where}", f"https://{where}", None):
+        reply = ask(toys, "POST", "/v1/completions", body, {"Origin": origin} if origin else {})
+        assert reply.status == 200 and "access-control-allow-origin" not in reply.headers
+    for origin in ("http://evil.example", "null", "", f"http://{where}.evil.example", "http://[", "http://127.0.0.1:1"):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/"), ("GET", "/health"), ("OPTIONS", "/health")):
+            reply = ask(toys, method, path, body if method == "POST" else None, {"Origin": origin})
+            assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
+            assert reply.error == f"only this server's own page may ask it from a browser, got the Origin {origin!r}"
+
+
+def test_a_page_that_is_named_may_ask_a_race_too(root: Path) -> None:
+    with racing(*with_toys(root), *BEAM, "--allowed-origins", "http://a.example,http://b.example") as server:
+        reply = ask(server, "GET", "/health", headers={"Origin": "http://b.example"})
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "http://b.example"
+        assert ask(server, "GET", "/health", headers={"Origin": "http://c.example"}).status == 403
+    with racing(*with_toys(root), *BEAM, "--allowed-origins", "*") as server:
+        assert ask(server, "GET", "/health", headers={"Origin": "http://c.example"}).status == 200
 
 
 def test_the_command_serves_the_page_and_ends_with_a_signal(root: Path) -> None:

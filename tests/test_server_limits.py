@@ -238,6 +238,42 @@ def test_with_the_key_everything_is_and_health_without(locked: Server) -> None:
         client.models.list()
 
 
+STRANGE = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example:8080", "192.168.0.7",
+           "[::2]", "[", "localhost@evil.example", "a:b:c", "")  # fmt: skip
+
+
+@pytest.mark.parametrize("host", STRANGE)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", TEXT), ("GET", "/health"), ("GET", "/v1/models"), ("OPTIONS", TEXT)]
+)
+def test_without_a_key_only_names_of_this_machine_are_answered(
+    host: str, method: str, path: str, server: Server
+) -> None:
+    reply = ask(server, method, path, {"prompt": "x"} if method == "POST" else None, {"Host": host})
+    said = f"without --api-key the Host must be localhost, 127.0.0.1 or [::1], got {host!r}"
+    assert (reply.status, reply.error) == (403, said)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:8080", "127.0.0.1", "127.0.0.1:1", "127.8.9.10:80", "[::1]", "[::1]:8080", "::1"]
+)
+def test_every_name_of_this_machine_is_answered(host: str, server: Server) -> None:
+    assert ask(server, "GET", "/health", headers={"Host": host}).status == 200
+
+
+def test_with_a_key_or_without_a_host_any_name_will_do(locked: Server, server: Server) -> None:
+    assert ask(locked, "GET", "/v1/models", headers=BEARER | {"Host": "proxy.example"}).status == 200
+    with socket.create_connection(server.server_address[:2], timeout=PATIENCE) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert connection.recv(64).startswith(b"HTTP/1.0 200")
+
+
+def test_a_second_host_is_looked_at_as_well(server: Server) -> None:
+    with socket.create_connection(server.server_address[:2], timeout=PATIENCE) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert b" 403 " in connection.recv(64)
+
+
 def test_a_page_in_a_browser_may_send_the_key(locked: Server) -> None:
     connection = http.client.HTTPConnection(*locked.server_address[:2], timeout=PATIENCE)
     asked = {"Origin": "http://page", "Access-Control-Request-Headers": "authorization,content-type"}

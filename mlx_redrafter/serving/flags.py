@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from mlx_lm import server
@@ -26,12 +26,15 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         argv: what is parsed; None for `sys.argv`.
+        changed: of flags that mlx-lm adds, by name, what is another here.
     """
 
     argv: Sequence[str] | None = None
+    changed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
     def add_argument(self, *names: Any, **more: Any) -> argparse.Action:
         """Adds a flag; what its type cannot read is told in argparse's way, whatever the type raises."""
+        more |= self.changed.get(names[0], {})
         if kind := more.get("type"):
             more["type"] = reader(kind)
         return super().add_argument(*names, **more)

@@ -22,6 +22,7 @@ from .bodies import Refusal
 from .drafts import Ledger
 from .images import check_urls
 from .jobs import DEFAULT, Gone, Job, Unanswered
+from .origins import is_loopback
 from .provider import PLAIN
 
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/chat/completions": "messages"}
@@ -46,6 +47,32 @@ class Handler(APIHandler):
     timeout = SILENCE
     job: Job | None = None
     _status: int | str | None = None
+
+    def parse_request(self) -> bool:
+        """Python's; whether what was asked is to be answered, whatever it is."""
+        if not super().parse_request():
+            return False
+        try:
+            self.admit()
+        except Refusal as refusal:
+            self.fail(refusal.status, str(refusal))
+            return False
+        return True
+
+    def admit(self) -> None:
+        """Refuses who asks by a name that may be another machine's: a web page can point its own name at this one, and
+        is then of the same origin. With a key it could, but has none.
+
+        Raises:
+            Refusal: 403.
+        """
+        if self.response_generator.cli_args.api_key is not None:
+            return
+        for host in self.headers.get_all("Host", []):
+            if not is_loopback(host):
+                raise Refusal(
+                    f"without --api-key the Host must be localhost, 127.0.0.1 or [::1], got {host!r:.100}", 403
+                )
 
     def do_POST(self) -> None:
         """Checks a request, then leaves it to mlx-lm's handler; the server does not end before there is a reply."""
