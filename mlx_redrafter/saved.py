@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
     """Writes a conversation, whole or not at all.
 
     Args:
-        path: a name that ends in .safetensors.
+        path: a name that ends in .safetensors, in a directory that is there.
         model: that it was held with.
 
     Raises:
@@ -50,6 +51,8 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
     place = expanded(path)
     if place.suffix != ".safetensors":
         raise RedrafterError(f"a session is saved as .safetensors, got {place.name}")
+    if not os.path.isdir(place.parent):
+        raise RedrafterError(f"cannot save the session as {place}: there is no directory {place.parent}")
     if not saved.tokens:
         raise RedrafterError("nothing was said yet, or it has to be read anew: there is no cache to save")
     if odd := [type(c).__name__ for c in saved.cache if not hasattr(prompt_caches, type(c).__name__)]:

@@ -396,8 +396,10 @@ def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(tmp_path: Path) -> Non
     with pytest.raises(RedrafterError, match=r"saved as \.safetensors, got talk\.bin"):
         talk.save(tmp_path / "talk.bin")
     (tmp_path / "file").write_text("")
-    with pytest.raises(RedrafterError, match="cannot save the session"):
-        talk.save(tmp_path / "file" / "talk.safetensors")
+    for folder in ("file", "new", "new/deeper"):
+        with pytest.raises(RedrafterError, match=rf"cannot save the session .* there is no directory .*/{folder}$"):
+            talk.save(tmp_path / folder / "talk.safetensors")
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"], "nothing is made"
     place = tmp_path / "talk.safetensors"
     other = talk.fork()
     other.send([{"role": "user", "content": "hello", "seen": {1}}])

@@ -137,6 +137,13 @@ def test_sessions_are_opened_forked_saved_loaded_reset_and_closed(child: Child, 
     )
 
 
+def test_a_session_is_saved_to_a_folder_that_is_there(child: Child, tmp_path: Path) -> None:
+    place = tmp_path / "new" / "talk.safetensors"
+    child.write(send("1", "def main("), {"type": "save", "id": "2", "path": str(place)})
+    told = f"cannot save the session as {place}: there is no directory {place.parent}"
+    assert child.until("error", "2")[-1]["message"] == told and not place.parent.exists()
+
+
 def test_a_turn_is_cancelled_while_it_is_answered_and_while_it_waits(child: Child) -> None:
     endless = {"max_tokens": -1}
     child.write(send("long", "import os", options=endless), send("next", "import re", options=endless))
