@@ -264,6 +264,7 @@ def test_with_and_without_the_drafter_it_says_the_same(chat: Any) -> None:
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--model", "/nowhere/at/all"], "no such directory"),
         (["--draft-depth", "0"], "draft_depth must be from 1 to 256, got 0"),
+        (["--max-kv-size", "3", "--model", "/nowhere/at/all"], "max_kv_size must be at least 8, got 3"),
         (["--kv-bits", "5.5"], "argument --kv-bits: invalid int value: '5.5'"),
         (["--plan", "maybe"], "argument --plan: invalid choice: 'maybe'"),
     ],

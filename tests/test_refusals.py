@@ -74,6 +74,7 @@ def test_an_impossible_beam_is_refused(options: dict[str, Any], pattern: str) ->
         ({"kv_bits": 4, "kv_group_size": 16}, "kv_group_size must be .*, got 16"),
         ({"kv_bits": 7}, "kv_bits must be .*, got 7"),
         ({"prefill_step_size": 0}, "prefill_step_size must be at least 1, got 0"),
+        ({"max_kv_size": 7}, "max_kv_size must be at least 8, got 7"),
         (
             {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1), "temp": 0.5},
             r"give either a sampler or temp, got both \(temp=0.5\)",
