@@ -124,7 +124,11 @@ def test_what_is_no_json_object_is_refused(raw: bytes, said: str) -> None:
         ("messages", [{"role": "user", "content": ["x"]}]),
         ("messages", [{"role": "user", "content": [{"text": "x"}]}]),
         ("messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}]),
-        ("messages", [{"role": "user", "tool_calls": 3}]),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": None}]}]),
+        ("messages", [{"role": "user"}]),
+        ("messages", [{"role": "system"}, {"role": "user", "content": "x"}]),
+        ("messages", [{"role": "assistant", "tool_calls": 3}]),
         ("tools", {}),
         ("role_mapping", {"user": 3}),
         ("chat_template_kwargs", []),
@@ -160,6 +164,23 @@ def test_a_field_of_the_wrong_kind_is_refused_by_its_name(field: str, value: Any
     with pytest.raises(Refusal) as caught:
         body(**{field: value})
     assert field in str(caught.value) and len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 200
+
+
+def test_a_content_may_be_nothing_where_mlx_lm_has_a_use_for_it() -> None:
+    called = [{"role": "assistant", "tool_calls": []}, {"role": "assistant", "content": None}]
+    told = [*called, {"role": "tool"}, {"role": "user", "content": None}]
+    assert body(messages=told)["messages"] == told
+
+
+def test_what_is_missing_in_a_message_is_named() -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text"}]
+    for message, said in (
+        ({"role": "user"}, "messages[1].content must be a string or a list of parts, got none"),
+        ({"role": "user", "content": parts}, "messages[1].content text must be a string, got null"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            body(messages=[{"role": "user", "content": "x"}, message])
+        assert str(caught.value) == said
 
 
 def test_every_argument_of_apply_chat_template_is_refused_or_known_to_do_no_harm() -> None:

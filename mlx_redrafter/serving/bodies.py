@@ -233,17 +233,22 @@ def objects(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """At least one message: an object with a role, and a content that is text, parts, or nothing."""
+    """At least one message: an object with a role, and a content that is text, parts, or nothing.
+
+    A content of a user or the system that is not there at all is refused: mlx-lm would answer an empty one.
+    """
     for at, message in enumerate(found := objects(name, value)):
         where = f"{name}[{at}]"
         if not isinstance(message.get("role"), str):
             raise Refusal(f"{where}.role must be a string, got {named(message.get('role'))}")
+        if message["role"] in ("user", "system") and "content" not in message:
+            raise Refusal(f"{where}.content must be a string or a list of parts, got none")
         content = message.get("content")
         if isinstance(content, list):
             for part in objects(f"{where}.content", content):
-                text(f"{where}.content type", part.get("type"))
-                if "text" in part:
-                    text(f"{where}.content text", part["text"])
+                kind = text(f"{where}.content type", part.get("type"))
+                if kind == "text" or "text" in part:
+                    text(f"{where}.content text", part.get("text"))
         elif content is not None:
             text(f"{where}.content", content)
         if (calls := message.get("tool_calls")) is not None:
