@@ -31,7 +31,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         options: see `mlx_lm.load`.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be read.
+        CheckpointError: there is no such model, it cannot be read, or has no tokenizer.
     """
     path = find(path_or_hf_repo)
     check_directory(path)
@@ -41,9 +41,20 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         model, tokenizer, *_ = load_target(str(path), **options)
     except Exception as error:  # whatever a damaged directory makes mlx-lm, transformers and their like say
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
+    check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
         evaluate(model)
     return model, tokenizer
+
+
+def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
+    """Refuses the tokenizer that transformers makes where there are no files for one: any text is nothing to it.
+
+    Raises:
+        CheckpointError: it has only special tokens; of the model in `path`.
+    """
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
 
 
 def evaluate(*models: nn.Module | None) -> None:

@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from small import small_drafter, small_llama
+from small import save_target, small_drafter, small_llama
+from toys import make_model, make_tokenizer
 
 from mlx_redrafter import checkpoint
 from mlx_redrafter.checkpoint import load, load_drafter, save_drafter
@@ -343,6 +344,17 @@ def test_a_model_that_mlx_lm_cannot_load_is_refused_in_one_line(stored: Path) ->
     with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$") as raised:
         load(stored)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma"])
+def test_a_model_for_which_transformers_makes_up_an_empty_tokenizer_is_refused(kind: str, tmp_path: Path) -> None:
+    save_target(tmp_path, make_model(kind), make_tokenizer()._tokenizer)
+    assert load(tmp_path)[1].encode("abc") == [1, 2, 3]
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    expected = f"no tokenizer in {tmp_path}: expected tokenizer.json, or the files that it is made from"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(expected)}$"):
+        load(tmp_path)
 
 
 GROUP_SIZES: dict[str, tuple[Any, str]] = {

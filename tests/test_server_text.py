@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import openai
 import pytest
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from service import BEAM, CHAT, END, Reference, ask, client_of, complete, save_toys, server_of, with_toys
-from toys import make_model
+from service import BEAM, CHAT, END, VOCAB, Reference, ask, client_of, complete, save_toys, server_of, with_toys
+from small import save_target
+from toys import make_model, make_tokenizer
 
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import Server
 from mlx_redrafter.serving.prompts import Prompts
 
@@ -215,12 +218,27 @@ def test_a_model_that_cannot_be_had_leaves_the_loaded_one_and_tells_nothing_of_f
     assert server.responder.model_provider.model is before
 
 
+def damaged(root: Path) -> Path:
+    """A target whose tokenizer cannot be read, which is seen once its weights are."""
+    target = save_toys(root) / "target"
+    (target / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return target
+
+
+def without_tokenizer(root: Path) -> Path:
+    """A target for which transformers makes up a tokenizer that knows no text."""
+    save_target(root / "target", make_model("qwen2", vocab=VOCAB), make_tokenizer([END], vocab=VOCAB)._tokenizer)
+    for file in (root / "target").glob("tokenizer*"):
+        file.unlink()
+    return root / "target"
+
+
 @pytest.mark.parametrize("room", [None, 0])
+@pytest.mark.parametrize("made", [damaged, without_tokenizer])
 def test_a_model_that_fails_late_to_load_leaves_the_loaded_one_where_both_fit(
-    room: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Callable[[Path], Path], room: int | None, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = save_toys(tmp_path) / "target"
-    (broken / "tokenizer.json").write_text("{}", encoding="utf-8")  # weights are loaded before
+    broken = made(tmp_path)
     if room is not None:
         monkeypatch.setattr("mlx_redrafter.serving.provider.free", lambda: room)
     with server_of(*with_toys(root), *BEAM) as server:
@@ -231,6 +249,13 @@ def test_a_model_that_fails_late_to_load_leaves_the_loaded_one_where_both_fit(
         again = complete(server, "x", max_tokens=4)
         assert again["choices"] == first["choices"] and again["usage"]["rounds"] == first["usage"]["rounds"] > 0
         assert (provider.model is before) == (room is None)
+
+
+def test_a_server_without_a_tokenizer_does_not_start(tmp_path: Path) -> None:
+    target = without_tokenizer(tmp_path)
+    with pytest.raises(RedrafterError) as caught, server_of("--model", str(target)):
+        pytest.fail("it started")
+    assert str(caught.value) == f"no tokenizer in {target}: expected tokenizer.json, or the files that it is made from"
 
 
 def test_another_model_is_loaded_when_it_is_asked_for_and_has_no_drafters(root: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
 from ..autopilot import flight_of
-from ..checkpoint import WEIGHTS, check_directory, find, load_drafter, read_object
+from ..checkpoint import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafter import Drafter
 from ..errors import CheckpointError, one_line
@@ -110,19 +110,28 @@ class Provider(ModelProvider):
         self.drafters = {}
         super()._load(model_path, adapter_path, None)
         self.is_batchable = False  # every answer is decoded by this package's engine, one at a time
+        try:
+            self._check(model_path)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _check(self, model_path: str) -> None:
+        """Looks at what was loaded, and readies it.
+
+        Raises:
+            RedrafterError: it has no tokenizer; or it is `home`, and the command line does not go with it.
+        """
         model = self.model
+        check_tokenizer(self.tokenizer, model_path)
         if model_path == local(DIRECTORY / "target"):
             set_float32(model)
         self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # built, not computed
         self.home = self.home or self.model_key
         if self.model_key == self.home:
-            try:
-                settings = check_flags(self.cli_args, self.vocab_size)
-                check_request(model, mx.zeros((1,), mx.int32), None, settings.quantization)
-                self.drafters = self.load_drafters(model)
-            except BaseException:
-                self.reset()
-                raise
+            settings = check_flags(self.cli_args, self.vocab_size)
+            check_request(model, mx.zeros((1,), mx.int32), None, settings.quantization)
+            self.drafters = self.load_drafters(model)
 
     def load_drafters(self, model: nn.Module) -> dict[str, Drafter]:
         """The drafters of the command line, checked against their target, and measured where `plan` is "auto".
