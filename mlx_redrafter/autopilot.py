@@ -131,10 +131,10 @@ def known(
     if path is None:
         return costs
     try:
-        found = {"of": described, "times": times, "costs": costs._asdict()}
-        write_text(path, json.dumps(found, indent=1) + "\n")
+        write_text(path, json.dumps({"of": described, "times": times, "costs": costs._asdict()}, indent=1) + "\n")
     except OSError as error:
-        if refresh or not path.exists():  # else another process has kept it at the same moment
+        found = read(path, described)
+        if refresh or found is None or found.times < times:  # else another process has kept it at the same moment
             warnings.warn(f"what was measured cannot be kept: {one_line(error)}", stacklevel=2)
     return costs
 

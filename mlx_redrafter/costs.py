@@ -160,12 +160,13 @@ def is_disturbed(costs: Costs) -> bool:
     """Whether a part took clearly less time than one that does less.
 
     A forward of one node that is read at once does what a plain step does, a longer text is more to read, and a wider
-    level is more to compute. More nodes may really cost less than fewer where kernels change, but hardly twice.
+    level is more to compute. More nodes may really cost less than fewer where kernels change: behind any text, then.
     """
-    drops = (sum(more < AGREES * fewer for fewer, more in pairwise(row)) for row in costs.verify)
+    steps = zip(*([more / fewer for fewer, more in pairwise(row)] for row in costs.verify), strict=True)
+    odd = sum(min(step) < AGREES and (len(step) == 1 or max(step) >= 1) for step in steps)
     less = (
         *zip(costs.plain, (row[0] for row in costs.verify), strict=True),
         *pairwise(costs.plain),
         *pairwise(costs.level),
     )
-    return max(drops) > 1 or any(more < AGREES * fewer for fewer, more in less)
+    return odd > 1 or any(more < AGREES * fewer for fewer, more in less)

@@ -246,13 +246,17 @@ def parts_of(costs: Costs, plan: Plan) -> float:
 
 
 def shorter(one: Costs, other: Costs) -> Costs:
-    """Of two measurements of a pair the shorter times; the second one where they are of different parts.
+    """Of two measurements of a pair the shorter times; of fewer nodes where there was no time for more in one of them.
 
     What disturbs a machine makes times longer. A round is compared whole: what it takes beyond its parts seems short
     where only they were disturbed.
     """
-    if (one.contexts, one.counts, one.widths) != (other.contexts, other.counts, other.widths):
+    if (one.contexts, one.widths) != (other.contexts, other.widths):
         return other
+    counts = min(one.counts, other.counts, key=len)  # both count on from 1
+    one, other = (
+        each._replace(counts=counts, verify=tuple(row[: len(counts)] for row in each.verify)) for each in (one, other)
+    )
     alone = other._replace(
         verify=tuple(least(*rows) for rows in zip(one.verify, other.verify, strict=True)),
         plain=least(one.plain, other.plain),

@@ -351,6 +351,9 @@ def test_a_part_that_took_less_than_one_that_does_less_gives_a_disturbance_away(
     two[4] = two[8] = 2.0
     assert not is_disturbed(flat._replace(verify=(tuple(one), flat.verify[1]))), "kernels change"
     assert is_disturbed(flat._replace(verify=(tuple(two), flat.verify[1])))
+    slower = tuple(1.5 * ms for ms in two)
+    assert not is_disturbed(flat._replace(verify=(tuple(two), slower))), "what is seen twice is so"
+    assert is_disturbed(flat._replace(contexts=(64,), plain=(1.0,), verify=(tuple(two),)))
 
 
 @pytest.fixture
