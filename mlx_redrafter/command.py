@@ -22,12 +22,15 @@ from .comparing import Difference, distance, first_difference
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser, template_config
-from .generation import GenerationResponse, Options, is_text, stream_generate, summary
+from .generation import GenerationResponse, Options, is_text, make_settings, stream_generate, summary
+from .loop import planned
 from .machine import PACKAGES
 from .pair import open_pair
 from .turns import rendered
 
 DEMO_PROMPT = "def main("
+MEASURING = "measuring what a round costs on this machine, ten seconds at most, once for this pair of models"
+NOTHING = "nothing was drafted, as it does not pay here or had no room: python -m mlx_redrafter.doctor tells the costs"
 
 
 def run() -> int:
@@ -58,6 +61,9 @@ def run() -> int:
         if args.verbose and not args.json:
             print(text, end="", flush=True)
 
+    if drafter is not None:
+        begin = (lambda: print(MEASURING, file=sys.stderr)) if args.verbose else (lambda: None)
+        planned(model, drafter, make_settings(drafter, **options), begin=begin)
     if args.compare:
         return compare(args, drafter, options, decode, show)
     tokens, text, last = decode(drafter, show)
@@ -66,8 +72,13 @@ def run() -> int:
     else:
         print("" if args.verbose else text)
     if args.verbose:
-        print(summary(last), file=sys.stderr)
+        print(told(last, drafter), file=sys.stderr)
     return 0
+
+
+def told(last: GenerationResponse, drafter: Drafter | None) -> str:
+    """The summary, and why nothing was drafted where a drafter was there."""
+    return summary(last) + (f"\n{NOTHING}" if drafter is not None and not last.drafted else "")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -219,12 +230,9 @@ def compare(
         print(json.dumps({**record(args, drafter, tokens, text, drafted), "compare": verdict}))
     else:
         print("" if args.verbose else text)
-        print(summary(drafted), file=sys.stderr)
-        print(
-            f"plain {verdict['plain_generation_tps']:.1f}, drafted {verdict['generation_tps']:.1f} tokens-per-sec: "
-            f"{verdict['ratio']:.2f} times",
-            file=sys.stderr,
-        )
+        print(told(drafted, drafter), file=sys.stderr)
+        speeds = verdict["plain_generation_tps"], verdict["generation_tps"], verdict["ratio"]
+        print("plain {:.1f}, with the drafter {:.1f} tokens-per-sec: {:.2f} times".format(*speeds), file=sys.stderr)
         print(f"all {len(tokens)} tokens identical" if apart is None else apart.told, file=sys.stderr)
     return 0 if differs is None else 1
 

@@ -451,7 +451,7 @@ def summary(last: GenerationResponse) -> str:
         depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
         lines.append(
             f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round, {last.rows_per_round:.1f} read; "
-            f"{last.accepted} of {last.drafted} drafted nodes accepted; per depth {depths}"
+            f"{last.accepted} of {last.drafted} drafted nodes accepted" + (f"; per depth {depths}" if depths else "")
         )
     return "\n".join(lines)
 

@@ -114,8 +114,13 @@ def decode(
                 mx.clear_cache()
 
 
-def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Flight | None:
+def planned(
+    model: nn.Module, drafter: Drafter, settings: Settings, begin: Callable[[], None] = lambda: None
+) -> Plan | Flight | None:
     """What decides about each round; None decodes plainly.
+
+    Args:
+        begin: called just before the machine is measured, if it has to be.
 
     Raises:
         UnsupportedModelError: see `check_draftable`.
@@ -127,7 +132,7 @@ def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Fl
         takes_trees = check_draftable(model, tree=True, cache=settings.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
             return line_of(own_depth(drafter))  # what other ranks measure is not known here
-        flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors))
+        flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors), begin=begin)
         return flight if flight.plans else None
     return plan
 

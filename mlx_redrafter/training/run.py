@@ -119,7 +119,7 @@ def askable(settings: Settings, prompts: list[list[int]], say: Say) -> list[list
     longest = settings.max_seq_length - settings.draft_depth
     once = list({tuple(prompt): prompt for prompt in prompts}.values())  # else one is learned and held out
     if len(once) < len(prompts):
-        say(f"{len(prompts) - len(once)} of {len(prompts)} prompts are left out: they are there already")
+        say(f"{len(prompts) - len(once)} of {len(prompts)} prompts are left out: once is enough")
     short = [prompt for prompt in once if len(prompt) < longest]
     if len(short) < len(once):
         say(f"{len(once) - len(short)} of {len(once)} prompts are left out: longer than --max-seq-length allows")
