@@ -22,15 +22,16 @@ from .comparing import Difference, distance, first_difference
 from .drafter import Drafter
 from .errors import RedrafterError
 from .flags import OPTIONS, make_parser, template_config
-from .generation import GenerationResponse, Options, is_text, make_settings, stream_generate, summary
-from .loop import planned
+from .generation import GenerationResponse, Options, is_text, stream_generate, summary
 from .machine import PACKAGES
 from .pair import open_pair
+from .plan import AUTO
 from .turns import rendered
 
 DEMO_PROMPT = "def main("
-MEASURING = "measuring what a round costs on this machine, ten seconds at most, once for this pair of models"
-NOTHING = "nothing was drafted, as it does not pay here or had no room: python -m mlx_redrafter.doctor tells the costs"
+NOTHING = (
+    "nothing was drafted: it does not pay here, or the text was short. python -m mlx_redrafter.doctor tells the costs"
+)
 
 
 def run() -> int:
@@ -61,9 +62,6 @@ def run() -> int:
         if args.verbose and not args.json:
             print(text, end="", flush=True)
 
-    if drafter is not None:
-        begin = (lambda: print(MEASURING, file=sys.stderr)) if args.verbose else (lambda: None)
-        planned(model, drafter, make_settings(drafter, **options), begin=begin)
     if args.compare:
         return compare(args, drafter, options, decode, show)
     tokens, text, last = decode(drafter, show)
@@ -72,13 +70,14 @@ def run() -> int:
     else:
         print("" if args.verbose else text)
     if args.verbose:
-        print(told(last, drafter), file=sys.stderr)
+        print(told(args, last, drafter), file=sys.stderr)
     return 0
 
 
-def told(last: GenerationResponse, drafter: Drafter | None) -> str:
-    """The summary, and why nothing was drafted where a drafter was there."""
-    return summary(last) + (f"\n{NOTHING}" if drafter is not None and not last.drafted else "")
+def told(args: argparse.Namespace, last: GenerationResponse, drafter: Drafter | None) -> str:
+    """The summary, and why nothing was drafted where that was left to `auto`."""
+    unasked = drafter is not None and args.plan == AUTO and not last.drafted
+    return summary(last) + (f"\n{NOTHING}" if unasked else "")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -230,7 +229,7 @@ def compare(
         print(json.dumps({**record(args, drafter, tokens, text, drafted), "compare": verdict}))
     else:
         print("" if args.verbose else text)
-        print(told(drafted, drafter), file=sys.stderr)
+        print(told(args, drafted, drafter), file=sys.stderr)
         speeds = verdict["plain_generation_tps"], verdict["generation_tps"], verdict["ratio"]
         print("plain {:.1f}, with the drafter {:.1f} tokens-per-sec: {:.2f} times".format(*speeds), file=sys.stderr)
         print(f"all {len(tokens)} tokens identical" if apart is None else apart.told, file=sys.stderr)

@@ -12,9 +12,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from . import kv
 from .drafter import Drafter
 from .generation import Options, check_integers, make_settings, plan_of
-from .loop import MOST_REPLAYED
 from .machine import memory
-from .plan import AUTO, Plan, read_plan
+from .plan import AUTO, MOST_REPLAYED, Plan, read_plan
 
 MARGIN = 64
 """Rows that a round may write beyond the text, for the tree it verifies; a larger tree writes more."""

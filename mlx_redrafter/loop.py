@@ -21,7 +21,7 @@ from .autopilot import flight_of
 from .drafter import Drafter
 from .errors import RedrafterError
 from .pilot import Fixed, Flight, Pilot
-from .plan import AUTO, DRAFT_DEPTH, Plan, line_of
+from .plan import AUTO, DRAFT_DEPTH, MOST_REPLAYED, Plan, line_of
 from .prompts import check_prompt
 from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
@@ -29,9 +29,6 @@ from .target import KVQuantization, Target, check_draftable, check_request, mode
 from .types import Tree
 
 CLEAR_EVERY = 256
-MOST_REPLAYED = 8
-"""How many committed tokens a round may read again and draft: behind more it drafts nothing, and the mark moves on."""
-
 
 OnRound = Callable[[Tree, list[int], list[int]], None]
 """Is told of a round: (its tree, the kept nodes from the root down, the tokens it chose, one behind each of them)."""
@@ -114,13 +111,8 @@ def decode(
                 mx.clear_cache()
 
 
-def planned(
-    model: nn.Module, drafter: Drafter, settings: Settings, begin: Callable[[], None] = lambda: None
-) -> Plan | Flight | None:
+def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Flight | None:
     """What decides about each round; None decodes plainly.
-
-    Args:
-        begin: called just before the machine is measured, if it has to be.
 
     Raises:
         UnsupportedModelError: see `check_draftable`.
@@ -132,7 +124,7 @@ def planned(
         takes_trees = check_draftable(model, tree=True, cache=settings.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
             return line_of(own_depth(drafter))  # what other ranks measure is not known here
-        flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors), begin=begin)
+        flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors))
         return flight if flight.plans else None
     return plan
 

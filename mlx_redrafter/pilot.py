@@ -15,7 +15,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from .costs import LONGEST_MS, Costs, low
-from .plan import Plan
+from .plan import MOST_REPLAYED, Plan
 from .planner import Acceptance, Prospect, best, prospect, speed_of
 
 ALLOWED = 0.02
@@ -324,18 +324,32 @@ class Pilot:
         allowed = ALLOWED * (self._plainly + plain * max(0, SHORTEST - self.tokens))
         bearable = plain + 0.49 * allowed if self._forgives else FARTHEST * LONGEST_MS
         under_way = self._flown.plan if self._flown else plan
-        most = under_way.depth if costs.again else 1
 
-        def lost(plan: Plan, again: int, tokens: int) -> float:
-            """By a round that reads so many tokens again and brings so many."""
-            said = costs.round_at(plan, length, again)
-            return max(0.0, min(charge * said, max(said, bearable)) - tokens * plain)
+        def takes(each: Plan, again: int) -> float:
+            """A round that reads so many tokens again, or the plain step that it is behind too many."""
+            if again > MOST_REPLAYED:
+                return costs.step_at(length, again) + costs.draft_at(each)
+            said = costs.round_at(each, length, again)
+            return min(charge * said, max(said, bearable))
 
-        loss = lost(under_way, replayed, 1) + max(lost(plan, replayed + more, more) for more in range(1, most + 1))
-        if costs.again:
-            left = range(1, most + plan.depth)
-            loss += max(costs.step_at(length, replayed + 1 + more) - more * plain for more in left)
+        if not costs.again:
+            return self.balance - (takes(under_way, 0) + takes(plan, 0) - 2 * plain) >= -allowed
+        left = range(1, 1 + (under_way.depth if replayed <= MOST_REPLAYED else 0))
+        ends = [takes(plan, replayed + more) + self._end(plan, length, replayed + more) - more * plain for more in left]
+        loss = takes(under_way, replayed) + max(ends, default=takes(plan, 0) + self._end(plan, length, 0) - plain)
         return self.balance - loss >= -allowed
+
+    def _end(self, plan: Plan, length: int, again: int) -> float:
+        """What the plain step behind a round costs at most beyond a plain step, less what the round brings.
+
+        Args:
+            again: how many tokens the round reads again.
+        """
+        costs, plain = self._costs, self._costs.plain_at(length)
+        if again > MOST_REPLAYED:
+            return -plain
+        left = range(1, plan.depth + 1)
+        return max(costs.step_at(length, again + more) - (1 + more) * plain for more in left)
 
 
 class Evidence:

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 from .errors import RedrafterError
 
+MOST_REPLAYED = 8
+"""How many committed tokens a round may read again and verify: behind more it is a plain step, and marks move on."""
+
 DRAFT_DEPTH = 3
 """K, when neither the caller nor the drafter says."""
 

@@ -98,7 +98,8 @@ class Target:
         self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
         self._marks: list[dict[str, Any]] | None = None  # what the cache goes back to if nothing of a round is kept
         self._replayed: list[int] = []  # committed, but behind the marks
-        self._before: tuple[list[dict[str, Any]], list[int]] | None = None  # what a plain forward would go back to
+        # What a plain forward would go back to: layers (quantising replaces them), marks, what was to be replayed.
+        self._before: tuple[kv.Cache, list[dict[str, Any]], list[int]] | None = None
 
     @cached_property
     def _anatomy(self) -> Anatomy:
@@ -125,8 +126,8 @@ class Target:
         if self._replayed:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
         self._before = None  # what was before the forward before is of no use any more
-        if not self._forgets or (self._ringed and count > 1):  # a ring has dropped rows for several
-            self._before = kv.mark(self.cache), self._replayed
+        if not self._forgets or self._replayed or (self._ringed and count > 1):  # a ring has dropped rows for several
+            self._before = list(self.cache), kv.mark(self.cache), self._replayed
         self._replayed, self._marks = [], None
         try:
             if not tapped:
@@ -193,7 +194,6 @@ class Target:
         before = list(self.cache)
         maybe_quantize_kv_cache(self.cache, start, group_size, bits)
         if any(old is not new for old, new in zip(before, self.cache, strict=True)):
-            self._before = None
             # The next forward, which reads it, may be asked for by another thread.
             self.enqueue()
 
@@ -212,7 +212,7 @@ class Target:
     def forget_(self) -> None:
         """Drops what a forward has read and nobody has committed, in the layers that it has reached."""
         if self._before is not None:
-            marks, self._replayed = self._before
+            self.cache[:], marks, self._replayed = self._before
             kv.restore_(self.cache, marks)
         elif self._forgets and (count := kv.length(self.cache) - self.length):
             kv.compact_([c for c in kv.leaves(self.cache) if c.offset == self.length + count], count, [])

@@ -18,7 +18,8 @@ from supported import README, placed, rows
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import MOST_REPLAYED, Step, decode
+from mlx_redrafter.loop import Step, decode
+from mlx_redrafter.plan import MOST_REPLAYED
 from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 from mlx_redrafter.target import Target, check_draftable, sizes
 

@@ -9,9 +9,8 @@ import pytest
 
 from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.loop import MOST_REPLAYED
 from mlx_redrafter.pilot import ALLOWED, CHANCE, SHORTEST, Drift, Flight, Pilot, make_flight
-from mlx_redrafter.plan import Plan
+from mlx_redrafter.plan import MOST_REPLAYED, Plan
 from mlx_redrafter.planner import (
     DEEPEST_PLANNED,
     MOST,

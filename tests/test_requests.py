@@ -87,7 +87,6 @@ def test_numpy_integers_serve_as_integers() -> None:
     ("given", "plain"),
     [
         ({"temp": 1.0, "top_k": np.int64(5)}, {"temp": 1.0, "top_k": 5}),
-        ({"temp": 1.0, "top_k": True}, {"temp": 1.0, "top_k": 1}),
         (
             {"temp": np.float64(1), "min_p": np.float32(0.25), "min_tokens_to_keep": np.int64(2)},
             {"temp": 1.0, "min_p": 0.25, "min_tokens_to_keep": 2},
