@@ -351,3 +351,21 @@ def test_states_hold_what_was_yielded_where_a_mark_is_broken_off(
         for token in tokens:
             model(mx.array([[token]]), cache=expected)
         hold_the_same(cache, expected)
+
+
+@pytest.mark.parametrize("place", [2, 3, 4, 5])
+def test_a_step_broken_off_where_the_cache_is_quantised_leaves_what_was_yielded(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family("qwen3_5")
+    cache, tokens = new_cache(model), []
+    settings = make_settings(
+        prompt_cache=cache, max_tokens=12, kv_bits=4, kv_group_size=32, quantized_kv_start=len(PROMPT) + 3
+    )
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "read", failing_at(place, loop.read))
+        for step in decode(PROMPT, model, None, settings):
+            tokens.append(step.token)
+    held = {c.offset for c in kv.leaves(cache) if hasattr(c, "offset")}
+    assert len(tokens) == place - 1 and held == {len(PROMPT) + len(tokens)}
+    assert [step.token for step in decode([5], model, None, replace(settings, max_tokens=4))]
