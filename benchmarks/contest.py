@@ -22,9 +22,10 @@ import mlx.nn as nn
 
 from mlx_redrafter.comparing import first_difference
 from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.drift import Drift
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import Settings, decode, planned, served
-from mlx_redrafter.pilot import FIRST, Drift, Flight
+from mlx_redrafter.pilot import FIRST, Flight
 from mlx_redrafter.plan import Plan
 from mlx_redrafter.prognosis import shape
 from mlx_redrafter.stats import Stats

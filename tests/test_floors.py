@@ -19,6 +19,8 @@ ROWS: dict[str, list[set[str]]] = {
         {"errors", "cards", "machine", "parent"},
         {"types", "stats", "plan", "stops", "files", "prompts"},
         {"costs"},
+        {"drift"},
+        {"account"},
     ],
     "pure": [{"beam", "tree", "accept"}],
     "parts": [

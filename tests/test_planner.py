@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from mlx_redrafter.account import ALLOWED, SHORTEST
 from mlx_redrafter.costs import Costs, along
+from mlx_redrafter.drift import CHANCE, Drift
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import ALLOWED, CHANCE, SHORTEST, Drift, Flight, Pilot, make_flight
+from mlx_redrafter.pilot import Flight, Pilot, make_flight
 from mlx_redrafter.plan import MOST_REPLAYED, Plan
 from mlx_redrafter.planner import (
     DEEPEST_PLANNED,
@@ -251,7 +253,7 @@ def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None
         pilot = Pilot(flight)
         pilot.choose(100)
         pilot.saw(None, pilot.pause, 100)
-        pilot.balance = balance
+        pilot.account.balance = balance
         return pilot.choose(100)
 
     allowed = ALLOWED * SHORTEST
