@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from .costs import LONGEST_MS, Costs
 from .drift import FARTHEST
@@ -54,19 +55,25 @@ class Account:
         allowed = ALLOWED * (self._plainly + plain * max(0, SHORTEST - self.tokens))
         bearable = plain + 0.49 * allowed if self._forgives else FARTHEST * LONGEST_MS
 
+        @cache
+        def step(again: int) -> float:
+            """A plain step that reads so many tokens again."""
+            return costs.step_at(length, again)
+
         def takes(plan: Plan, again: int) -> float:
             """A round that reads so many tokens again, or the plain step that it is behind too many."""
             if again > MOST_REPLAYED:
-                return costs.step_at(length, again) + costs.draft_at(plan)
+                return step(again) + costs.draft_at(plan)
             said = costs.round_at(plan, length, again)
             return min(charge * said, max(said, bearable))
 
+        @cache
         def end(depth: int, again: int) -> float:
             """What the plain step behind a round costs at most beyond a plain step, less what the round brings."""
             if again > MOST_REPLAYED:
                 return -plain
-            left = range(1, depth + 1)
-            return max(costs.step_at(length, again + more) - (1 + more) * plain for more in left)
+            whole = step(again + depth) - (1 + depth) * plain
+            return whole if depth == 1 else max(whole, end(depth - 1, again))
 
         def loss(plan: Plan) -> float:
             first = under_way or plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ class Costs(NamedTuple):
 
     def _verify_at(self, nodes: int, length: int) -> float:
         """A forward of the next larger number of nodes that was measured; beyond the largest, `again` for each row."""
-        column = next((i for i, count in enumerate(self.counts) if count >= nodes), len(self.counts) - 1)
+        column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         beyond = max(0, nodes - self.counts[-1])
         return along(self.contexts, [row[column] for row in self.verify], length) + beyond * self.again
 
@@ -142,7 +143,7 @@ def along(places: Sequence[int], values: Sequence[float], place: int) -> float:
     """
     if place <= places[0] or len(places) == 1:
         return values[0]
-    right = next((i for i, at in enumerate(places) if at >= place), len(places) - 1)
+    right = min(bisect_left(places, place), len(places) - 1)
     left = right - 1
     slope = (values[right] - values[left]) / (places[right] - places[left])
     if place > places[-1]:

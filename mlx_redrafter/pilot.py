@@ -8,7 +8,7 @@ take beside each other corrects the table of costs, which may have been measured
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -130,14 +130,13 @@ class Pilot:
         if self._mode is Mode.COASTS:
             self._mode, self._trials = Mode.TRIES, TRIAL
         bears = self.account.bears(length, replayed, self._flown and self._flown.plan, self._drift.charge)
-        among = [each for each in self._prospects.values() if bears(each.plan)]
         if self._mode is Mode.TRIES and self._trials:
             self._trials -= 1
-            chosen, _ = self._best(among, length, -1.0)
+            chosen, _ = self._best(bears, length, -1.0)
         elif self._mode is Mode.FLIES:
-            chosen = self._kept(among, length)
+            chosen = self._kept(bears, length)
         else:
-            chosen, _ = self._best(among, length, MARGIN)
+            chosen, _ = self._best(bears, length, MARGIN)
             failed = self._mode is Mode.TRIES and chosen is None
             self.pause = min(2 * self.pause, LONGEST_PAUSE) if failed else PAUSE
             self._mode = Mode.FLIES
@@ -181,16 +180,16 @@ class Pilot:
         for evidence in (self._lasting, self._passing):
             evidence.add(tokens - 1, tried)
 
-    def _best(self, among: Iterable[Prospect], length: int, margin: float) -> tuple[Prospect | None, float]:
-        """See `best`, with what this text grants and what was seen of the costs."""
-        return best(self._costs, among, length, self.share, margin, self._drift.factor)
+    def _best(self, bears: Callable[[Plan], bool], length: int, margin: float) -> tuple[Prospect | None, float]:
+        """See `best`, with what this text grants and what was seen of the costs, of plans that can be borne."""
+        among = self._prospects.values()
+        return best(self._costs, among, length, self.share, margin, self._drift.factor, bears)
 
-    def _kept(self, among: Collection[Prospect], length: int) -> Prospect | None:
+    def _kept(self, bears: Callable[[Plan], bool], length: int) -> Prospect | None:
         """The plan in use, unless another is so much faster, or plain decoding is."""
-        found, speed = self._best(among, length, -STAYS)
-        if found is None or found is self._flown or self._flown not in among:
+        found, speed = self._best(bears, length, -STAYS)
+        if found is None or self._flown is None or found is self._flown or not bears(self._flown.plan):
             return found
-        assert self._flown is not None
         now = speed_of(self._costs, self._flown, length, self.share, self._drift.factor)
         return found if speed > now * (1 + MARGIN) else self._flown
 

@@ -6,7 +6,7 @@ depth, given that everything before was. How much of that a text grants is one n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -133,17 +133,24 @@ def speed_of(costs: Costs, each: Prospect, length: int, share: float, factor: fl
 
 
 def best(
-    costs: Costs, prospects: Iterable[Prospect], length: int, share: float, margin: float = 0.0, factor: float = 1.0
+    costs: Costs,
+    prospects: Iterable[Prospect],
+    length: int,
+    share: float,
+    margin: float = 0.0,
+    factor: float = 1.0,
+    allowed: Callable[[Plan], bool] = lambda _: True,
 ) -> tuple[Prospect | None, float]:
     """(the fastest behind a text of that length, its tokens per millisecond); None is plain decoding.
 
     Args:
         margin: by how much of plain decoding's speed it must be faster.
         factor: see `speed_of`.
+        allowed: whether a plan may be taken; asked only where it would be.
     """
     found, fastest = None, (1.0 + margin) / costs.plain_at(length)
     for each in prospects:
         speed = speed_of(costs, each, length, share, factor)
-        if speed > fastest:
+        if speed > fastest and allowed(each.plan):
             found, fastest = each, speed
     return found, fastest
