@@ -288,13 +288,18 @@ def test_it_goes_when_its_parent_goes() -> None:
         parent.send_signal(signal.SIGKILL)
         parent.wait(WAIT)
         parent.stdout.close()
-        ended = time.monotonic() + 20
-        while alive(pid) and time.monotonic() < ended:
-            time.sleep(0.1)
-        assert not alive(pid)
+        ends(pid, 20)
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+def ends(pid: int, seconds: float) -> None:
+    """Waits until a process is gone, so long at most."""
+    late = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < late:
+        time.sleep(0.1)
+    assert not alive(pid)
 
 
 def alive(pid: int) -> bool:
@@ -394,10 +399,7 @@ def test_it_goes_when_its_parent_goes_while_it_loads() -> None:
         told = subprocess.run(
             [sys.executable, "-c", code, sys.executable, "-c", slow], stdin=ours, stdout=subprocess.PIPE, timeout=WAIT
         )
-        pid, ended = int(told.stdout), time.monotonic() + WAIT
-        while alive(pid) and time.monotonic() < ended:
-            time.sleep(0.1)
-        assert not alive(pid)
+        ends(int(told.stdout), WAIT)
     finally:
         os.close(ours)
         os.close(theirs)
