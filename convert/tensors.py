@@ -122,6 +122,7 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
 
     def stored(shape: tuple[int, ...], dtype: str, begin: int) -> Stored:
+        """The tensor whose bytes begin there."""
         width = math.prod(shape[1:])
 
         def rows(start: int, stop: int) -> mx.array:

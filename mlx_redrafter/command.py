@@ -59,6 +59,7 @@ def run() -> int:
         return tokens, text, response
 
     def show(text: str) -> None:
+        """Prints a piece of the answer as it comes, where that was asked for."""
         if args.verbose and not args.json:
             print(text, end="", flush=True)
 

@@ -80,6 +80,7 @@ def train_drafter(
     optimizer = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=recipe.weight_decay)
 
     def lesson(iteration: int) -> Sequence[mx.array]:
+        """The arrays of an iteration's loss."""
         heard = hear(model, batches(iteration))
         return lesson_arrays(make_lesson(heard, recipe, vocabulary, iteration), course.dtype)
 

@@ -347,6 +347,7 @@ def interruptible() -> Iterator[threading.Event]:
         return
 
     def note(number: int, frame: Any) -> None:
+        """What SIGINT does."""
         if event.is_set():
             raise KeyboardInterrupt
         event.set()

@@ -49,6 +49,7 @@ def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
     widths = sorted({max(64, 32 * (width // 32)) if width != 2 * hidden_size else width for width in widths})
 
     def sized(vocabularies: Iterable[int | None]) -> list[DrafterArgs]:
+        """Every width and number of blocks with these vocabularies, the most weights first."""
         found = [
             DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
             for width in widths
@@ -118,6 +119,7 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     embed = anatomy(model).embedding
 
     def chain() -> mx.array:
+        """A draft, one hypothesis wide."""
         token, state = mx.zeros((1,), mx.int32), None
         for _ in range(steps):
             state = drafter.advance(embed(token).astype(dtype), state)
