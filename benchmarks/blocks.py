@@ -171,7 +171,7 @@ def parts(costs: Record | None, record: Record) -> float | None:
     if costs is None or not isinstance(record["plan"], list):
         return None
     found, plan = costs_of(costs["costs"]), Plan(*record["plan"])
-    if plan.size not in found.counts or plan.width not in found.widths:
+    if not found.has(plan):
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
     return found._replace(rest=(0.0, 0.0)).round_at(plan, length) / found.plain_at(length)

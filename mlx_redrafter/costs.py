@@ -81,6 +81,10 @@ class Costs(NamedTuple):
         """The same where a round may be no more than a line."""
         return self._replace(widths=self.widths[:1], level=self.level[:1])
 
+    def has(self, plan: Plan) -> bool:
+        """Whether the parts of such a round were measured."""
+        return plan.size in self.counts and plan.width in self.widths
+
     def plain_at(self, length: int) -> float:
         """A step of plain decoding behind a text of that length."""
         return along(self.contexts, self.plain, length)
@@ -95,7 +99,7 @@ class Costs(NamedTuple):
         Raises:
             RedrafterError: its size or its width was not measured.
         """
-        if plan.size not in self.counts or plan.width not in self.widths:
+        if not self.has(plan):
             raise RedrafterError(f"a round of {plan.size} nodes, {plan.width} wide, was not measured")
         verify = self._verify_at(plan.size, length)
         least = self.plain_at(length)  # what is hidden is never the forward itself: less was a bad measurement

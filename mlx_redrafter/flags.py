@@ -38,9 +38,6 @@ OPTIONS = (
 )
 """(parameter of `make_settings`, type, help); the flag is the name with dashes."""
 
-BEAM = ("plan", "beam_width", "draft_depth", "tree_size")
-"""Those of `OPTIONS` that say what a round drafts."""
-
 
 def truth(text: str) -> bool:
     """As mlx-lm reads a boolean flag."""

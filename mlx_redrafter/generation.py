@@ -27,7 +27,7 @@ from .rounds import Chooser, Processor
 from .sampling import make_sampler
 from .stats import Stats
 from .stops import StopStrings
-from .target import SMALLEST_RING, KVQuantization
+from .target import KVQuantization, check_ring
 from .wiring import wired
 
 SILENT_ROUNDS = 16
@@ -150,8 +150,7 @@ def make_settings(
     )
     if prefill_step_size < 1:
         raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
-    if max_kv_size is not None and max_kv_size < SMALLEST_RING:
-        raise RedrafterError(f"max_kv_size must be at least {SMALLEST_RING}, got {max_kv_size}")
+    check_ring(max_kv_size)
     check_callers(logits_processors, prompt_progress_callback, on_drafter_failure, prompt_cache, on_round)
     chosen = make_sampler(
         seed=fresh_seed() if seed is None else int(seed),

@@ -13,13 +13,10 @@ from . import kv
 from .drafter import Drafter
 from .generation import Options, check_integers, make_settings, plan_of
 from .machine import memory
-from .plan import AUTO, MOST_REPLAYED, Plan, read_plan
+from .plan import AUTO, MOST_REPLAYED, SHAPE, Plan, read_plan
 
 MARGIN = 64
 """Rows that a round may write beyond the text, for the tree it verifies; a larger tree writes more."""
-
-BEAM = ("beam_width", "draft_depth", "tree_size")
-"""The options that say how large a tree is."""
 
 PREFILL_STEP_SIZE: int = inspect.signature(make_settings).parameters["prefill_step_size"].default
 """Of a prompt, where nothing is said."""
@@ -110,9 +107,9 @@ def reach_of(drafter: Drafter | None, turn: Options, count: int) -> Reach:
     Raises:
         RedrafterError: an option that says so is out of its range.
     """
-    asked = turn.get("plan", AUTO), *(turn.get(name) for name in BEAM)
+    asked = turn.get("plan", AUTO), *(turn.get(name) for name in SHAPE)
     size = turn.get("prefill_step_size", PREFILL_STEP_SIZE)
-    check_integers(prefill_step_size=size, **dict(zip(BEAM, asked[1:], strict=True)))
+    check_integers(prefill_step_size=size, **dict(zip(SHAPE, asked[1:], strict=True)))
     plan = plan_of(drafter, read_plan(*asked), ordered=bool(turn.get("logits_processors")))  # type: ignore[arg-type]
     nodes = plan.size if isinstance(plan, Plan) else 0
     return Reach(max(1, min(size, count - 1)), max(MARGIN, nodes + MOST_REPLAYED))
@@ -175,12 +172,12 @@ def growth_of(
             fixed += sum(array.nbytes for array in arrays(getattr(c, "state", None)))
         elif c.keys is not None:
             found = [*arrays(c.keys), *arrays(c.values)]
-            held = found[0].shape[-2]
-            layer = Rows(sum(array.nbytes for array in found) / held, getattr(c, "step", 1))
+            count = found[0].shape[-2]
+            layer = Rows(sum(array.nbytes for array in found) / count, getattr(c, "step", 1))
             if isinstance(c, RotatingKVCache):
                 layer = layer._replace(most=c.max_size)
             elif kv_bits is not None and hasattr(c, "to_quantized"):  # a scale and a bias for every group
-                packed = sum((kv_bits / 8 + 2 * x.itemsize / kv_group_size) * x.size for x in found) / held
+                packed = sum((kv_bits / 8 + 2 * x.itemsize / kv_group_size) * x.size for x in found) / count
                 layer = layer._replace(packed=packed, start=quantized_kv_start)
             rows.append(layer)
     return Growth(fixed, tuple(rows))
@@ -188,7 +185,12 @@ def growth_of(
 
 def bytes_of(cache: kv.Cache) -> int:
     """What a cache holds."""
-    return sum(array.nbytes for array in arrays([list(vars(c).values()) for c in kv.leaves(cache)]))
+    return sum(array.nbytes for array in held(cache))
+
+
+def held(cache: kv.Cache) -> list[mx.array]:
+    """Every array in a cache."""
+    return arrays([list(vars(c).values()) for c in kv.leaves(cache)])
 
 
 def arrays(tree: Any) -> list[mx.array]:

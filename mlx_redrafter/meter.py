@@ -231,13 +231,8 @@ def with_rest(costs: Costs, rounds: Sequence[float]) -> Costs:
         rounds: the milliseconds of a `LINE` and of a `TREE`; what was not measured of a tree is that of a line.
     """
     line = rounds[0] - parts_of(costs, LINE)
-    tree = rounds[1] - parts_of(costs, TREE) if measured(costs, TREE) else line
+    tree = rounds[1] - parts_of(costs, TREE) if costs.has(TREE) else line
     return costs._replace(rest=(line, tree))
-
-
-def measured(costs: Costs, plan: Plan) -> bool:
-    """Whether the parts of such a round were."""
-    return plan.size in costs.counts and plan.width in costs.widths
 
 
 def parts_of(costs: Costs, plan: Plan) -> float:
@@ -269,7 +264,7 @@ def shorter(one: Costs, other: Costs) -> Costs:
 def rounds_of(costs: Costs) -> tuple[float, ...]:
     """The milliseconds of a whole `LINE` and of a whole `TREE`, where that was measured."""
     pairs = zip((LINE, TREE), costs.rest, strict=True)
-    return tuple(parts_of(costs, plan) + rest if measured(costs, plan) else 0.0 for plan, rest in pairs)
+    return tuple(parts_of(costs, plan) + rest if costs.has(plan) else 0.0 for plan, rest in pairs)
 
 
 def least(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:

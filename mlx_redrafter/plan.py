@@ -24,6 +24,12 @@ AUTO: Literal["auto"] = "auto"
 OFF = "off"
 """Plain decoding, though there is a drafter."""
 
+SHAPE = ("beam_width", "draft_depth", "tree_size")
+"""The options that say how large a tree is."""
+
+BEAM = ("plan", *SHAPE)
+"""Those that say what a round drafts."""
+
 
 class Plan(NamedTuple):
     """W hypotheses of K drafted tokens, of which the N likeliest nodes, root included, are verified."""

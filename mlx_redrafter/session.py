@@ -21,7 +21,7 @@ from .checkpoint import evaluate
 from .drafter import Drafter
 from .errors import RedrafterError
 from .generation import GenerationResponse, Options, check_callers, check_integers, make_settings, stream_generate
-from .growth import Budget, arrays, growth_of, reach_of
+from .growth import Budget, growth_of, held, reach_of
 from .saved import Saved, read_saved, write_saved
 from .turns import Message, as_messages, behind, template_of, whole
 
@@ -375,7 +375,7 @@ class Session:
             else:
                 self._cache = cache
             # Another turn's thread cannot; some forwards put other weights into the model.
-            mx.eval(arrays([list(vars(c).values()) for c in kv.leaves(cache)]), self.model)
+            mx.eval(held(cache), self.model)
             if sound:
                 self._unread = unread and not said
 

@@ -298,8 +298,7 @@ def check_request(
         RedrafterError: rings to be quantised or too small, token ids outside the vocabulary, a cache of another model,
             or a KV group size that does not divide the head size.
     """
-    if max_kv_size is not None and max_kv_size < SMALLEST_RING:
-        raise RedrafterError(f"max_kv_size must be at least {SMALLEST_RING}, got {max_kv_size}")
+    check_ring(max_kv_size)
     probe = make_prompt_cache(model, max_kv_size)
     if quantization.bits is not None and kv.rings(probe if cache is None else cache):
         raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantise a RotatingKVCache")
@@ -323,6 +322,16 @@ def check_request(
             if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
                 raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
     return vocab_size
+
+
+def check_ring(max_kv_size: int | None) -> None:
+    """Refuses a ring of too few rows.
+
+    Raises:
+        RedrafterError: `max_kv_size` is less than `SMALLEST_RING`.
+    """
+    if max_kv_size is not None and max_kv_size < SMALLEST_RING:
+        raise RedrafterError(f"max_kv_size must be at least {SMALLEST_RING}, got {max_kv_size}")
 
 
 def check_draftable(model: nn.Module, *, tree: bool, cache: kv.Cache | None = None) -> str | None:

@@ -9,10 +9,9 @@ from typing import Any
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
 from ..drafter import Drafter
-from ..flags import BEAM
 from ..generation import make_settings
 from ..loop import Settings
-from ..plan import AUTO, DEEPEST, Plan, make_plan, read_plan
+from ..plan import AUTO, BEAM, DEEPEST, Plan, make_plan, read_plan
 from .bodies import LARGEST, Refusal
 
 CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")

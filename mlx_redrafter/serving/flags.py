@@ -11,7 +11,8 @@ from typing import Any
 from mlx_lm import server
 
 from ..errors import RedrafterError
-from ..flags import BEAM, OPTIONS, add_options, add_plain
+from ..flags import OPTIONS, add_options, add_plain
+from ..plan import BEAM
 
 CONCURRENCY = 4
 """Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""
