@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,11 @@ FORMAT = 2
 
 TIMES = 3
 """A pair is measured so many times at most while what is found contradicts itself."""
+
+
+def tell() -> None:
+    """Logs why nothing comes for a while."""
+    logging.getLogger(__name__).info("measuring this machine for these models: some ten seconds")
 
 
 class Kept(NamedTuple):
@@ -81,7 +87,7 @@ def flight_of(
     trees: bool,
     lines: bool = False,
     refresh: bool = False,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = tell,
 ) -> Flight:
     """Costs, acceptance and plans of a pair; measured when that was not done on this machine before.
 
@@ -113,7 +119,7 @@ def known(
     *,
     trees: bool,
     refresh: bool = False,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = tell,
 ) -> Costs:
     """The costs that are kept for this pair and this machine, or else measured now, and kept; see `flight_of`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -23,7 +24,7 @@ def guarded(module: str) -> None:
     with open_streams():
         try:
             with_backend()
-            with plain_warnings():
+            with plain_warnings(), own_log():
                 status = import_module(module).run()
             sys.stdout.flush()
         except KeyboardInterrupt:
@@ -69,6 +70,21 @@ def plain_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = before
+
+
+@contextmanager
+def own_log() -> Iterator[None]:
+    """Shows on stderr what the package logs, unless the command has set up a log of its own."""
+    logger, handler = logging.getLogger(__package__), logging.StreamHandler()
+    handler.addFilter(lambda record: not logging.root.handlers)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def silence() -> None:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -344,8 +344,14 @@ def stream_generate(
     ids = encode(tokenizer, prompt)
     watch = watch_for(stop)
     detokenizer = tokenizer.detokenizer
-    started = time.perf_counter()
-    prompt_tps = 0.0
+    started = prompt_tps = 0.0
+
+    def progress(done: int, total: int) -> None:
+        """The prompt's time begins when it is read, behind what `plan="auto"` may measure first."""
+        nonlocal started
+        started = time.perf_counter() if done == 0 else started
+        if settings.prompt_progress_callback is not None:
+            settings.prompt_progress_callback(done, total)
 
     def response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
         """What is yielded for a step, the `count`-th, that adds `text`."""
@@ -371,7 +377,10 @@ def stream_generate(
             seed=options["seed"] or 0,
         )
 
-    with wired(model), closing(_steps(ids, model, drafter, settings)) as steps:
+    with (
+        wired(model),
+        closing(_steps(ids, model, drafter, replace(settings, prompt_progress_callback=progress))) as steps,
+    ):
         count, last = 0, Stats()
         for count, step in enumerate(steps, 1):
             if count == 1:

@@ -16,14 +16,14 @@ import pytest
 from families import Follower, contents, make_family, overheard, script
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from toys import make_model
+from toys import make_model, make_tokenizer
 
-from mlx_redrafter import autopilot, kv, loop, meter, wiring
+from mlx_redrafter import autopilot, generation, kv, loop, meter, wiring
 from mlx_redrafter.autopilot import flight_of, known
 from mlx_redrafter.costs import Costs
 from mlx_redrafter.drafter import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generation import generate_step, make_settings
+from mlx_redrafter.generation import Options, generate_step, make_settings, stream_generate
 from mlx_redrafter.loop import decode
 from mlx_redrafter.meter import CONTEXTS, TURNS, Part, contexts_of, settled, shorter
 from mlx_redrafter.pilot import Pilot, make_flight
@@ -156,6 +156,28 @@ def test_the_first_text_with_a_processor_measures_nothing_again(counted: list[in
     for processors in ([], make_logits_processors(repetition_penalty=1.2)):
         list(generate_step(PROMPT[:3], model, drafter, logits_processors=processors, max_tokens=4))
     assert len(counted) == 1
+
+
+def test_what_is_measured_first_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.25
+        return now[0]
+
+    def measure(*args: Any, **options: Any) -> Costs:
+        now[0] += 1000.0
+        return CHEAP
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setattr(autopilot, "measure", measure)
+    monkeypatch.setattr(generation.time, "perf_counter", clock)
+    model, drafter = pair()
+    seen: list[tuple[int, int]] = []
+    options: Options = {"max_tokens": 1, "prompt_progress_callback": lambda *of: seen.append(of)}
+    (response,) = stream_generate(model, make_tokenizer(), [1, 2, 3], drafter=drafter, **options)
+    assert seen[0] == (0, 3) and seen[-1] == (3, 3) and now[0] > 1000
+    assert response.prompt_tps > 0.1
 
 
 @pytest.mark.parametrize("sound_from", [1, 2, 9])

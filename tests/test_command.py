@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import cli, generate_step, load, wiring
+from mlx_redrafter.autopilot import TIMES
 from mlx_redrafter.checkpoint import save_drafter
 from mlx_redrafter.comparing import Difference, distance
 from mlx_redrafter.doors import guarded
@@ -189,6 +191,19 @@ def test_a_warning_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == "warning: chains, not trees\n"
+
+
+def test_it_says_when_it_measures(pair: tuple[str, str], tmp_path: Path) -> None:
+    script = (
+        "from mlx_redrafter import meter; from mlx_redrafter.doors import guarded; meter.SECONDS = 0.3; "
+        "guarded('mlx_redrafter.command')"
+    )
+    command = [sys.executable, "-c", script, "--model", pair[0], "--drafter", pair[1], "-m", "4", "-p", "some text"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    said = "measuring this machine for these models: some ten seconds\n"
+    times = TIMES + 1  # as often as a table may be measured that contradicts itself, and once more
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(times)]
+    assert runs[0].stderr.startswith(said) and said not in runs[-1].stderr
 
 
 def test_the_prompt_comes_from_stdin_and_escapes_are_read(pair: tuple[str, str], run: Any) -> None:

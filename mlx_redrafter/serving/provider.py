@@ -159,7 +159,6 @@ class Provider(ModelProvider):
         beam = (args.beam_width, args.draft_depth, args.tree_size)
         if args.plan != AUTO or beam != (None, None, None):
             return
-        logging.info("Measuring what a round costs on this machine...")
         trees = check_draftable(model, tree=True) is None
         for branched in {trees, False}:
             flight_of(model, drafter, trees=branched)
