@@ -64,8 +64,8 @@ class Account:
             """A round that reads so many tokens again, or the plain step that it is behind too many."""
             if again > MOST_REPLAYED:
                 return step(again) + costs.draft_at(plan)
-            charged = costs.round_at(plan, length, again, charge)
-            return charged if charge <= 1 else min(charged, max(costs.round_at(plan, length, again), bearable))
+            said = costs.round_at(plan, length, again)
+            return min(charge * said, max(said, bearable))
 
         @cache
         def end(depth: int, again: int) -> float:

@@ -93,11 +93,8 @@ class Costs(NamedTuple):
         """A draft of that plan, whose width was measured."""
         return plan.depth * self.level[self.widths.index(plan.width)]
 
-    def round_at(self, plan: Plan, length: int, replayed: float = 0.0, factor: float = 1.0) -> float:
+    def round_at(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """A round of that plan behind a text of that length, which reads so many tokens again.
-
-        Args:
-            factor: how many times as long as the table says it really takes; never less than a plain step.
 
         Raises:
             RedrafterError: its size or its width was not measured.
@@ -107,7 +104,7 @@ class Costs(NamedTuple):
         verify = self._verify_at(plan.size, length)
         least = self.plain_at(length)  # what is hidden is never the forward itself: less was a bad measurement
         alone = max(verify + self.draft_at(plan) + self.rest[plan.width > 1], least)
-        return max(factor * (alone + (self._more(plan.size, length, replayed) if self.again else 0.0)), least)
+        return alone + (self._more(plan.size, length, replayed) if self.again else 0.0)
 
     def step_at(self, length: int, replayed: float = 0.0) -> float:
         """A step of plain decoding behind a text of that length, which reads so many tokens again."""

@@ -18,11 +18,8 @@ DOUBT, UNSEEN = 1.2, 96
 plain steps once more. Two comparisons in a row that say so are believed alone."""
 
 FARTHEST = 4.0
-"""Rounds are never thought to take more times what the table says."""
-
-AGREE, LEAST = 3, 0.75
-"""Nor less than the table says, or a slow moment of plain steps would make them look cheap; unless so many comparisons
-all say so. Then the dearest of them counts, and this share of the table's at least."""
+"""Rounds are never thought to take more times what the table says, and never less than it says: a slow moment while
+plain steps are seen must not make rounds look cheap."""
 
 
 class Drift:
@@ -91,13 +88,8 @@ class Drift:
         return [min(low(self._rounds) / low(self._plain), FARTHEST)] if enough else []
 
     def _factor(self, now: list[float], chance: float = CHANCE) -> float:
-        if not (found := [*self._compared, *now]):
-            return 1.0
-        root = len(found) ** 0.5
-        if (dear := low(found) / (1 + chance / root)) >= 1:
-            return min(dear, FARTHEST)
-        cheap = max(found) * (1 + CHANCE / root)
-        return min(max(cheap, LEAST), 1.0) if len(found) >= AGREE else 1.0
+        found = [*self._compared, *now]
+        return min(max(low(found) / (1 + chance / len(found) ** 0.5), 1.0), FARTHEST) if found else 1.0
 
     @property
     def knows(self) -> bool:

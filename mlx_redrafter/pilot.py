@@ -172,9 +172,10 @@ class Pilot:
                 self._drift.saw(took, plain, plain=True)
             self.account.made(tokens, length, tokens * plain + more)
             return
+        said = self._costs.round_at(plan, length, replayed)
         if took is not None:
-            self._drift.saw(took, self._costs.round_at(plan, length, replayed), plain=False)
-        self.account.made(tokens, length, self._costs.round_at(plan, length, replayed, self._drift.charge))
+            self._drift.saw(took, said, plain=False)
+        self.account.made(tokens, length, self._drift.charge * said)
         tried = sum(self._prospects[plan].rates[:tokens])
         for evidence in (self._lasting, self._passing):
             evidence.add(tokens - 1, tried)

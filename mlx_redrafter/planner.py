@@ -126,10 +126,10 @@ def speed_of(costs: Costs, each: Prospect, length: int, share: float, factor: fl
     """Tokens per millisecond; where accepted tokens must be read again, each is, once.
 
     Args:
-        factor: see `Costs.round_at`.
+        factor: what a round really takes, in what the table says.
     """
     tokens = each.tokens_at(share)
-    return tokens / costs.round_at(each.plan, length, tokens - 1, factor)
+    return tokens / (factor * costs.round_at(each.plan, length, tokens - 1))
 
 
 def best(

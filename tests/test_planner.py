@@ -9,7 +9,7 @@ import pytest
 
 from mlx_redrafter.account import ALLOWED, SHORTEST
 from mlx_redrafter.costs import Costs, along
-from mlx_redrafter.drift import CHANCE, LEAST, Drift
+from mlx_redrafter.drift import CHANCE, Drift
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.pilot import Flight, Pilot, make_flight
 from mlx_redrafter.plan import MOST_REPLAYED, Plan
@@ -343,52 +343,6 @@ def test_drift_is_that_of_the_first_rounds_of_a_flight_beside_the_plain_steps_be
         for plain, took in ((True, 8.0), (True, 8.0), (False, 8.0), (False, 8.0)):
             drift.saw(took, 1.0, plain=plain)
     assert drift.factor == 1.0 and not drift.doubts, "slow seconds are slow for both"
-
-
-def compared(drift: Drift, ratio: float) -> None:
-    """A flight whose rounds take so many times what plain steps beside them do."""
-    for plain in (True, False):
-        for _ in range(8):
-            drift.saw(1.0 if plain else ratio, 1.0, plain=plain)
-
-
-def test_rounds_are_thought_cheaper_than_the_table_says_only_where_comparisons_agree() -> None:
-    drift = Drift()
-    for ratio in (0.8, 0.7):
-        compared(drift, ratio)
-        assert drift.factor == drift.charge == 1.0, "too few"
-    compared(drift, 0.78)
-    assert drift.factor == drift.charge == pytest.approx(0.8 * (1 + CHANCE / 3**0.5)), "the dearest of them"
-    compared(drift, 1.01)
-    assert drift.factor == drift.charge == 1.0, "they do not agree"
-    for _ in range(5):
-        compared(drift, 0.5)
-    assert drift.factor == drift.charge == LEAST
-    compared(drift, 0.97)
-    compared(drift, 0.97)
-    assert drift.factor == drift.charge == 1.0, "two surprises in a row are believed alone"
-
-
-def test_a_table_that_is_too_dear_is_corrected_by_what_is_seen() -> None:
-    truth = costs_of("gentle")
-    costs = dearer(truth, 1.4)
-    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
-    for seed in range(3):
-        fly(costs, lambda at: 1.0, 256, seed, truth=truth, flight=flight)
-
-    def speed(table: Costs, flight: Flight | None) -> float:
-        """Of twenty texts of some promise."""
-        return sum(fly(table, lambda at: 0.6, 512, seed, truth=truth, flight=flight) for seed in range(20)) / 20
-
-    alone, corrected, right = speed(costs, None), speed(costs, flight), speed(truth, None)
-    assert corrected > 1.03 * alone and corrected > 0.965 * right
-    assert min(fly(costs, lambda at: 0.0, 256, seed, truth=truth, flight=flight) for seed in range(6)) > 1 - ALLOWED
-
-
-def test_a_round_that_is_thought_cheap_still_takes_a_plain_step() -> None:
-    costs = costs_of("flat")
-    assert costs.round_at(Plan(1, 1, 2), 64, factor=0.1) == costs.plain_at(64)
-    assert costs.round_at(Plan(1, 15, 16), 64, factor=3.0) == 3 * costs.round_at(Plan(1, 15, 16), 64)
 
 
 def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
