@@ -7,9 +7,10 @@ have used there, and the same seed gives the same text with and without a drafte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
@@ -100,7 +101,8 @@ class PerNode:
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
         """See `Sampler.choose`."""
-        chosen = [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
+        with random_kept():
+            chosen = [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
         return mx.concatenate(chosen)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
@@ -174,9 +176,27 @@ class ByPosition:
         return self._scaled(logits, draws.coin[row]) + draws.gumbel[row]
 
     def _scaled(self, logprobs: mx.array, coin: mx.array) -> mx.array:
-        for keep in self._filters:
-            logprobs = keep(logprobs, coin)
+        if self._filters:
+            with random_kept():
+                for keep in self._filters:
+                    logprobs = keep(logprobs, coin)
         return logprobs * (1 / self._temp)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Gives mx.random its key back when what is within is broken off.
+
+    mlx-lm's filters are compiled with that key as an input and an output, each time they meet a new shape. Broken off
+    meanwhile, they leave a placeholder in its place, and nothing in the process could be drawn any more.
+    """
+    (key,) = cast(list[mx.array], mx.random.state)
+    try:
+        yield
+    except BaseException:
+        high, low = cast(list[int], key.tolist())
+        mx.random.seed(high << 32 | low)
+        raise
 
 
 def _mix(seed: int) -> tuple[int, int]:
