@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from . import kv
 from .errors import UnsupportedModelError
+from .locks import alone
 from .positions import Nodes, Offsets, by_node
 
 T = TypeVar("T")
@@ -107,8 +108,8 @@ def reading(
     first = Offsets(nodes)
     views = [viewed(c, nodes, first, made) for c in cache]
     if not nodes.branched:
-        return alone(lambda: call(views)), views, made, []
-    result, calls = alone(lambda: by_node(nodes, lambda: call(views), made))
+        return alone(_building, lambda: call(views)), views, made, []
+    result, calls = alone(_building, lambda: by_node(nodes, lambda: call(views), made))
     return result, views, made, calls
 
 
@@ -183,20 +184,4 @@ def tapped(place: Slot, call: Callable[[], T]) -> tuple[T, list[mx.array]]:
         finally:
             parent[name] = child  # once more: a Ctrl-C may have come before the line above
 
-    return alone(heard)
-
-
-def alone(call: Callable[[], T]) -> T:
-    """What `call` returns; one thread at a time wraps a model."""
-    outermost = not held()
-    try:
-        with _building:
-            return call()
-    finally:
-        while outermost and held():  # a Ctrl-C came between the call and the release
-            _building.release()
-
-
-def held() -> bool:
-    """Whether this thread is wrapping a model; `threading.Condition` asks its lock in the same way."""
-    return bool(cast(Any, _building)._is_owned())
+    return alone(_building, heard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,11 +15,18 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from .locks import alone
+
 LARGE = 0.9
 """Share of the recommended working set from which on mlx-lm calls a model large."""
 
+
+class User:
+    """Who needs the limit. One that is gone without a word, between two Ctrl-Cs, does not hold it for the others."""
+
+
 _lock = threading.RLock()
-_users: set[object] = set()
+_users: weakref.WeakSet[User] = weakref.WeakSet()
 _before: int | None = None
 """The limit that was there before the first of `_users` came; None where there is none, as on a CPU."""
 
@@ -30,23 +38,22 @@ def wired(model: nn.Module) -> Iterator[None]:
     The limit is the process's: the first to come raises it, the last to go sets it back. mlx-lm's own context manager
     would have each of two threads set back what it found.
     """
-    mine = object()
+    mine = User()
     try:
-        raise_limit(mine, model)
-        yield
+        try:
+            raise_limit(mine, model)
+            yield
+        finally:
+            give_back(mine)
     finally:
-        give_back(mine)
+        give_back(mine)  # a Ctrl-C came into the line above
 
 
-def raise_limit(user: object, model: nn.Module) -> None:
+def raise_limit(user: User, model: nn.Module) -> None:
     """Raises the limit, if nobody has; warns of a model that leaves little of it, as mlx-lm does on stdout."""
-    global _before
-    with _lock:
-        if not _users:
-            _before = maybe_set_recommended_wired_limit()
-        _users.add(user)
-        if _before is None:
-            return
+    alone(_lock, lambda: _enter(user))
+    if _before is None:
+        return
     arrays = cast(list[tuple[str, Any]], tree_flatten(model))
     size = sum(array.nbytes for _, array in arrays if isinstance(array, mx.array))
     most = int(mx.device_info()["max_recommended_working_set_size"])
@@ -58,15 +65,25 @@ def raise_limit(user: object, model: nn.Module) -> None:
         )
 
 
-def give_back(user: object) -> None:
+def give_back(user: User) -> None:
     """Sets the limit back, if nobody else needs it; what the user's thread has enqueued is awaited before."""
-    global _before
     try:
         if user in _users and _before is not None:
             mx.synchronize(generation_stream)
     finally:
-        with _lock:
-            _users.discard(user)
-            if not _users and _before is not None:
-                mx.set_wired_limit(_before)
-                _before = None
+        alone(_lock, lambda: _leave(user))
+
+
+def _enter(user: User) -> None:
+    global _before
+    if not _users and _before is None:
+        _before = maybe_set_recommended_wired_limit()
+    _users.add(user)
+
+
+def _leave(user: User) -> None:
+    global _before
+    _users.discard(user)
+    if not _users and _before is not None:
+        mx.set_wired_limit(_before)
+        _before = None

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "mlx_redrafter"
 # import those on an earlier one.
 ROWS: dict[str, list[set[str]]] = {
     "values": [
-        {"errors", "cards", "machine", "parent"},
+        {"errors", "cards", "locks", "machine", "parent"},
         {"types", "stats", "plan", "stops", "files", "prompts"},
         {"costs"},
         {"drift"},
