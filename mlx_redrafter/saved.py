@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from transformers.utils import get_json_schema
 
 from . import kv
 from .autopilot import tensors
@@ -31,11 +32,13 @@ class Saved(NamedTuple):
         cache: what was read and said.
         tokens: the ids that it holds.
         messages: the same as messages.
+        template: arguments of the chat template that they were read with; None where a file does not say.
     """
 
     cache: kv.Cache
     tokens: list[int]
     messages: list[Message]
+    template: dict[str, Any] | None
 
 
 def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
@@ -57,11 +60,13 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
         raise RedrafterError("nothing was said yet, or it has to be read anew: there is no cache to save")
     if odd := [type(c).__name__ for c in saved.cache if not hasattr(prompt_caches, type(c).__name__)]:
         raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
-    told = {"format": FORMAT, "model": tensors(model), "tokens": saved.tokens, "messages": saved.messages}
+    told = saved._asdict() | {"format": FORMAT, "model": tensors(model)}
+    del told["cache"]
     try:
+        text = json.dumps(told, default=get_json_schema)  # of tools that are functions, as templates see them
         with replacing(place) as partly:
-            save_prompt_cache(str(partly), saved.cache, {"session": json.dumps(told)})
-    except (OSError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+            save_prompt_cache(str(partly), saved.cache, {"session": text})
+    except Exception as error:  # functions among the tools may be refused in as many ways
         raise RedrafterError(f"cannot save the session as {place}: {one_line(error)}") from error
 
 
@@ -82,6 +87,9 @@ def read_saved(path: str | Path, model: nn.Module) -> Saved:
         if told["model"] != tensors(model):
             raise RedrafterError("it was saved with another model")
         tokens, messages = told["tokens"], as_messages(told["messages"])
+        template = told.get("template")
+        if not isinstance(template, dict | None):
+            raise RedrafterError("expected arguments of a chat template")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise RedrafterError("expected a list of token ids")
         check_request(model, check_prompt(tokens), cache, KVQuantization())
@@ -90,4 +98,4 @@ def read_saved(path: str | Path, model: nn.Module) -> Saved:
         mx.eval([c.state for c in cache])
     except Exception as error:  # a damaged file fails in as many ways
         raise RedrafterError(f"cannot read the session {place}: {one_line(error)}") from error
-    return Saved(cache, tokens, messages)
+    return Saved(cache, tokens, messages, template)

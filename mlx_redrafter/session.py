@@ -128,7 +128,7 @@ class Session:
         growth = growth_of(model, **{name: options[name] for name in OF_CACHE if name in options})  # type: ignore[literal-required]
         self._budget, self._trims = Budget(growth, memory_budget), when_full == "trim"
         evaluate(model, drafter)  # turns may come from other threads
-        self._lock, self._use = threading.Lock(), cast(Use | None, None)
+        self._uses: dict[None, Use] = {}  # the one that is on, or none
         self._empty()
 
     @property
@@ -209,7 +209,7 @@ class Session:
         Returns:
             Whether there was one.
         """
-        if (use := self._use) is None:
+        if (use := self._uses.get(None)) is None:
             return False
         use.cancelled = True
         return True
@@ -223,7 +223,7 @@ class Session:
         """Another session that has come as far as this one; what one says later is not in the other."""
         with self._held():
             other = copy.copy(self)
-            other._lock, other._use = threading.Lock(), None
+            other._uses = {}
             other._cache = copy.deepcopy(self._cache)
             other._tokens, other._messages = list(self._tokens), copy.deepcopy(self._messages)
             return other
@@ -235,12 +235,12 @@ class Session:
             path: a name that ends in .safetensors.
 
         Raises:
-            RedrafterError: it cannot be written, nothing was said yet, or the last turn was broken off while all was
-                read anew.
+            RedrafterError: it cannot be written, nothing was said yet, or an exception has broken off the last turn:
+                the next one reads all anew.
         """
         with self._held():
             tokens = [] if self._unread else self._tokens
-            write_saved(path, self.model, Saved(self._cache, tokens, self._messages))
+            write_saved(path, self.model, Saved(self._cache, tokens, self._messages, self._read_with))
 
     @classmethod
     def load(
@@ -255,7 +255,8 @@ class Session:
             RedrafterError: it cannot be read, or is of another model.
         """
         session = cls(model, tokenizer, drafter, **settings)
-        session._cache, session._tokens, session._messages = read_saved(path, model)
+        session._cache, session._tokens, session._messages, read_with = read_saved(path, model)
+        session._read_with = session._template if read_with is None else read_with
         return session
 
     def _fresh(self) -> kv.Cache:
@@ -263,11 +264,12 @@ class Session:
         return make_prompt_cache(self.model, self._options.get("max_kv_size"))
 
     def _empty(self) -> None:
-        self._cache: kv.Cache = self._fresh()
+        self._unread = True  # whether a turn was broken off, and the next one has to read all tokens again
         self._tokens: list[int] = []
         self._messages: list[Message] = []
-        self._unread = False  # whether a turn was broken off, and the next one has to read all tokens again
+        self._cache: kv.Cache = self._fresh()
         self._read_with = self._template
+        self._unread = False
 
     @contextmanager
     def _held(self) -> Iterator[Use]:
@@ -275,18 +277,15 @@ class Session:
         mine = Use(threading.current_thread().name)
         try:
             try:
-                with self._lock:
-                    if (other := self._use) is None:
-                        self._use = mine
-                if other is not None:
-                    raise RedrafterError(f"the session is in use by thread {other.thread}: one thread at a time")
+                if (now := self._uses.setdefault(None, mine)) is not mine:  # at once: no lock that a Ctrl-C might leave
+                    raise RedrafterError(f"the session is in use by thread {now.thread}: one thread at a time")
                 yield mine
             finally:
-                if self._use is mine:
-                    self._use = None
+                if self._uses.get(None) is mine:
+                    self._uses.clear()
         finally:
-            if self._use is mine:  # a Ctrl-C came into the lines above
-                self._use = None
+            if self._uses.get(None) is mine:  # a Ctrl-C came into the lines above
+                self._uses.clear()
 
     def _start(self, new: list[Message], template: dict[str, Any]) -> Start:
         """Where a turn starts: behind what the cache holds, or anew where the template moves what was said."""
