@@ -118,7 +118,8 @@ def make_settings(
             histories that may come to nothing. The tree is then not pruned.
         prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards. A forward
             that a Ctrl-C breaks off is taken back in all layers, so the cache may then lack tokens that were yielded,
-            and one that comes while rows are moved is not noticed: go on with a new one (`Session` does).
+            or hold one that was about to be, and one that comes while rows are moved is not noticed: go on with a new
+            one (`Session` does).
         history: the ids that `prompt_cache` holds, for processors to see, and for caches that do not count: without it
             the noise of a sampled text behind such a cache starts at position 0.
         prefill_step_size: prompt tokens in one forward.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +27,8 @@ from .rounds import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
 from .target import KVQuantization, Target, check_draftable, check_request, model_name
 from .types import Tree
+
+T = TypeVar("T")
 
 CLEAR_EVERY = 256
 
@@ -393,8 +395,8 @@ def enqueue_round(target: Target, ahead: Draft, place: Place, settings: Settings
         limit = most_accepted(target, plan, settings, place)
         outcome = verify(target, ahead, chooser, place.history, plan, limit)
     else:
-        outcome = step(target, mx.array([root]), chooser, place.history, tapped=True)
-        place.root = None
+        token = mx.array([root])
+        outcome = rooted(target, place, lambda: step(target, token, chooser, place.history, tapped=True))
     mx.async_eval(outcome, target.pending())
     return Round(plan, ahead.tree, verifies, outcome, root, length, replayed)
 
@@ -417,8 +419,7 @@ def enqueue_step(target: Target, place: Place, chooser: Chooser) -> tuple[Outcom
         commit_(target, place)
         replayed = target.replayed
         token = mx.array([place.root])
-        outcome = step(target, token, chooser, place.history)
-        place.root = None
+        outcome = rooted(target, place, lambda: step(target, token, chooser, place.history))
         place.history = extended(place.history, token) if chooser.processors else None
         mx.async_eval(outcome, place.history, target.pending())
     return outcome, replayed
@@ -460,10 +461,28 @@ def settle_(target: Target, place: Place) -> None:
         if place.root is None:
             target.catch_up_()
         else:
-            target.forward(mx.array([place.root]), tapped=False)
-            target.advance_(1)
-            place.root = None
+            token = mx.array([place.root])
+            rooted(target, place, lambda: read_row(target, token))
         target.evaluate()
+
+
+def read_row(target: Target, token: mx.array) -> None:
+    """Has the cache hold a token (1,)."""
+    target.forward(token, tapped=False)
+    target.advance_(1)
+
+
+def rooted(target: Target, place: Place, call: Callable[[], T]) -> T:
+    """What a call returns that reads the root. Broken off, it is as if it had not begun."""
+    length, root = target.length, place.root
+    try:
+        made = call()
+        place.root = None
+    except BaseException:
+        target.take_back_(length)
+        place.root = root
+        raise
+    return made
 
 
 def on_stream() -> AbstractContextManager[Any]:

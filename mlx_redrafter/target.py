@@ -65,6 +65,22 @@ class Forward(NamedTuple):
     hidden: mx.array | None
 
 
+class Before(NamedTuple):
+    """What a plain forward would go back to.
+
+    Attributes:
+        length: of the text that was committed.
+        layers: of the cache; quantising replaces them.
+        marks: of those.
+        replayed: what was to be read again.
+    """
+
+    length: int
+    layers: kv.Cache
+    marks: list[dict[str, Any]]
+    replayed: list[int]
+
+
 class Target:
     """A model, its cache, and the rows of the cache that are not yet decided upon.
 
@@ -98,8 +114,7 @@ class Target:
         self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
         self._marks: list[dict[str, Any]] | None = None  # what the cache goes back to if nothing of a round is kept
         self._replayed: list[int] = []  # committed, but behind the marks
-        # What a plain forward would go back to: layers (quantising replaces them), marks, what was to be replayed.
-        self._before: tuple[kv.Cache, list[dict[str, Any]], list[int]] | None = None
+        self._before: Before | None = None
 
     @cached_property
     def _anatomy(self) -> Anatomy:
@@ -126,8 +141,8 @@ class Target:
         if self._replayed:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
         self._before = None  # what was before the forward before is of no use any more
-        if not self._forgets or self._replayed or (self._ringed and count > 1):  # a ring has dropped rows for several
-            self._before = list(self.cache), kv.mark(self.cache), self._replayed
+        if not self._forgets or self._replayed or self._ringed:  # a ring has dropped rows, or not in all its arrays
+            self._before = Before(self.length, list(self.cache), kv.mark(self.cache), self._replayed)
         self._replayed, self._marks = [], None
         try:
             if not tapped:
@@ -211,8 +226,8 @@ class Target:
 
     def forget_(self) -> None:
         """Drops what a forward has read and nobody has committed, in the layers that it has reached."""
-        if self._before is not None:
-            self.cache[:], marks, self._replayed = self._before
+        if self._before is not None and self._before.length == self.length:
+            _, self.cache[:], marks, self._replayed = self._before
             kv.restore_(self.cache, marks)
         elif self._forgets and (count := kv.length(self.cache) - self.length):
             kv.compact_([c for c in kv.leaves(self.cache) if c.offset == self.length + count], count, [])
