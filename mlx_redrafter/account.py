@@ -44,6 +44,7 @@ class Account:
 
         Where the model cannot forget what it rejects, each of them leaves what it has accepted to read again to the
         one behind it, and both to the plain step behind them: the dearest number counts, less the tokens that it means.
+        One that is accepted whole leaves nothing.
 
         Args:
             length: of the text.
@@ -81,6 +82,7 @@ class Account:
                 return takes(first, 0) + takes(plan, 0) - 2 * plain
             left = range(1, 1 + (first.depth if replayed <= MOST_REPLAYED else 0))
             ends = [takes(plan, replayed + n) + end(plan.depth, replayed + n) - n * plain for n in left]
-            return takes(first, replayed) + max(ends, default=takes(plan, 0) + end(plan.depth, 0) - plain)
+            ends.append(takes(plan, 0) + end(plan.depth, 0) - (1 + len(left)) * plain)  # nothing is left
+            return takes(first, replayed) + max(ends)
 
         return lambda plan: self.balance - loss(plan) >= -allowed

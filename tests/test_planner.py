@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_redrafter.account import ALLOWED, SHORTEST
+from mlx_redrafter.account import ALLOWED, SHORTEST, Account
 from mlx_redrafter.costs import Costs, along
 from mlx_redrafter.drift import CHANCE, Drift
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.pilot import Flight, Pilot, make_flight
-from mlx_redrafter.plan import MOST_REPLAYED, Plan
+from mlx_redrafter.plan import MOST_REPLAYED, Plan, line_of
 from mlx_redrafter.planner import (
     DEEPEST_PLANNED,
     MOST,
@@ -265,6 +265,37 @@ def test_what_a_round_under_way_may_leave_to_read_again_is_thought_of(share: flo
     row = tuple(1.0 + 0.02 * (count - 1) if count < 7 else 4.1 for count in range(1, 17))
     costs = Costs((64,), tuple(range(1, 17)), (row,), (1.0,), (1,), (0.03,), (0.0, 0.0), 0.02).check()
     assert min(fly(costs, lambda at: share, 256, seed) for seed in range(40)) > 1 - ALLOWED - 0.0075
+
+
+def test_an_account_bears_what_it_bears_whatever_both_rounds_bring() -> None:
+    generator = random.Random(0)
+    found = {True: 0, False: 0}
+    for _ in range(3000):
+        row = (1.0, *(generator.uniform(0.9, 1.3) if count < 9 else generator.uniform(1, 9) for count in range(2, 17)))
+        costs = Costs((64,), tuple(range(1, 17)), (row,), (1.0,), (1,), (0.03,), (0.0, 0.0), 0.02).check()
+        account = Account(costs, forgives=True)
+        account.balance = generator.uniform(-6.0, 12.0)
+        replayed, first, plan = (
+            generator.choice((0, 3, 7, 8, 9, 12)),
+            *(line_of(generator.choice((1, 2, 6, 15))) for _ in "ab"),
+        )
+        losses = [
+            one + other + costs.step_at(64, rest) - 1.0 - tokens - more
+            for one, tokens, left in ends_of(costs, first, replayed)
+            for other, more, rest in ends_of(costs, plan, left)
+        ]
+        expected = account.balance - max(losses) >= -ALLOWED * SHORTEST
+        assert account.bears(64, replayed, first, 1.0)(plan) is expected
+        found[expected] += 1
+    assert min(found.values()) > 500
+
+
+def ends_of(costs: Costs, plan: Plan, again: int) -> list[tuple[float, int, int]]:
+    """(milliseconds, tokens, how many of them the next one reads again) of every end that a round may have."""
+    if again > MOST_REPLAYED:
+        return [(costs.step_at(64, again) + costs.draft_at(plan), 1, 0)]
+    took = costs.round_at(plan, 64, again)
+    return [*((took, tokens, again + tokens) for tokens in range(1, plan.depth + 1)), (took, 1 + plan.depth, 0)]
 
 
 def dearer(costs: Costs, times: float) -> Costs:
