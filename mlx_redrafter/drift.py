@@ -109,7 +109,11 @@ class Drift:
             return self._factor(self._now(), 0.0)
 
     def forgives(self) -> bool:
-        """Whether the text that begins may try what was seen to be too dear: ever more seldom behind a surprise."""
+        """Whether a text may try what was seen to be too dear: ever more seldom behind a surprise."""
+        with self._lock:
+            return not self._compared or (self._texts + 1).bit_count() == 1
+
+    def tried(self) -> None:
+        """A text has come so far that it might have; shorter ones do not count."""
         with self._lock:
             self._texts += 1
-            return not self._compared or self._texts.bit_count() == 1

@@ -106,7 +106,7 @@ class Pilot:
         self._lasting, self._passing = Evidence(LASTING), Evidence(PASSING)
         self._mode = Mode.BEGINS
         self._flown: Prospect | None = None
-        self._trials = 0
+        self._trials, self._counted = 0, False
         self.pause = PAUSE
         self.account = Account(flight.costs, forgives=flight.drift.forgives())
 
@@ -140,6 +140,9 @@ class Pilot:
             failed = self._mode is Mode.TRIES and chosen is None
             self.pause = min(2 * self.pause, LONGEST_PAUSE) if failed else PAUSE
             self._mode = Mode.FLIES
+        if not self._counted and (chosen is not None or self._mode is Mode.TRIES):
+            self._counted = True
+            self._drift.tried()
         if chosen is None:
             self._mode = Mode.COASTS
         self._flown = chosen

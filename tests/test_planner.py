@@ -243,6 +243,19 @@ def test_what_is_seen_to_be_too_dear_is_tried_ever_more_seldom() -> None:
     assert speeds[5] == speeds[6] == speeds[10] == 1.0
 
 
+@pytest.mark.parametrize("short", [2, 4])
+def test_texts_too_short_to_try_anything_do_not_use_up_the_trials_of_others(short: int) -> None:
+    costs = costs_of("flat")
+    flight = make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))
+    assert fly(costs, lambda at: 1.0, 120, seed=2, truth=dearer(costs, 9.0), flight=flight) < 1
+    speeds = []
+    for seed in range(4):
+        for _ in range(short):
+            fly(costs, lambda at: 1.0, 3, seed, flight=flight)
+        speeds.append(fly(costs, lambda at: 1.0, 256, seed, flight=flight))
+    assert max(speeds[:2]) > 1.2
+
+
 def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None:
     costs = costs_of("a cliff at 6")
     short, long = Plan(1, 1, 2), Plan(1, 15, 16)
