@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from .costs import Costs
-from .plan import Plan
+from .plan import MOST_REPLAYED, Plan
 
 Acceptance = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
@@ -34,24 +34,50 @@ STEPS = 20
 LARGEST = 1.6
 
 
+class Replay(NamedTuple):
+    """What the rounds of a plan leave each other to read again, where a model cannot forget.
+
+    Attributes:
+        tokens: read again by a round, on the mean.
+        vain: how many plain steps are taken for each round, with a draft in vain, because too much is to be read again.
+        behind: tokens that such a step reads again, on the mean.
+    """
+
+    tokens: float = 0.0
+    vain: float = 0.0
+    behind: float = 0.0
+
+
 class Prospect(NamedTuple):
     """A plan, and what it promises.
 
     Attributes:
         plan: (W, K, N).
         tokens: per round, at shares 0, 1 / STEPS, ..., LARGEST.
+        replays: at the same shares.
         rates: (K,) how often a round that has come so far finds the next token, at share 1.
     """
 
     plan: Plan
     tokens: tuple[float, ...]
+    replays: tuple[Replay, ...]
     rates: tuple[float, ...]
 
     def tokens_at(self, share: float) -> float:
         """Per round, root included."""
+        left, way = self._between(share)
+        return self.tokens[left] + way * (self.tokens[left + 1] - self.tokens[left])
+
+    def replay_at(self, share: float) -> Replay:
+        """What its rounds leave each other to read again."""
+        left, way = self._between(share)
+        return Replay(*(one + way * (other - one) for one, other in zip(*self.replays[left : left + 2], strict=True)))
+
+    def _between(self, share: float) -> tuple[int, float]:
+        """(the share below that is known, how far from it to the next)."""
         place = min(max(share, 0.0), LARGEST) * STEPS
         left = min(int(place), len(self.tokens) - 2)
-        return self.tokens[left] + (place - left) * (self.tokens[left + 1] - self.tokens[left])
+        return left, place - left
 
 
 def ranks(acceptance: Acceptance, depth: int, share: float) -> list[float]:
@@ -84,14 +110,37 @@ def expected_tokens(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> f
     return 1.0 + sum(chance for chance, _ in likeliest(acceptance, plan, share))
 
 
+def reaches(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> list[float]:
+    """(1 + K,) how often a round keeps 0, 1, ... K drafted tokens at least. Their sum is `expected_tokens`."""
+    found = [1.0] + [0.0] * plan.depth
+    for chance, depth in likeliest(acceptance, plan, share):
+        found[depth + 1] += chance
+    return found
+
+
+def replay(reach: Sequence[float]) -> Replay:
+    """What rounds leave each other: one that is accepted whole nothing, any other what it has made and what it has read
+    again itself; behind more than `MOST_REPLAYED` a plain step reads all of it.
+
+    Args:
+        reach: see `reaches`.
+    """
+    partly = [before - now for before, now in pairwise(reach)]
+    visits = [1.0] + [0.0] * (MOST_REPLAYED + len(partly))  # by what is to be read again, since there was nothing last
+    for again in range(MOST_REPLAYED + 1):
+        for tokens, chance in enumerate(partly, 1):
+            visits[again + tokens] += visits[again] * chance
+    rounds, vain = sum(visits[: MOST_REPLAYED + 1]), sum(visits[MOST_REPLAYED + 1 :])
+    read = [again * visit for again, visit in enumerate(visits)]
+    behind = sum(read[MOST_REPLAYED + 1 :]) / vain if vain else 0.0
+    return Replay(sum(read[: MOST_REPLAYED + 1]) / rounds, vain / rounds, behind)
+
+
 def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:
     """What a plan promises."""
-    found = [1.0] + [0.0] * plan.depth
-    for chance, depth in likeliest(acceptance, plan):
-        found[depth + 1] += chance
-    rates = tuple(now / before if before else 0.0 for before, now in pairwise(found))
-    shares = (step / STEPS for step in range(round(LARGEST * STEPS) + 1))
-    return Prospect(plan, tuple(expected_tokens(acceptance, plan, share) for share in shares), rates)
+    rates = tuple(now / before if before else 0.0 for before, now in pairwise(reaches(acceptance, plan)))
+    found = [reaches(acceptance, plan, step / STEPS) for step in range(round(LARGEST * STEPS) + 1)]
+    return Prospect(plan, tuple(map(sum, found)), tuple(map(replay, found)), rates)
 
 
 def rated(costs: Costs, acceptance: Acceptance, length: int, share: float) -> Iterator[tuple[float, Plan]]:
@@ -104,8 +153,8 @@ def rated(costs: Costs, acceptance: Acceptance, length: int, share: float) -> It
             for size in costs.counts:
                 if size == 1 + depth if width == 1 else max(depth, width) < size <= 1 + width * depth:
                     plan = Plan(width, depth, size)
-                    expected = tokens[min(size, len(tokens)) - 1]
-                    yield expected / costs.round_at(plan, length, expected - 1), plan
+                    again = replay(reaches(acceptance, plan, share)) if costs.again else Replay()
+                    yield rate(costs, plan, length, tokens[min(size, len(tokens)) - 1], again), plan
 
 
 def few_plans(costs: Costs, acceptance: Acceptance) -> tuple[Plan, ...]:
@@ -123,13 +172,21 @@ def few_plans(costs: Costs, acceptance: Acceptance) -> tuple[Plan, ...]:
 
 
 def speed_of(costs: Costs, each: Prospect, length: int, share: float, factor: float = 1.0) -> float:
-    """Tokens per millisecond; where accepted tokens must be read again, each is, once.
+    """Tokens per millisecond.
 
     Args:
         factor: what a round really takes, in what the table says.
     """
-    tokens = each.tokens_at(share)
-    return tokens / (factor * costs.round_at(each.plan, length, tokens - 1))
+    again = each.replay_at(share) if costs.again else Replay()
+    return rate(costs, each.plan, length, each.tokens_at(share), again, factor)
+
+
+def rate(costs: Costs, plan: Plan, length: int, tokens: float, again: Replay, factor: float = 1.0) -> float:
+    """Tokens per millisecond of rounds that make so many each, and of the plain steps between them."""
+    took = factor * costs.round_at(plan, length, again.tokens)
+    if again.vain:
+        took += again.vain * (costs.step_at(length, again.behind) + costs.draft_at(plan))
+    return (tokens + again.vain) / took
 
 
 def best(

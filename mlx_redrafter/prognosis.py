@@ -14,7 +14,7 @@ from .costs import Costs
 from .errors import RedrafterError
 from .pilot import MARGIN, Flight, first_plan
 from .plan import Plan, line_of
-from .planner import UNKNOWN, Acceptance, expected_tokens, rated
+from .planner import UNKNOWN, Acceptance, expected_tokens, prospect, rated, speed_of
 
 REFERENCE = line_of(4)
 """The round whose tokens say how good a drafter is."""
@@ -119,8 +119,9 @@ def in_steps(costs: Costs) -> tuple[tuple[float, ...], ...]:
 
 def offered(costs: Costs, acceptance: Acceptance, plan: Plan, length: int) -> Offer:
     """What a plan brings behind a text of that length."""
-    tokens = expected_tokens(acceptance, plan)
-    return Offer(plan, tokens, costs.round_at(plan, length, tokens - 1) / costs.plain_at(length))
+    each = prospect(acceptance, plan)
+    tokens = each.tokens_at(1.0)
+    return Offer(plan, tokens, tokens / speed_of(costs, each, length, 1.0) / costs.plain_at(length))
 
 
 def best_offer(costs: Costs, acceptance: Acceptance, length: int) -> Offer | None:

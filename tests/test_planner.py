@@ -23,6 +23,8 @@ from mlx_redrafter.planner import (
     levels,
     prospect,
     rated,
+    reaches,
+    replay,
 )
 
 ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
@@ -271,6 +273,33 @@ def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None
 
     allowed = ALLOWED * SHORTEST
     assert (first(0.0), first(0.5 - allowed), first(-allowed)) == (long, short, None)
+
+
+@pytest.mark.parametrize(("depth", "share"), [(1, 0.9), (2, 0.6), (3, 1.0), (8, 1.3), (15, 0.3)])
+def test_what_rounds_leave_each_other_to_read_again_is_known_beforehand(depth: int, share: float) -> None:
+    plan, generator = line_of(depth), random.Random(0)
+    again, read, vain, behind, rounds = 0, 0, 0, 0, 40000
+    for _ in range(rounds):
+        if again > MOST_REPLAYED:
+            vain, behind, again = vain + 1, behind + again, 0
+        count, read = 1 + accepted(plan, share, generator), read + again
+        again = again + count if count <= depth else 0
+    found = replay(reaches(ACCEPTANCE, plan, share))
+    assert (found.tokens, found.vain) == pytest.approx((read / rounds, vain / rounds), rel=0.05, abs=0.01)
+    assert found.behind == pytest.approx(behind / vain if vain else 0.0, rel=0.02)
+
+
+@pytest.mark.parametrize("again", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("curve", ["flat", "gentle", "half of every row"])
+def test_where_tokens_are_read_again_it_is_near_the_best_fixed_plan(curve: str, again: float) -> None:
+    costs = costs_of(curve).lines()._replace(again=again)
+    plans = [line_of(depth) for depth in range(1, 9)]
+
+    def speed(flight: Flight) -> float:
+        return sum(fly(costs, lambda at: 1.0, 1500, seed, flight=flight) for seed in range(4)) / 4
+
+    fixed = [speed(make_flight(costs, ACCEPTANCE, [plan])) for plan in plans]
+    assert speed(make_flight(costs, ACCEPTANCE, few_plans(costs, ACCEPTANCE))) > 0.95 * max(1.0, *fixed)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
