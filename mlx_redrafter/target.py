@@ -195,12 +195,17 @@ class Target:
             replayed, marks = [], None
         if self._forgets and not replayed:
             marks = None
-        self._replayed, self._marks, self._rows, self._torn = replayed, marks, 0, False
-        self.advance_(len(path))
+        length = self.length + len(path)
+        self._replayed, self._marks, self._rows, self._torn, self.length = replayed, marks, 0, False, length
+        self._quantize_()
 
     def advance_(self, count: int) -> None:
         """Commits all `count` rows of a forward that drafted nothing; then quantises if it is time."""
         self.length += count
+        self._quantize_()
+
+    def _quantize_(self) -> None:
+        """Quantises the cache if it is time."""
         bits, group_size, start = self._quantization
         if bits is None:
             return

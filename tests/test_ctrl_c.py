@@ -12,13 +12,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm import sample_utils
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler as make_own
 from test_threads import workers
 from toys import make_model
 
-from mlx_redrafter import kv, positions, seams
+from mlx_redrafter import kv, locks, positions, seams
 from mlx_redrafter.anatomy import anatomy
 from mlx_redrafter.positions import ASKED, Nodes
+from mlx_redrafter.sampling import make_sampler
 from mlx_redrafter.seams import reading, tapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -26,8 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 BRANCHED = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
 
 
-def interrupted(call: Callable[[], object], place: int, files: Sequence[str | None]) -> KeyboardInterrupt | None:
-    """The Ctrl-C that came into `call`: before instruction, line, call or return number `place` in those files.
+def interrupted(
+    call: Callable[[], object], place: int, files: Sequence[str | None], *, instructions: bool = True
+) -> KeyboardInterrupt | None:
+    """The Ctrl-C that came into `call`: before instruction, line, call or return number `place` in those files; or line
+    or call alone, which is more than where a signal is really looked for.
 
     Who holds it holds its frames, too, as an interactive Python does: nothing is put back by chance.
     """
@@ -37,8 +43,9 @@ def interrupted(call: Callable[[], object], place: int, files: Sequence[str | No
         """Called by the interpreter; what it raises is raised there."""
         if frame.f_code.co_filename not in files:
             return None
-        frame.f_trace_opcodes = True
-        if event != "exception" and next(events) == place:
+        frame.f_trace_opcodes = instructions
+        counts = event != "exception" if instructions else event in ("line", "call")
+        if counts and next(events) == place:
             came.append(KeyboardInterrupt())
             raise came[0]
         return trace
@@ -68,7 +75,7 @@ def test_wherever_ctrl_c_comes_nothing_of_a_tree_is_left_behind() -> None:
     wrapped, count = 0, 0
     with workers(1) as (other,):
         for place in itertools.count():
-            if (held := interrupted(verify, place, (seams.__file__, positions.__file__))) is None:
+            if (held := interrupted(verify, place, (seams.__file__, positions.__file__, locks.__file__))) is None:
                 break
             count += 1
             wrapped += any(c.offset for c in cache)
@@ -85,6 +92,31 @@ def free() -> bool:
         return False
     seams._building.release()
     return True
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_wherever_ctrl_c_comes_while_filters_are_compiled_tokens_can_still_be_drawn(own: bool) -> None:
+    """They are compiled for each size of a vocabulary, so another one each time."""
+    filters: dict[str, Any] = {"temp": 0.8, "top_p": 0.9, "min_p": 0.02, "top_k": 5, "xtc_probability": 0.5}
+    filters["xtc_threshold"] = 0.05
+    sampler = make_sampler(seed=1, sampler=make_own(**filters)) if own else make_sampler(seed=1, **filters)
+    count = 0
+    for place in range(0, 10**6, 3):
+        logprobs = mx.log(mx.softmax(mx.arange(200 + place).astype(mx.float32)[None] / 10, axis=-1))
+        draws = sampler.draws(mx.array(7), 1, logprobs.shape[-1])
+
+        def choose(logprobs: mx.array = logprobs, draws: Any = draws) -> mx.array:
+            return sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32))
+
+        mx.random.seed(place)
+        expected = mx.random.uniform().item()
+        mx.random.seed(place)
+        if interrupted(choose, place, (sample_utils.__file__,)) is None:
+            break
+        count += 1
+        assert mx.random.uniform().item() == expected, place
+        assert 0 <= choose().item() < logprobs.shape[-1]
+    assert count > 20
 
 
 def test_an_interruption_is_seen_where_it_is_not_mended() -> None:

@@ -22,7 +22,7 @@ from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generation import make_settings
 from mlx_redrafter.loop import decode
 from mlx_redrafter.plan import Plan
-from mlx_redrafter.target import MARGIN, check_draftable
+from mlx_redrafter.target import MARGIN, Target, check_draftable
 
 PROMPT = [(7 * i + 3) % 50 for i in range(20)]
 CLOSE = 2e-3
@@ -142,6 +142,32 @@ def test_whichever_read_is_broken_off_the_cache_has_what_was_yielded(
             next(decode(PROMPT, model, None, make_settings(prompt_cache=expected, max_tokens=0)), None)
         hold_the_same(cache, expected)
         assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+@pytest.mark.parametrize("what", ["advance_", "_quantize_"])
+@pytest.mark.parametrize(
+    ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("gemma3_text", None), ("falcon_h1", None)]
+)
+def test_whichever_rows_are_not_committed_the_cache_has_what_was_yielded(
+    name: str, keep: int | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family(name)
+    drafter = follower(model, 1, keep)
+    monkeypatch.setattr(loop, "Fixed", Changeable)
+    work = getattr(Target, what)
+    for place in range(2, 16):
+        monkeypatch.setattr(Target, what, failing_at(place, work))
+        cache, expected = new_cache(model, keep), new_cache(model, keep)
+        settings = make_settings(drafter, prompt_cache=cache, beam_width=1, draft_depth=3)
+        tokens = []
+        with pytest.raises(KeyboardInterrupt):
+            for step in decode(PROMPT, model, drafter, settings):
+                tokens.append(step.token)
+        monkeypatch.setattr(Target, what, work)
+        if tokens:
+            assert tokens == plainly(model, PROMPT, expected, len(tokens))
+            hold_the_same(cache, expected)
+            assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
 
 
 @pytest.mark.parametrize(("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("falcon_h1", None)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from families import make_family
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
+from test_ctrl_c import interrupted
 from test_interruptions import failing_at
 from test_threads import workers
 from toys import ids, make_tokenizer, run
@@ -312,7 +314,7 @@ def test_a_cancel_at_any_line_behind_which_the_session_is_taken_ends_the_turn() 
             nonlocal lines
             if frame.f_code.co_filename not in sources:
                 return None
-            if event == "line" and talk._use is not None:  # another thread would be told that it is in use
+            if event == "line" and talk._uses:  # another thread would be told that it is in use
                 lines += 1
                 if lines == place + 1:
                     talk.cancel()
@@ -386,6 +388,37 @@ def test_a_saved_session_goes_on_as_it_would_have(family: str, tmp_path: Path) -
     assert loaded.tokens == talk.tokens and loaded.messages == talk.messages
     assert loaded.send("more").tokens == talk.send("more").tokens
     assert load_prompt_cache(str(tmp_path / "talk.safetensors")), "mlx-lm reads it, too"
+
+
+def test_a_saved_session_knows_what_its_turns_were_read_with(tmp_path: Path) -> None:
+    def look(what: str) -> str:
+        """Looks.
+
+        Args:
+            what: it should be.
+        """
+        return what
+
+    talk = thinker()
+    assert read_by(talk, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
+    talk.save(tmp_path / "talk.safetensors")
+    loaded = Session.load(tmp_path / "talk.safetensors", talk.model, talk.tokenizer, max_tokens=4)
+    for other in (talk, loaded):
+        assert read_by(other, "b")[0].startswith("Uaz"), "without the tools, and so anew"
+    assert loaded.tokens == talk.tokens
+
+
+def test_a_reset_that_is_broken_off_anywhere_leaves_a_session_that_goes_on() -> None:
+    for place in itertools.count():
+        talk = session()
+        talk.send("hello")
+        if (came := interrupted(talk.reset, place, (session_module.__file__,), instructions=False)) is None:
+            break
+        del came
+        answer = talk.send("more")
+        read = talk.tokens[: -len(answer.tokens)]
+        assert answer.tokens == ids(run(talk.model, read, max_tokens=len(answer.tokens))), place
+    assert place > 20
 
 
 def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,11 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from test_ctrl_c import interrupted
 from test_threads import workers
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import stream_generate, wiring
-from mlx_redrafter.wiring import wired
+from mlx_redrafter import locks, stream_generate, wiring
+from mlx_redrafter.locks import alone
+from mlx_redrafter.wiring import User, raise_limit, wired
 
 RECOMMENDED = 1000
 
@@ -72,6 +75,32 @@ def test_a_ctrl_c_while_the_limit_is_raised_sets_it_back(limit: list[int], monke
     monkeypatch.setattr(wiring, "tree_flatten", interrupted)
     with pytest.raises(KeyboardInterrupt), wired(make_model()):
         pass
+    assert limit == [7]
+
+
+def test_wherever_ctrl_c_comes_the_limit_is_set_back_and_the_lock_is_free(limit: list[int]) -> None:
+    model, count = make_model(), 0
+
+    def use() -> None:
+        with wired(model):
+            pass
+
+    with workers(1) as (other,):
+        for place in itertools.count():
+            if (came := interrupted(use, place, (wiring.__file__, locks.__file__), instructions=False)) is None:
+                break
+            count += 1
+            assert limit == [7], place
+            assert other.submit(lambda: alone(wiring._lock, lambda: True)).result(5), place
+            del came
+    assert count > 20
+
+
+def test_a_user_that_is_gone_without_a_word_does_not_hold_the_limit(limit: list[int]) -> None:
+    raise_limit(User(), make_model())
+    assert limit == [RECOMMENDED]
+    with wired(make_model()):
+        assert limit == [RECOMMENDED]
     assert limit == [7]
 
 
