@@ -264,12 +264,11 @@ class Session:
         return make_prompt_cache(self.model, self._options.get("max_kv_size"))
 
     def _empty(self) -> None:
-        self._unread = True  # whether a turn was broken off, and the next one has to read all tokens again
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # first: without them all is read anew, wherever this is broken off
         self._messages: list[Message] = []
         self._cache: kv.Cache = self._fresh()
         self._read_with = self._template
-        self._unread = False
+        self._unread = False  # whether a turn was broken off, and the next one has to read all tokens again
 
     @contextmanager
     def _held(self) -> Iterator[Use]:

@@ -144,11 +144,11 @@ def test_whichever_read_is_broken_off_the_cache_has_what_was_yielded(
         assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
 
 
-@pytest.mark.parametrize("what", ["advance_", "_quantize_"])
+@pytest.mark.parametrize("what", ["forward", "verify", "keep_", "advance_", "_quantize_"])
 @pytest.mark.parametrize(
     ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("gemma3_text", None), ("falcon_h1", None)]
 )
-def test_whichever_rows_are_not_committed_the_cache_has_what_was_yielded(
+def test_whatever_is_not_begun_any_more_the_cache_has_what_was_yielded(
     name: str, keep: int | None, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_family(name)
