@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from service import BEAM, PATIENCE, Reference, ask, complete, counted, held, idle, send, until
+from mlx_lm.sample_utils import make_logits_processors
+from service import (
+    BEAM,
+    END,
+    PATIENCE,
+    Reference,
+    ask,
+    complete,
+    counted,
+    held,
+    idle,
+    send,
+    server_of,
+    until,
+    with_toys,
+)
 
 from mlx_redrafter.serving import answers, decoding
 from mlx_redrafter.serving.command import Server
+from mlx_redrafter.serving.jobs import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 FLAGS = (*BEAM, "--max-tokens", "30", "--prefill-step-size", "16")
@@ -165,6 +182,44 @@ def test_for_a_client_that_went_while_it_waited_no_other_model_is_loaded(
     assert sought == []
     assert ask(server, "POST", "/v1/completions", {"prompt": "x", "model": "of/another"}).status == 404
     assert sought == ["of/another"]
+
+
+@pytest.mark.parametrize("long", [1, 2, 5])
+def test_while_long_prompts_are_read_others_have_their_turns(
+    root: Path, monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
+    """Several are read within each other's pauses, and never more answers are made than may be."""
+    monkeypatch.setattr(answers, "TURN", 0.0)
+    monkeypatch.setattr(answers, "LEAST", 1)
+    prompts = ["".join("abcdefg"[(i * i + each) % 7] for i in range(400 + each)) for each in range(long)] + ["hello"]
+    flags = (*with_toys(root), *BEAM, "--prefill-step-size", "16", "--decode-concurrency", "3")
+    asked: dict[str, Any] = {"max_tokens": 3, "logit_bias": {END: -100}}
+    with server_of(*flags) as server, ExitStack() as stack:
+        responder, made = server.responder, list[tuple[int, int]]()
+        count = responder._count
+
+        def counting(job: Job) -> None:
+            made.append((job.prompt_tokens, responder.running))
+            count(job)
+
+        monkeypatch.setattr(responder, "_count", counting)
+        with held(server, monkeypatch, at=1) as gate:
+            sent = [stack.enter_context(send(server, prompt="abc", **asked))]
+            assert gate.reached.wait(PATIENCE)
+            for waiting, prompt in enumerate(prompts, 1):
+                sent.append(stack.enter_context(send(server, prompt=prompt, **asked)))
+                until(lambda waiting=waiting: responder.queue.qsize() == waiting)
+            gate.set()
+            replies = [b"".join(iter(lambda one=one: one.recv(1 << 16), b"")) for one in sent]
+        until(lambda: idle(server))
+        assert responder.pausing == 0
+    texts = [json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for reply in replies]
+    reference, processors = Reference(root), make_logits_processors(logit_bias={END: -100})
+    assert texts == [reference.text(prompt, max_tokens=3, logits_processors=processors) for prompt in ("abc", *prompts)]
+    order = [prompt for prompt, _ in made]
+    assert max(running for _, running in made) <= 3
+    if long == 1:
+        assert order[-1] == 400 and order.index(400) > order.index(5), "the short one is answered meanwhile"
 
 
 def test_answers_that_take_turns_do_not_meet(server: Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

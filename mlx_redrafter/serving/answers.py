@@ -50,6 +50,7 @@ class Responder(Decoding):
     Attributes:
         draining: no more requests are taken.
         running: how many answers have begun and not ended.
+        pausing: how many of them wait for the turns that they give others.
         seconds: what an answer took lately.
         meters: what is counted.
     """
@@ -58,7 +59,7 @@ class Responder(Decoding):
 
     def __init__(self, provider: Provider, prompt_cache: Prompts) -> None:
         self.draining = False
-        self.running = 0
+        self.running, self.pausing = 0, 0
         self.seconds = 1.0
         self.meters = Meters()
         self.queue = FairQueue(provider.cli_args.max_queue, self._give_way)
@@ -191,27 +192,31 @@ class Responder(Decoding):
                 watch.pause()
         return True
 
-    def _others(self, others: Answers) -> Callable[[], None]:
-        """What gives others their turns, called by an answer that nothing can suspend: after its own turn one of each.
+    def _others(self, others: Answers) -> Callable[[bool], None]:
+        """What gives others their turns, called by an answer where nothing can suspend it: after its own turn one of
+        each.
 
         Args:
             others: that take turns; new ones join them.
         """
         started, count = time.perf_counter(), 0
 
-        def pause() -> None:
-            """Counts a token; at the end of a turn the others have theirs."""
+        def pause(piece: bool) -> None:
+            """Counts a token, or a piece of a prompt, which is many; at the end of a turn the others have theirs."""
             nonlocal started, count
-            count += 1
+            count += LEAST if piece else 1
             if count < LEAST or time.perf_counter() - started < TURN:
                 return
-            self._admit(others, self.cli_args.decode_concurrency - 1)
-            if others:
-                mx.synchronize()  # the stream on which mlx-lm decodes for it
-            for _ in range(len(others)):
-                answer = others.popleft()
-                if self._turn(answer, alone=False):
-                    others.append(answer)
+            self.pausing += 1  # one of the others may pause, too, within its turn
+            try:
+                self._admit(others, self.cli_args.decode_concurrency - self.pausing)
+                if others:
+                    mx.synchronize()  # the stream on which mlx-lm decodes for it
+                for _ in range(len(others)):
+                    if others and self._turn(answer := others.popleft(), alone=False):
+                        others.append(answer)
+            finally:
+                self.pausing -= 1
             started, count = time.perf_counter(), 0
 
         return pause
@@ -228,10 +233,11 @@ class Responder(Decoding):
         self.running += 1
         self.meters.queued.observe(started - job.asked)
         try:
+            pause = self._others(others)
             if self._sees(job):
-                self._answer_images(answers, job, args, began, self._others(others))
+                self._answer_images(answers, job, args, began, pause)
             else:
-                yield from self._answer(answers, job, args, began)
+                yield from self._answer(answers, job, args, began, pause)
             answers.put(None)
         except Gone as gone:
             self.meters.left.inc()

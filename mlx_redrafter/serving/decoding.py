@@ -41,12 +41,18 @@ class Decoding(ResponseGenerator):
     meters: Meters
 
     def _answer(
-        self, answers: Queue[Any], job: Job, args: GenerationArguments, began: list[GenerationContext]
+        self,
+        answers: Queue[Any],
+        job: Job,
+        args: GenerationArguments,
+        began: list[GenerationContext],
+        pause: Callable[[bool], None],
     ) -> Generator[Watch | None, None, None]:
         """Puts a context, news of the prompt and a response a token; yields after each token what follows its time.
 
         Args:
             began: gets the context when it is put: from then on the client is told 200.
+            pause: called with True behind each piece of the prompt.
 
         Raises:
             Refusal: what is asked for cannot be had.
@@ -73,6 +79,8 @@ class Decoding(ResponseGenerator):
             held[0] = prompt[: known + done]
             answers.put((done, total))
             self._go_on(job, context)
+            if 0 < done < total:
+                pause(True)
 
         steps = stream_generate(
             model,
@@ -112,12 +120,12 @@ class Decoding(ResponseGenerator):
         job: Job,
         args: GenerationArguments,
         began: list[GenerationContext],
-        pause: Callable[[], None],
+        pause: Callable[[bool], None],
     ) -> None:
         """As `_answer`, for messages with images, but by mlx-lm's own decoding, without drafts.
 
         Args:
-            pause: called between two tokens, and between two pieces of the prompt.
+            pause: called with False between two tokens, and between two pieces of the prompt.
 
         Raises:
             Refusal, Gone: as `_answer`.
