@@ -25,6 +25,7 @@ from mlx_redrafter.serving.bodies import (
     Refusal,
     read,
 )
+from mlx_redrafter.serving.decoding import IMPOSSIBLE, finite
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -192,6 +193,10 @@ def test_every_argument_of_apply_chat_template_is_refused_or_known_to_do_no_harm
             body(chat_template_kwargs={name: None})
     asked = {"chat_template_kwargs": {"enable_thinking": False, "anything": [1, {"x": "y"}]}}
     assert body(**asked) == CHAT | asked
+
+
+def test_a_reply_has_no_number_that_json_has_not() -> None:
+    assert [finite(each) for each in (-0.5, -math.inf, math.nan)] == [-0.5, IMPOSSIBLE, IMPOSSIBLE]
 
 
 def test_no_bias_and_penalty_that_pass_make_a_float32_infinite_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import threading
@@ -67,6 +68,13 @@ def test_so_does_one_that_ends_with_the_end_of_text_token(
     assert answer(server, TEXT, stream, prompt="ending", temperature=1.5, seed=seed) == (text, [], "stop")
 
 
+def said_of_letters(reference: Reference) -> tuple[str, str]:
+    """(a word, the answer to it with seed 1), whose first nine letters are all different."""
+    words = ("what", "when", "where", "why", "who", "whence", "whither", "how")
+    told = ((word, reference.text(f"U{word}zA", temp=1, seed=1)) for word in words)
+    return next((word, text) for word, text in told if len(set(text[:9])) == 9)
+
+
 def failing(text: str, tools: Any) -> Any:
     raise ValueError("this is no call")
 
@@ -76,9 +84,7 @@ def failing(text: str, tools: Any) -> Any:
 def test_an_answer_that_stops_behind_a_call_says_so(
     parser: Any, stream: bool, server: Server, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("what", "when", "where", "why", "who", "whence", "whither", "how")
-    told = ((word, reference.text(f"U{word}zA", temp=1, seed=1)) for word in words)
-    word, whole = next((word, text) for word, text in told if len(set(text[:9])) == 9)
+    word, whole = said_of_letters(reference)
     tools(server, monkeypatch, whole[1], whole[3], parser)
     said = {"messages": [{"role": "user", "content": word}], "temperature": 1, "seed": 1}
     calls = [] if parser is failing else [{"name": whole[2], "arguments": "{}"}]
@@ -86,6 +92,36 @@ def test_an_answer_that_stops_behind_a_call_says_so(
     # mlx-lm says "tool_calls" of one that could not be parsed as well.
     assert answer(server, CHAT, stream, stop=whole[8], **said) == (*expected, "tool_calls")
     assert answer(server, CHAT, stream, max_tokens=8, **said) == (*expected, "length")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"name": "now"}, "{}"),
+        ({"name": "now", "parameters": {"of": 1}}, '{"of": 1}'),
+        ([{"name": "now", "arguments": {"of": 1}}], '{"of": 1}'),
+        *[(odd, None) for odd in ("now", ["now"], 5, None, {"arguments": {}}, [[]], {"name": 1}, KeyError("name"))],
+    ],
+)
+@streaming
+def test_whatever_a_model_writes_as_a_call_the_answer_is_whole(
+    stream: bool,
+    written: Any,
+    expected: str | None,
+    server: Server,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parser(text: str, tools: Any) -> Any:
+        if isinstance(written, Exception):
+            raise written
+        return copy.deepcopy(written)
+
+    word, whole = said_of_letters(reference)
+    tools(server, monkeypatch, whole[1], whole[3], parser)
+    said = {"messages": [{"role": "user", "content": word}], "temperature": 1, "seed": 1, "max_tokens": 8}
+    calls = [] if expected is None else [{"name": "now", "arguments": expected}]
+    assert answer(server, CHAT, stream, **said) == (whole[0] + whole[4:8], calls, "length")
 
 
 @streaming

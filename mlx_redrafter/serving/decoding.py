@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -19,6 +20,7 @@ from mlx_lm.server import (
     _format_top_logprobs,
 )
 
+from ..errors import one_line
 from ..generation import GenerationResponse, stream_generate
 from .asking import check, options
 from .bodies import Refusal
@@ -28,6 +30,30 @@ from .jobs import Gone, Job, Told
 from .meters import Meters
 from .provider import Provider
 from .waiting import left
+
+IMPOSSIBLE = -9999.0
+"""A log-probability."""
+
+
+def calls_of(parse: Callable[[str, Any], Any], text: str, tools: Any) -> list[dict[str, Any]]:
+    """What a model has written as calls of tools, each with a name and arguments, which some call parameters.
+
+    Raises:
+        ValueError: it is no call, and mlx-lm's handler leaves it out.
+    """
+    try:
+        found = parse(text, tools)
+    except Exception as error:  # a parser may fail of what a model writes in as many ways
+        raise ValueError(f"no call of a tool: {one_line(error)}") from error
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError("no call of a tool: it has no name")
+    return [{"arguments": call.pop("parameters", {})} | call for call in calls]
+
+
+def finite(logprob: float) -> float:
+    """What JSON has a number for: impossible tokens are as unlikely as OpenAI's API has them."""
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 
 class Decoding(ResponseGenerator):
@@ -177,9 +203,9 @@ class Decoding(ResponseGenerator):
         tokenizer = provider.tokenizer
 
         def parse(text: str, tools: Any) -> Any:
-            """The arguments of a tool's call, which is noted."""
+            """A tool's call, which is noted."""
             job.called = True
-            return tokenizer.tool_parser(text, tools)
+            return calls_of(tokenizer.tool_parser, text, tools)
 
         return GenerationContext(
             has_thinking=tokenizer.has_thinking,
@@ -219,12 +245,13 @@ class Decoding(ResponseGenerator):
         job.stopped = response.finish_reason == "stop"
         job.rounds, job.drafted, job.accepted = response.rounds, response.drafted, response.accepted
         self._count(job)
+        top = _format_top_logprobs(response.logprobs, args.top_logprobs, self.model_provider.tokenizer)
         return Told(
             text=response.text,
             token=response.token,
-            logprob=cast(float, response.logprobs[response.token].item()) if args.logprobs else 0.0,
+            logprob=finite(cast(float, response.logprobs[response.token].item())) if args.logprobs else 0.0,
             finish_reason=None if response.finish_reason is None else "length",
-            top_tokens=_format_top_logprobs(response.logprobs, args.top_logprobs, self.model_provider.tokenizer),
+            top_tokens=cast(Any, tuple(each | {"logprob": finite(each["logprob"])} for each in top)),
             from_draft=response.from_draft,
         )
 
