@@ -143,7 +143,7 @@ def test_in_a_browser_only_its_own_page_may_ask(toys: Server) -> None:
         for method, path in (("POST", "/v1/completions"), ("GET", "/"), ("GET", "/health"), ("OPTIONS", "/health")):
             reply = ask(toys, method, path, body if method == "POST" else None, {"Origin": origin})
             assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
-            assert reply.error == f"only this server's own page may ask it from a browser, got the Origin {origin!r}"
+            assert reply.error == f"pages of the Origin {origin!r} are not among --allowed-origins"
 
 
 def test_a_page_that_is_named_may_ask_a_race_too(root: Path) -> None:

@@ -255,7 +255,18 @@ def test_without_a_key_only_names_of_this_machine_are_answered(
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LocalHost:8080", "127.0.0.1", "127.0.0.1:1", "127.8.9.10:80", "[::1]", "[::1]:8080", "::1"]
+    "host",
+    [
+        "localhost",
+        "LocalHost:8080",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "127.8.9.10:80",
+        "[::1]",
+        "[::1]:8080",
+        "::1",
+        "localhost ",
+    ],
 )
 def test_every_name_of_this_machine_is_answered(host: str, server: Server) -> None:
     assert ask(server, "GET", "/health", headers={"Host": host}).status == 200
@@ -266,6 +277,14 @@ def test_with_a_key_or_without_a_host_any_name_will_do(locked: Server, server: S
     with socket.create_connection(server.server_address[:2], timeout=PATIENCE) as connection:
         connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert connection.recv(64).startswith(b"HTTP/1.0 200")
+
+
+def test_pages_that_are_not_named_may_not_even_ask(root: Path) -> None:
+    asked = {"prompt": "x", "max_tokens": 1}
+    with server_of(*with_toys(root), *BEAM, "--allowed-origins", "http://a.example") as server:
+        for origin, status in (("http://a.example", 200), (None, 200), ("http://evil.example", 403), ("null", 403)):
+            headers = {"Content-Type": "text/plain"} | ({"Origin": origin} if origin else {})
+            assert ask(server, "POST", TEXT, asked, headers).status == status, origin
 
 
 def test_a_second_host_is_looked_at_as_well(server: Server) -> None:

@@ -22,7 +22,7 @@ from .bodies import Refusal
 from .drafts import Ledger
 from .images import check_urls
 from .jobs import DEFAULT, Gone, Job, Unanswered
-from .origins import is_loopback
+from .origins import is_loopback, is_own
 from .provider import PLAIN
 
 PATHS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/chat/completions": "messages"}
@@ -60,12 +60,17 @@ class Handler(APIHandler):
         return True
 
     def admit(self) -> None:
-        """Refuses who asks by a name that may be another machine's: a web page can point its own name at this one, and
-        is then of the same origin. With a key it could, but has none.
+        """Refuses web pages that are neither this server's nor of --allowed-origins, and who asks by a name that may be
+        another machine's: a page can point its own name at this one, and is then of the same origin. With a key it
+        could, but has none.
 
         Raises:
             Refusal: 403.
         """
+        allowed = self.response_generator.cli_args.allowed_origins
+        for origin in self.headers.get_all("Origin", []):
+            if not ("*" in allowed or origin in allowed or is_own(origin, self.headers.get("Host"))):
+                raise Refusal(f"pages of the Origin {origin!r:.100} are not among --allowed-origins", 403)
         if self.response_generator.cli_args.api_key is not None:
             return
         for host in self.headers.get_all("Host", []):
@@ -131,6 +136,7 @@ class Handler(APIHandler):
         told = self.headers.get("Content-Length")
         if told is None:
             raise Refusal("Content-Length header is required", 411)
+        told = told.strip()
         if not told.isascii() or not told.isdigit():
             raise Refusal("Invalid Content-Length header")
         flags = self.response_generator.cli_args

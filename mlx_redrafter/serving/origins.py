@@ -12,7 +12,7 @@ HOST = re.compile(r"\[(?P<bracketed>[^\]]*)\](?::\d*)?|(?P<name>[^:]*)(?::\d*)?|
 
 def is_loopback(host: str) -> bool:
     """Whether a Host header names this machine as no other can: localhost, 127.0.0.0/8 or ::1, any port."""
-    found = HOST.fullmatch(host)
+    found = HOST.fullmatch(host.strip())
     name = next((each for each in found.groups() if each is not None), "") if found else ""
     try:
         return name.lower() == "localhost" or ip_address(name).is_loopback

@@ -18,11 +18,9 @@ from typing import Any
 from ..demo import DIRECTORY
 from ..plan import AUTO
 from .asking import beam_of
-from .bodies import Refusal
 from .command import checked, serve
 from .flags import Parser, make_parser, read_flags
 from .handler import Handler
-from .origins import is_own
 from .provider import local
 
 
@@ -82,20 +80,6 @@ def page(about: dict[str, Any]) -> str:
 
 class RaceHandler(Handler):
     """One request to the server of a race, which has a page besides."""
-
-    def admit(self) -> None:
-        """As the server's, and a web page must be this one, or of --allowed-origins.
-
-        Raises:
-            Refusal: 403.
-        """
-        super().admit()
-        allowed = self.response_generator.cli_args.allowed_origins
-        for origin in self.headers.get_all("Origin", []):
-            if not ("*" in allowed or origin in allowed or is_own(origin, self.headers.get("Host"))):
-                raise Refusal(
-                    f"only this server's own page may ask it from a browser, got the Origin {origin!r:.100}", 403
-                )
 
     def do_GET(self) -> None:
         """The page is open to all, as it says nothing but names; what it asks needs the key, if there is one."""
