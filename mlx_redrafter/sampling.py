@@ -21,6 +21,10 @@ SMALLEST_TEMP = 1e-30
 """Below it 1 / temp is no float32."""
 
 
+SMALLEST_TOP_P = 1e-30
+"""It keeps the likeliest token alone; far below it mlx-lm's filter would keep none."""
+
+
 class Draws(NamedTuple):
     """The noise of P consecutive positions.
 
@@ -135,7 +139,7 @@ class ByPosition:
         self._special = list(xtc_special_tokens)
         self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
         if 0 < top_p < 1:
-            self._filters.append(lambda x, coin: apply_top_p(x, top_p))
+            self._filters.append(lambda x, coin: apply_top_p(x, max(top_p, SMALLEST_TOP_P)))
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:

@@ -106,6 +106,12 @@ def test_numbers_of_other_kinds_serve_as_plain_ones(
     assert made(drafted, seed=1, **given) == made(drafted, seed=1, **plain)
 
 
+@pytest.mark.parametrize("top_p", [1e-320, 1e-46, 1e-30])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_however_small_top_p_is_the_likeliest_token_is_left(drafted: bool, top_p: float) -> None:
+    assert made(drafted, seed=1, temp=0.8, top_p=top_p) == made(drafted, seed=1, temp=0.8, top_k=1)
+
+
 @pytest.mark.parametrize("cache", [(None, None), [None, None], ["a", "b"]], ids=["a tuple", "of nothing", "of strings"])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_something_else_is_no_prompt_cache(drafted: bool, cache: Any) -> None:
