@@ -193,6 +193,8 @@ def watch(gone: threading.Event) -> None:
 def own_stdout() -> IO[bytes]:
     """The real stdout for events alone; what anything else prints goes to stderr from now on."""
     sys.stdout.flush()
+    for number in (0, 1):
+        os.set_blocking(number, True)  # else "nothing yet" and "no room yet" would be taken for the end
     events = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return events

@@ -272,6 +272,23 @@ def test_what_anything_prints_does_not_come_among_the_events() -> None:
     assert "NOISE" in ran.stderr, "stdin that has ended finishes what was asked"
 
 
+def test_pipes_that_do_not_block_are_waited_for() -> None:
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    try:
+        child = subprocess.Popen([*COMMAND, "--max-tokens", "2"], stdin=ours, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["type"] == "ready"
+        time.sleep(0.2)  # it looks for a line, and finds none
+        os.write(theirs, json.dumps(send("a", "x")).encode() + b"\n")
+        assert [json.loads(child.stdout.readline())["type"] for _ in range(3)] == ["token", "token", "done"]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert child.wait(WAIT) == 0
+    child.stdout.close()
+
+
 def test_it_goes_when_its_parent_goes() -> None:
     """A parent that is killed while another process holds the other end of the pipe."""
     code = (
