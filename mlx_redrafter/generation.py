@@ -20,7 +20,7 @@ from . import kv
 from .checkpoint import check_fit
 from .drafter import Drafter
 from .errors import RedrafterError
-from .loop import OnRound, Settings, Step, decode, own_depth
+from .loop import OnRound, Settings, Step, in_pieces, own_depth
 from .plan import AUTO, Plan, make_plan, read_plan
 from .prompts import check_prompt
 from .rounds import Chooser, Processor
@@ -281,7 +281,7 @@ def generate_step(
         RedrafterError: on the first `next`: bad settings, an unsupported model, or a drafter of another size.
     """
     with closing(_steps(prompt, model, drafter, make_settings(drafter, **options))) as steps:
-        for step in steps:
+        for step in filter(None, steps):
             yield step.token, step.logprobs, step.from_draft
 
 
@@ -334,6 +334,20 @@ def stream_generate(
     Raises:
         RedrafterError: on the first `next`: see `generate_step`; also for max_tokens 0 and an empty stop string.
     """
+    with closing(stream_in_pieces(model, tokenizer, prompt, drafter=drafter, stop=stop, **options)) as responses:
+        yield from filter(None, responses)
+
+
+def stream_in_pieces(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    drafter: Drafter | None = None,
+    stop: str | Sequence[str] | None = None,
+    **options: Unpack[Options],
+) -> Generator[GenerationResponse | None, None, None]:
+    """As `stream_generate`, and yields None between two pieces of the prompt; see `loop.in_pieces`."""
     if not hasattr(tokenizer, "encode"):
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -383,7 +397,11 @@ def stream_generate(
         closing(_steps(ids, model, drafter, replace(settings, prompt_progress_callback=progress))) as steps,
     ):
         count, last = 0, Stats()
-        for count, step in enumerate(steps, 1):
+        for step in steps:
+            if step is None:
+                yield None
+                continue
+            count += 1
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
@@ -399,6 +417,7 @@ def stream_generate(
             if count == settings.max_tokens:
                 break
             yield response(step, count, text, None)
+        assert step is not None  # there is a token behind every prompt
         detokenizer.finalize()
         tail, found = watch.feed(detokenizer.last_segment)
         ended = found or step.token in tokenizer.eos_token_ids
@@ -502,10 +521,10 @@ def warn_if_useless(stats: Stats, before: Stats) -> None:
 
 def _steps(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
-) -> Generator[Step, None, None]:
-    """The loop's steps, for models that have been looked at."""
+) -> Generator[Step | None, None, None]:
+    """The loop's steps, and pieces of the prompt, for models that have been looked at."""
     if not isinstance(model, nn.Module):
         raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
     if drafter is not None:
         check_fit(drafter, model)
-    return decode(prompt, model, drafter, settings)
+    return in_pieces(prompt, model, drafter, settings)

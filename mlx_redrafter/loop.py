@@ -86,6 +86,16 @@ def decode(
         RedrafterError: an empty prompt, or settings out of range.
         UnsupportedModelError: the model cannot be drafted for.
     """
+    with closing(in_pieces(prompt, model, drafter, settings)) as steps:
+        for step in steps:
+            if step is not None:
+                yield step
+
+
+def in_pieces(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
+) -> Generator[Step | None, None, None]:
+    """As `decode`, and yields None between two pieces of the prompt, where something else may be decoded meanwhile."""
     tokens = check_prompt(prompt)
     if settings.max_tokens < -1:
         raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 0, got {settings.max_tokens}")
@@ -97,7 +107,7 @@ def decode(
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization, settings.max_kv_size)
         target.length = behind(target.length, settings.history)
-        outcome, history = prefill(target, tokens, settings, tapped=drafter is not None)
+    outcome, history = yield from prefill(target, tokens, settings, tapped=drafter is not None)
     if settings.max_tokens == 0:
         return
     if drafter is None:
@@ -161,8 +171,13 @@ def behind(length: int, history: Sequence[int]) -> int:
     return len(history) or length
 
 
-def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: bool) -> tuple[Outcome, mx.array | None]:
-    """The prompt into the cache, in chunks, its last token alone; (the first choice, the history behind it)."""
+def prefill(
+    target: Target, tokens: mx.array, settings: Settings, *, tapped: bool
+) -> Generator[None, None, tuple[Outcome, mx.array | None]]:
+    """The prompt into the cache, in pieces, its last token alone; (the first choice, the history behind it).
+
+    Yields behind each piece.
+    """
     report = settings.prompt_progress_callback or (lambda done, total: None)
     total, done = tokens.shape[0], 0
     processors = settings.chooser.processors
@@ -170,16 +185,19 @@ def prefill(target: Target, tokens: mx.array, settings: Settings, *, tapped: boo
     report(done, total)
     while total - done > 1:
         count = min(settings.prefill_step_size, total - done - 1)
-        target.forward(tokens[done : done + count], tapped=False)
-        target.advance_(count)
-        target.evaluate()
+        with on_stream():
+            target.forward(tokens[done : done + count], tapped=False)
+            target.advance_(count)
+            target.evaluate()
         done += count
         report(done, total)
         mx.clear_cache()
-    history = extended(before, tokens[:done]) if processors and done else before
-    outcome = step(target, tokens[done:], settings.chooser, history, tapped=tapped)
-    mx.eval(outcome, target.pending())
-    report(total, total)
+        yield
+    with on_stream():
+        history = extended(before, tokens[:done]) if processors and done else before
+        outcome = step(target, tokens[done:], settings.chooser, history, tapped=tapped)
+        mx.eval(outcome, target.pending())
+        report(total, total)
     return outcome, extended(before, tokens) if processors else None
 
 

@@ -100,7 +100,20 @@ def test_an_answer_that_stops_behind_a_call_says_so(
         ({"name": "now"}, "{}"),
         ({"name": "now", "parameters": {"of": 1}}, '{"of": 1}'),
         ([{"name": "now", "arguments": {"of": 1}}], '{"of": 1}'),
-        *[(odd, None) for odd in ("now", ["now"], 5, None, {"arguments": {}}, [[]], {"name": 1}, KeyError("name"))],
+        *[
+            (odd, None)
+            for odd in (
+                "now",
+                ["now"],
+                5,
+                None,
+                {"arguments": {}},
+                [[]],
+                {"name": 1},
+                KeyError("name"),
+                {"name": "x", "arguments": {1j}},
+            )
+        ],
     ],
 )
 @streaming

@@ -188,7 +188,7 @@ def test_for_a_client_that_went_while_it_waited_no_other_model_is_loaded(
 def test_while_long_prompts_are_read_others_have_their_turns(
     root: Path, monkeypatch: pytest.MonkeyPatch, long: int
 ) -> None:
-    """Several are read within each other's pauses, and never more answers are made than may be."""
+    """Several are read in turns, too, and never more answers are made than may be."""
     monkeypatch.setattr(answers, "TURN", 0.0)
     monkeypatch.setattr(answers, "LEAST", 1)
     prompts = ["".join("abcdefg"[(i * i + each) % 7] for i in range(400 + each)) for each in range(long)] + ["hello"]
@@ -212,7 +212,6 @@ def test_while_long_prompts_are_read_others_have_their_turns(
             gate.set()
             replies = [b"".join(iter(lambda one=one: one.recv(1 << 16), b"")) for one in sent]
         until(lambda: idle(server))
-        assert responder.pausing == 0
     texts = [json.loads(reply.partition(b"\r\n\r\n")[2])["choices"][0]["text"] for reply in replies]
     reference, processors = Reference(root), make_logits_processors(logit_bias={END: -100})
     assert texts == [reference.text(prompt, max_tokens=3, logits_processors=processors) for prompt in ("abc", *prompts)]
@@ -220,6 +219,9 @@ def test_while_long_prompts_are_read_others_have_their_turns(
     assert max(running for _, running in made) <= 3
     if long == 1:
         assert order[-1] == 400 and order.index(400) > order.index(5), "the short one is answered meanwhile"
+    elif long == 5:
+        ends = [max(i for i, prompt in enumerate(order) if prompt == count) for count in range(400, 405)]
+        assert ends[0] < ends[3] and ends[1] < ends[4], "who comes later does not come first"
 
 
 def test_answers_that_take_turns_do_not_meet(server: Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.server import CompletionRequest, GenerationArguments, GenerationContext, _image_parts
 
 from .bodies import Refusal
-from .decoding import Decoding
+from .decoding import Decoding, Turn
 from .drafts import Watch
 from .fair import FairQueue
 from .jobs import Gone, Job, Unanswered
@@ -33,7 +33,7 @@ TURN = 0.25
 LEAST = 16
 """Tokens of a turn at least: the first round of a turn finds its work done already, and its time means nothing."""
 
-Answers = deque[Generator[Watch | None, None, None]]
+Answers = deque[Generator[Turn, None, None]]
 """Answers that take turns, the next one first."""
 
 LONGEST_WAIT = 60
@@ -50,7 +50,6 @@ class Responder(Decoding):
     Attributes:
         draining: no more requests are taken.
         running: how many answers have begun and not ended.
-        pausing: how many of them wait for the turns that they give others.
         seconds: what an answer took lately.
         meters: what is counted.
     """
@@ -59,7 +58,7 @@ class Responder(Decoding):
 
     def __init__(self, provider: Provider, prompt_cache: Prompts) -> None:
         self.draining = False
-        self.running, self.pausing = 0, 0
+        self.running = 0
         self.seconds = 1.0
         self.meters = Meters()
         self.queue = FairQueue(provider.cli_args.max_queue, self._give_way)
@@ -176,7 +175,7 @@ class Responder(Decoding):
         """Whether there are images for a model that sees them: one such answer is made at a time."""
         return self.model_provider.processor is not None and any(_image_parts(job.messages))
 
-    def _turn(self, answer: Iterator[Watch | None], *, alone: bool) -> bool:
+    def _turn(self, answer: Iterator[Turn], *, alone: bool) -> bool:
         """Runs an answer for a while; whether there is more of it."""
         started = time.perf_counter()
         count = 0
@@ -185,43 +184,42 @@ class Responder(Decoding):
             found = next(answer, self)
             if isinstance(found, Responder):
                 return False
-            watch, count = found, count + 1
+            if isinstance(found, str):  # a piece of the prompt
+                watch, count = None, LEAST
+            else:
+                watch, count = found, count + 1
         if not alone:
             mx.synchronize(generation_stream)  # what it has enqueued is its own time
             if watch is not None:
                 watch.pause()
         return True
 
-    def _others(self, others: Answers) -> Callable[[bool], None]:
-        """What gives others their turns, called by an answer where nothing can suspend it: after its own turn one of
-        each.
+    def _others(self, others: Answers) -> Callable[[], None]:
+        """What gives others their turns, called by an answer that nothing can suspend: after its own turn one of each.
 
         Args:
             others: that take turns; new ones join them.
         """
         started, count = time.perf_counter(), 0
 
-        def pause(piece: bool) -> None:
-            """Counts a token, or a piece of a prompt, which is many; at the end of a turn the others have theirs."""
+        def pause() -> None:
+            """Counts a token; at the end of a turn the others have theirs."""
             nonlocal started, count
-            count += LEAST if piece else 1
+            count += 1
             if count < LEAST or time.perf_counter() - started < TURN:
                 return
-            self.pausing += 1  # one of the others may pause, too, within its turn
-            try:
-                self._admit(others, self.cli_args.decode_concurrency - self.pausing)
-                if others:
-                    mx.synchronize()  # the stream on which mlx-lm decodes for it
-                for _ in range(len(others)):
-                    if others and self._turn(answer := others.popleft(), alone=False):
-                        others.append(answer)
-            finally:
-                self.pausing -= 1
+            self._admit(others, self.cli_args.decode_concurrency - 1)
+            if others:
+                mx.synchronize()  # the stream on which mlx-lm decodes for it
+            for _ in range(len(others)):
+                answer = others.popleft()
+                if self._turn(answer, alone=False):
+                    others.append(answer)
             started, count = time.perf_counter(), 0
 
         return pause
 
-    def _begin(self, request: Any, others: Answers) -> Generator[Watch | None, None, None]:
+    def _begin(self, request: Any, others: Answers) -> Generator[Turn, None, None]:
         """An answer; what it fails of goes to its client.
 
         Args:
@@ -233,11 +231,10 @@ class Responder(Decoding):
         self.running += 1
         self.meters.queued.observe(started - job.asked)
         try:
-            pause = self._others(others)
             if self._sees(job):
-                self._answer_images(answers, job, args, began, pause)
+                self._answer_images(answers, job, args, began, self._others(others))
             else:
-                yield from self._answer(answers, job, args, began, pause)
+                yield from self._answer(answers, job, args, began)
             answers.put(None)
         except Gone as gone:
             self.meters.left.inc()

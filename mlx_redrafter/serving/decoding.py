@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from queue import Queue
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -21,7 +22,7 @@ from mlx_lm.server import (
 )
 
 from ..errors import one_line
-from ..generation import GenerationResponse, stream_generate
+from ..generation import GenerationResponse, stream_in_pieces
 from .asking import check, options
 from .bodies import Refusal
 from .drafts import Watch
@@ -30,6 +31,12 @@ from .jobs import Gone, Job, Told
 from .meters import Meters
 from .provider import Provider
 from .waiting import left
+
+PIECE: Literal["piece"] = "piece"
+"""Of a prompt, which is as much as a turn."""
+
+Turn = Watch | None | Literal["piece"]
+"""What an answer may be suspended behind: a token, with what follows its time, or a piece of its prompt."""
 
 IMPOSSIBLE = -9999.0
 """A log-probability."""
@@ -43,7 +50,8 @@ def calls_of(parse: Callable[[str, Any], Any], text: str, tools: Any) -> list[di
     """
     try:
         found = parse(text, tools)
-    except Exception as error:  # a parser may fail of what a model writes in as many ways
+        json.dumps(found, allow_nan=False)
+    except Exception as error:  # a parser may fail of what a model writes, or make no JSON of it, in as many ways
         raise ValueError(f"no call of a tool: {one_line(error)}") from error
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
@@ -67,18 +75,13 @@ class Decoding(ResponseGenerator):
     meters: Meters
 
     def _answer(
-        self,
-        answers: Queue[Any],
-        job: Job,
-        args: GenerationArguments,
-        began: list[GenerationContext],
-        pause: Callable[[bool], None],
-    ) -> Generator[Watch | None, None, None]:
-        """Puts a context, news of the prompt and a response a token; yields after each token what follows its time.
+        self, answers: Queue[Any], job: Job, args: GenerationArguments, began: list[GenerationContext]
+    ) -> Generator[Turn, None, None]:
+        """Puts a context, news of the prompt and a response a token; yields after each token what follows its time, and
+        after each piece of the prompt that.
 
         Args:
             began: gets the context when it is put: from then on the client is told 200.
-            pause: called with True behind each piece of the prompt.
 
         Raises:
             Refusal: what is asked for cannot be had.
@@ -105,10 +108,8 @@ class Decoding(ResponseGenerator):
             held[0] = prompt[: known + done]
             answers.put((done, total))
             self._go_on(job, context)
-            if 0 < done < total:
-                pause(True)
 
-        steps = stream_generate(
+        steps = stream_in_pieces(
             model,
             tokenizer,
             rest,
@@ -126,6 +127,9 @@ class Decoding(ResponseGenerator):
         try:
             with closing(steps):
                 for response in steps:
+                    if response is None:
+                        yield PIECE
+                        continue
                     tokens.append(response.token)
                     told = self._told(job, args, response)
                     told.news = None if watch is None else watch.news(response)
@@ -146,12 +150,12 @@ class Decoding(ResponseGenerator):
         job: Job,
         args: GenerationArguments,
         began: list[GenerationContext],
-        pause: Callable[[bool], None],
+        pause: Callable[[], None],
     ) -> None:
         """As `_answer`, for messages with images, but by mlx-lm's own decoding, without drafts.
 
         Args:
-            pause: called with False between two tokens, and between two pieces of the prompt.
+            pause: called between two tokens, and between two pieces of the prompt.
 
         Raises:
             Refusal, Gone: as `_answer`.

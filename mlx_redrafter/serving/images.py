@@ -36,13 +36,13 @@ class Relay(Queue[Any]):
     Args:
         answers: the handler's queue.
         look: called with each thing; what it raises ends the decoding.
-        pause: called with False once the handler has it.
+        pause: called once the handler has it.
 
     Attributes:
         error: what has ended the decoding, if it has failed; it does not pass, nor does the None at the end.
     """
 
-    def __init__(self, answers: Queue[Any], look: Callable[[Any], None], pause: Callable[[bool], None]) -> None:
+    def __init__(self, answers: Queue[Any], look: Callable[[Any], None], pause: Callable[[], None]) -> None:
         super().__init__()
         self._answers, self._look, self._pause = answers, look, pause
         self.error: Exception | None = None
@@ -58,4 +58,4 @@ class Relay(Queue[Any]):
         elif item is not None:
             self._look(item)
             self._answers.put(item)
-            self._pause(False)
+            self._pause()
