@@ -109,6 +109,7 @@ class Target:
         self._longest = exact_until(model)
         self._forgets = not kv.others(self.cache, kv.REWINDABLE)
         self._ringed = kv.rings(self.cache)
+        self._sinks = any(isinstance(c, RotatingKVCache) and c.keep for c in kv.leaves(self.cache))
         self._rows = 0  # of the last forward that verified
         self._torn = False  # whether keeping some of them has begun
         self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
@@ -138,6 +139,8 @@ class Target:
         """The model on `tokens` (T,) behind what is committed, for good, or not at all. `tapped` asks for the hidden
         states."""
         count = tokens.shape[0]
+        if self._sinks:
+            self.catch_up_()
         if self._replayed:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
         self._before = None  # what was before the forward before is of no use any more
@@ -218,12 +221,14 @@ class Target:
             self.enqueue()
 
     def catch_up_(self) -> None:
-        """Reads again what is committed and behind the mark, so that the cache holds it."""
+        """Reads again what is committed and behind the mark, so that the cache holds it: one by one where rings keep
+        their first rows, since in a forward of several mlx-lm's mask is not what each alone would see."""
         if self._replayed:
-            tokens, before = self._replayed, kv.mark(self.cache)
+            tokens, before = self._replayed, kv.mark_rows(self.cache)
             self._replayed, self._marks = [], None
             try:
-                self._model(mx.array(tokens)[None], cache=self.cache)
+                for piece in [[token] for token in tokens] if self._sinks else [tokens]:
+                    self._model(mx.array(piece)[None], cache=self.cache)
             except BaseException:
                 kv.restore_(self.cache, before)
                 self._replayed = tokens

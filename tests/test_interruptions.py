@@ -324,7 +324,7 @@ def test_between_whichever_layers_a_forward_is_broken_off_all_hold_the_same_toke
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("gemma3_text", None), ("llama4_text", None)]
+    ("name", "keep"), [("qwen2", None), ("qwen2", 0), ("qwen2", 4), ("gemma3_text", None), ("llama4_text", None)]
 )
 def test_a_round_whose_rows_are_half_dropped_leaves_the_cache_with_what_was_yielded(
     name: str, keep: int | None, width: int, monkeypatch: pytest.MonkeyPatch
@@ -350,6 +350,28 @@ def test_a_round_whose_rows_are_half_dropped_leaves_the_cache_with_what_was_yiel
         assert tokens == plainly(model, PROMPT, expected, len(tokens)) and tokens
         hold_the_same(cache, expected)
         assert plainly(model, [5], cache, 8) == plainly(model, [5], expected, 8)
+
+
+@pytest.mark.parametrize("right", ["half", "wrong", "right"])
+@pytest.mark.parametrize("size", [12, 24])
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_hybrid_whose_rings_keep_their_first_rows_reads_again_what_it_read(
+    keep: int, size: int, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_family("qwen3_5")
+
+    def made() -> kv.Cache:
+        own = make_prompt_cache(model)
+        return [RotatingKVCache(size, keep) if isinstance(c, KVCache) else c for c in own]
+
+    with overheard(model) as heard:
+        text = PROMPT + plainly(model, PROMPT, made(), 60)
+    drafter = Follower(model, text, heard, script(right, len(text), 1), 1)
+    monkeypatch.setattr(loop, "Fixed", Changeable)
+    cache, expected = made(), made()
+    settings = make_settings(drafter, prompt_cache=cache, max_tokens=40, beam_width=1, draft_depth=3)
+    assert [step.token for step in decode(PROMPT, model, drafter, settings)] == plainly(model, PROMPT, expected, 40)
+    hold_the_same(cache, expected)
 
 
 @pytest.mark.parametrize("work", ["mark", "restore_"])
