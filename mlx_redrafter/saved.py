@@ -63,22 +63,20 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
     told = saved._asdict() | {"format": FORMAT, "model": tensors(model)}
     del told["cache"]
     try:
-        text = json.dumps(told, default=schema_of)
+        told["template"] = written(saved.template)
+        text = json.dumps(told)
         with replacing(place) as partly:
             save_prompt_cache(str(partly), saved.cache, {"session": text})
-    except Exception as error:  # functions among the tools may be refused in as many ways
+    except (OSError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise RedrafterError(f"cannot save the session as {place}: {one_line(error)}") from error
 
 
-def schema_of(tool: Any) -> Any:
-    """A tool that is a function as chat templates see it.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not callable(tool):
-        raise TypeError(f"{type(tool).__name__} is not JSON serializable")
-    return get_json_schema(tool)
+def written(template: dict[str, Any] | None) -> Any:
+    """Arguments of a chat template as JSON has them, functions as templates see them; None where it has not."""
+    try:
+        return json.loads(json.dumps(template, default=get_json_schema))
+    except Exception:  # a value may be refused in as many ways
+        return None
 
 
 def read_saved(path: str | Path, model: nn.Module) -> Saved:

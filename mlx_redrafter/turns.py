@@ -106,10 +106,18 @@ def behind(
     parts = rendered(tokenizer, messages, template).split(MARK)
     if len(parts) != 2 or moved(tokenizer, messages, len(new), template):
         return None
-    if read_with not in (None, template) and rendered(tokenizer, messages, read_with).split(MARK)[0] != parts[0]:
+    if read_with not in (None, template) and front(tokenizer, messages, read_with) != parts[0]:
         return None
     ids = continued(tokenizer, parts[1])
     return checked(ids[end_of(tokenizer, ids, last) :])
+
+
+def front(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any]) -> str | None:
+    """What stands before the mark with other arguments of the template; None where it takes them no more."""
+    try:
+        return rendered(tokenizer, messages, template).split(MARK)[0]
+    except RedrafterError:
+        return None
 
 
 def end_of(tokenizer: Any, ids: list[int], last: int) -> int:

@@ -408,6 +408,17 @@ def test_a_saved_session_knows_what_its_turns_were_read_with(tmp_path: Path) -> 
     assert loaded.tokens == talk.tokens
 
 
+@pytest.mark.parametrize("config", [{"tokenize": True}, {"think": {1, 2}}])
+def test_a_saved_session_whose_arguments_cannot_be_used_again_goes_on(config: dict[str, Any], tmp_path: Path) -> None:
+    talk = thinker()
+    talk.send("a", **({} if "tokenize" in config else {"chat_template_config": config}))
+    if "tokenize" in config:
+        talk._read_with = config
+    talk.save(tmp_path / "talk.safetensors")
+    loaded = Session.load(tmp_path / "talk.safetensors", talk.model, talk.tokenizer, max_tokens=4)
+    assert read_by(loaded, "b")[0].endswith("UbzA")
+
+
 def test_a_reset_that_is_broken_off_anywhere_leaves_a_session_that_goes_on() -> None:
     for place in itertools.count():
         talk = session()

@@ -124,6 +124,7 @@ def serve(
         level=getattr(logging, args.log_level.upper(), None), format="%(asctime)s - %(levelname)s - %(message)s"
     )
     logging.captureWarnings(True)
+    logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # as --log-level says
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while models are loaded there is nothing to finish
     # Once for all: of answers in turns, the first to end would else set back what the others rely on.
     maybe_set_recommended_wired_limit()
