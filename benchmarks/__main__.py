@@ -4,7 +4,7 @@ from .blas import load_openblas
 
 load_openblas()
 
-from mlx_redrafter.doors import guarded  # noqa: E402
+from mlx_redrafter.cli.main import run_module  # noqa: E402
 
 if __name__ == "__main__":
-    guarded("benchmarks.command")
+    run_module("benchmarks.command")

@@ -8,10 +8,10 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.machine import about
-from mlx_redrafter.rounds import Chooser
+from mlx_redrafter.planning.machine import about
+from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
 
 from .oracle import Oracle, acceptance_of

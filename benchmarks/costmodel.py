@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_redrafter.costs import Costs
+from mlx_redrafter.planning.costs import Costs
 
 from .published import PROMPT, TOKENS, Cell, Published, Shape
 

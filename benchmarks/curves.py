@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_redrafter.costs import Costs
+from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.errors import RedrafterError
 
 from .costmodel import WIDTHS

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.sampling import Sampler
-from mlx_redrafter.stats import Stats
+from mlx_redrafter.engine.sampling import Sampler
+from mlx_redrafter.engine.stats import Stats
 
 from .subject import Subject
 

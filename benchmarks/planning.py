@@ -19,17 +19,17 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.costs import Costs
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.generation import generate_step
-from mlx_redrafter.meter import COUNTS
-from mlx_redrafter.pilot import Fixed, Flight, Pilot, make_flight
-from mlx_redrafter.plan import Plan, line_of
-from mlx_redrafter.planner import UNKNOWN, few_plans
-from mlx_redrafter.rounds import make_draft
-from mlx_redrafter.sampling import make_sampler
-from mlx_redrafter.target import Target
-from mlx_redrafter.types import Tip
+from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.generate import generate_step
+from mlx_redrafter.planning.meter import COUNTS
+from mlx_redrafter.planning.pilot import Fixed, Flight, Pilot, make_flight
+from mlx_redrafter.engine.plan import Plan, line_of
+from mlx_redrafter.planning.planner import UNKNOWN, few_plans
+from mlx_redrafter.engine.round import make_draft
+from mlx_redrafter.engine.sampling import make_sampler
+from mlx_redrafter.engine.target import Target
+from mlx_redrafter.engine.types import Tip
 
 from .common import above_zero, positive
 from .shapes import add_json, show

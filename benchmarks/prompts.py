@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.files import expanded
-from mlx_redrafter.generation import encode_chat
+from mlx_redrafter.atomic_files import expanded
+from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.training.data import load_prompts
 
 DIRECTORY = Path(__file__).parent / "prompts"

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.drafter import Drafter, DrafterArgs
-from mlx_redrafter.generation import make_settings
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.rounds import Draft, make_draft, verify
-from mlx_redrafter.target import Target
-from mlx_redrafter.types import Tip
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.round import Draft, make_draft, verify
+from mlx_redrafter.engine.target import Target
+from mlx_redrafter.engine.types import Tip
 
 from .building import make_target
 from .common import positive

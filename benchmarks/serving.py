@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
 from mlx_redrafter.errors import RedrafterError
 

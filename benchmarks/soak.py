@@ -32,7 +32,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter.demo import demo_prompts, load_demo
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generation import generate
+from mlx_redrafter.generate import generate
 
 from .serving import process, save
 from .stamp import stamp

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_redrafter import __version__
-from mlx_redrafter.machine import about
+from mlx_redrafter.planning.machine import about
 
 
 def stamp() -> dict[str, Any]:

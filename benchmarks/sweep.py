@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.plan import Plan, make_plan
+from mlx_redrafter.engine.plan import Plan, make_plan
 
 from . import heat
 from .common import positive

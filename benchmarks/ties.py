@@ -16,11 +16,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.comparing import Difference, distance, first_difference
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.cli.comparing import Difference, distance, first_difference
+from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generation import generate_step, make_settings
-from mlx_redrafter.trial import try_out
+from mlx_redrafter.generate import generate_step, make_settings
+from mlx_redrafter.engine.trial import try_out
 
 from .building import quantize
 from .common import positive

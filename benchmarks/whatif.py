@@ -12,9 +12,9 @@ from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from mlx_redrafter.costs import Costs
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import MOST, Acceptance, expected_tokens
+from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning.planner import MOST, Acceptance, expected_tokens
 
 from .costmodel import CLIFF, CONTEXT, RoundModel, fit
 from .published import Published, Shape

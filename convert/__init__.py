@@ -11,15 +11,4 @@
     writing   the files of the result
     report    what the conversion cost
     conversion   all of it, in order; `command` is its flags
-
-Only a door: importing it imports nothing else.
 """
-
-from __future__ import annotations
-
-from ..doors import guarded
-
-
-def main() -> None:
-    """Runs the command on `sys.argv`; exits with 1 and one line on bad input."""
-    guarded("mlx_redrafter.convert.command")

@@ -1,5 +1,5 @@
 """`python -m mlx_redrafter.convert`."""
 
-from . import main
+from ..cli.main import main
 
-main()
+main("convert")

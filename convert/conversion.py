@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import check_fit, load, read_drafter
-from ..drafter import DrafterArgs
+from ..checkpoints import check_fit, load, read_drafter
+from ..drafters.recurrent import DrafterArgs
 from ..errors import CheckpointError, RedrafterError
-from ..plan import DEEPEST
+from ..engine.plan import DEEPEST
 from ..shapes import DTYPES, expected_shapes, name_of
 from .finding import Found, dequantized, find
 from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, pack

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..checkpoint import load_drafter
-from ..drafter import Drafter, DrafterArgs
+from ..checkpoints import load_drafter
+from ..drafters.recurrent import Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
 from ..shapes import DRAFT_IDS, DTYPES, check_draft_ids, derive_args, disagreements, expected_shapes
 from .names import map_names

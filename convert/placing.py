@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..checkpoint import read_object
-from ..drafter import MODEL_TYPE
+from ..checkpoints import read_object
+from ..drafters.recurrent import MODEL_TYPE
 from ..errors import CheckpointError, RedrafterError, one_line
 
 OURS = re.compile(

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..drafter import Drafter
-from ..generation import encode_chat, make_settings
-from ..trial import try_out
+from ..drafters.recurrent import Drafter
+from ..generate import encode_chat, make_settings
+from ..engine.trial import try_out
 
 ROWS = 8
 PROMPTS = (

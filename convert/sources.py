@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mlx_lm.utils import _download
 
-from ..checkpoint import read_object
+from ..checkpoints import read_object
 from ..errors import CheckpointError, one_line
 
 SAFETENSORS = (".safetensors",)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..drafter import Drafter
+from ..drafters.recurrent import Drafter
 from ..shapes import chunks, expected_shapes
 from .finding import Found
 

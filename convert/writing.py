@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..cards import card_header
-from ..drafter import DrafterArgs
+from ..drafters.recurrent import DrafterArgs
 from ..errors import RedrafterError, one_line
 from ..shapes import name_of
 from .pack import Packing

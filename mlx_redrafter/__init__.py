@@ -6,27 +6,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint import load, load_drafter
+    from .checkpoints import load, load_drafter
     from .demo import load_demo
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
-    from .generation import GenerationResponse, generate, generate_step, stream_generate
-    from .session import Answer, Session
+    from .generate import GenerationResponse, generate, generate_step, stream_generate
+    from .session.session import Answer, Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "session",
     "CheckpointError": "errors",
-    "GenerationResponse": "generation",
+    "GenerationResponse": "generate",
     "RedrafterError": "errors",
     "Session": "session",
     "UnsupportedModelError": "errors",
-    "generate": "generation",
-    "generate_step": "generation",
-    "load": "checkpoint",
+    "generate": "generate",
+    "generate_step": "generate",
+    "load": "checkpoints",
     "load_demo": "demo",
-    "load_drafter": "checkpoint",
-    "stream_generate": "generation",
+    "load_drafter": "checkpoints",
+    "stream_generate": "generate",
 }
 
 __all__ = [

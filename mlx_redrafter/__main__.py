@@ -1,5 +1,5 @@
 """`python -m mlx_redrafter COMMAND`."""
 
-from .cli import main
+from .cli.main import main
 
 main()

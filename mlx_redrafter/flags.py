@@ -9,8 +9,8 @@ from collections.abc import Container
 from typing import Any
 
 from .errors import RedrafterError
-from .generation import make_settings
-from .plan import AUTO, DRAFT_DEPTH, OFF
+from .generate import make_settings
+from .engine.plan import AUTO, DRAFT_DEPTH, OFF
 
 OPTIONS = (
     ("max_tokens", int, "how many tokens to make; -1 for no limit"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .checkpoint import load, load_drafter
+from .checkpoints import load, load_drafter
 from .demo import load_demo
-from .drafter import Drafter
+from .drafters.recurrent import Drafter
 from .errors import RedrafterError
 
 

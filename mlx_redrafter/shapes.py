@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .drafter import Drafter, DrafterArgs
+from .drafters.recurrent import Drafter, DrafterArgs
 from .errors import CheckpointError, one_line
-from .plan import DEEPEST
+from .engine.plan import DEEPEST
 
 GROUP_SIZES = (16, 32, 64, 128)
 """How many weights may share a scale in MLX."""

@@ -1,19 +1,6 @@
-"""`python -m mlx_redrafter.stdio`: sessions for another program, over lines of JSON.
+"""`python -m mlx_redrafter.stdio`."""
 
-Only a door: what it does lives in `mlx_redrafter.lines`, and nothing imports this file.
-"""
-
-from __future__ import annotations
-
-from . import parent
-from .doors import guarded
-
-
-def main() -> None:
-    """Runs the command on `sys.argv`; exits with 1 and one line on bad input."""
-    parent.note()
-    guarded("mlx_redrafter.lines")
-
+from .cli.main import main
 
 if __name__ == "__main__":
-    main()
+    main("stdio")

@@ -1,17 +1,6 @@
-"""`python -m mlx_redrafter.train`: a drafter for a target of your own, trained on what that target says.
+"""`python -m mlx_redrafter.train`."""
 
-Only a door: what it does lives in `mlx_redrafter.training`, and nothing imports this file.
-"""
-
-from __future__ import annotations
-
-from .doors import guarded
-
-
-def main() -> None:
-    """Runs the command on `sys.argv`; exits with 1 and one line on bad input."""
-    guarded("mlx_redrafter.training.command")
-
+from .cli.main import main
 
 if __name__ == "__main__":
-    main()
+    main("train")

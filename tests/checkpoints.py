@@ -19,10 +19,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 from small import small_drafter
 
-from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import Conversion
-from mlx_redrafter.doors import guarded
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter.cli.main import run_module
+from mlx_redrafter.drafters.recurrent import Drafter
 
 Arrays = dict[str, mx.array]
 """Tensors by Apple's names."""
@@ -173,7 +173,7 @@ def command(*arguments: str | Path) -> tuple[int, str, str]:
     out, said = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", ["convert", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(said):
         try:
-            guarded("mlx_redrafter.convert.command")
+            run_module("mlx_redrafter.convert.command")
         except SystemExit as ended:
             return int(ended.code or 0), out.getvalue(), said.getvalue()
     raise AssertionError("the command has not said how it ended")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import meter
+from mlx_redrafter.planning import meter
 
 if TYPE_CHECKING:
     import openai

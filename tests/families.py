@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import RotatingKVCache
 from toys import Scripted
 
-from mlx_redrafter import kv
-from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.drafter import DrafterArgs
-from mlx_redrafter.seams import Tap
-from mlx_redrafter.types import Tree
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine.anatomy import anatomy
+from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.engine.tree_attention import Tap
+from mlx_redrafter.engine.types import Tree
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 

@@ -18,7 +18,7 @@ from small import save_target, small_drafter
 from toys import make_model, make_tokenizer
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.checkpoint import load, load_drafter, save_drafter
+from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
 from mlx_redrafter.serving.command import Server, checked, serving
 from mlx_redrafter.serving.flags import read_flags
 from mlx_redrafter.serving.jobs import Job

@@ -12,9 +12,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
-from mlx_redrafter.beam import Advance
-from mlx_redrafter.drafter import Drafter, DrafterArgs
-from mlx_redrafter.types import Beams
+from mlx_redrafter.engine.beam_search import Advance
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.types import Beams
 
 THE, CAT, DOG, SAT, RAN, AWAY = 7, 11, 12, 13, 14, 15
 

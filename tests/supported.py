@@ -7,7 +7,7 @@ from pathlib import Path
 
 from families import modules
 
-from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
+from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- models: made by tests/supported.py -->\n", "<!-- models: end -->\n"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from small import AWAY, CAT, RAN, SAT, THE, example_beams, random_beams
 
-from mlx_redrafter.accept import accept, accept_line
-from mlx_redrafter.tree import grow, line, prune
-from mlx_redrafter.types import Beams, Tree, Verdict
+from mlx_redrafter.engine.accept import accept, accept_line
+from mlx_redrafter.engine.tree import grow, line, prune
+from mlx_redrafter.engine.types import Beams, Tree, Verdict
 
 
 def walk(tree: Tree, choices: list[int], limit: int) -> list[int]:

@@ -18,18 +18,23 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import autopilot, generation, kv, loop, meter, wiring
-from mlx_redrafter.autopilot import flight_of, known
-from mlx_redrafter.costs import Costs
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.planning import autopilot
+from mlx_redrafter import generate as generation
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import decode as loop
+from mlx_redrafter.planning import meter
+from mlx_redrafter.engine import wired_limit as wiring
+from mlx_redrafter.planning.autopilot import flight_of, known
+from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generation import Options, generate_step, make_settings, stream_generate
-from mlx_redrafter.loop import decode
-from mlx_redrafter.meter import CONTEXTS, TURNS, Part, contexts_of, settled, shorter
-from mlx_redrafter.pilot import Pilot, make_flight
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import UNKNOWN
-from mlx_redrafter.target import sizes
+from mlx_redrafter.generate import Options, generate_step, make_settings, stream_generate
+from mlx_redrafter.engine.decode import decode
+from mlx_redrafter.planning.meter import CONTEXTS, TURNS, Part, contexts_of, settled, shorter
+from mlx_redrafter.planning.pilot import Pilot, make_flight
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning.planner import UNKNOWN
+from mlx_redrafter.engine.target import sizes
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
 CHEAP = Costs((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
@@ -354,7 +359,7 @@ def test_where_nobody_is_at_home_nothing_is_kept(counted: list[int], monkeypatch
 
 
 def test_measuring_ends_when_times_repeat_themselves_or_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_redrafter.meter.SECONDS", 10.0)
+    monkeypatch.setattr("mlx_redrafter.planning.meter.SECONDS", 10.0)
     calm: dict[Part, list[float]] = {("plain", 0, 1): [1.0] * TURNS, ("verify", 0, 2): [2.0, 2.01, 2.02, 2.05, 9.0]}
     assert settled(calm, 2.0, 1.0)
     assert not settled(calm, 1.0, 2.0), "so many plain steps are not over"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from small import CAT, DOG, RAN, SAT, THE, hypotheses, random_advance
 
-from mlx_redrafter.beam import BLOCK, chain, keep_top, search, top_w
-from mlx_redrafter.sampling import make_sampler
-from mlx_redrafter.types import Beams
+from mlx_redrafter.engine.beam_search import BLOCK, chain, keep_top, search, top_w
+from mlx_redrafter.engine.sampling import make_sampler
+from mlx_redrafter.engine.types import Beams
 
 SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 1, 1000, 4097)
 WIDTHS = (1, 2, 4, 7)

@@ -21,7 +21,7 @@ from benchmarks.record import print_lines, problem, read
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape
 from mlx_redrafter import demo
-from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.errors import RedrafterError
 from tests.bench_records import MACHINE, costs, flags
 from tests.small import small_drafter, small_llama

@@ -11,8 +11,8 @@ from benchmarks import planning
 from benchmarks.planning import costs_of, guessed, taken
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.demo import demo_prompts
-from mlx_redrafter.pilot import Fixed
-from mlx_redrafter.plan import line_of
+from mlx_redrafter.planning.pilot import Fixed
+from mlx_redrafter.engine.plan import line_of
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -24,9 +24,10 @@ from toys import (
     with_plain,
 )
 
-from mlx_redrafter import generate_step, kv, stream_generate
-from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.seams import tapped
+from mlx_redrafter import generate_step, stream_generate
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine.anatomy import anatomy
+from mlx_redrafter.engine.tree_attention import tapped
 
 PROMPT = make_prompt(9)
 BEAMS = {

@@ -20,10 +20,12 @@ import pytest
 from mlx_lm.chat import setup_arg_parser
 from test_session import session as toy_session
 
-from mlx_redrafter import Session, load_demo, loop, talk
-from mlx_redrafter.doors import guarded
-from mlx_redrafter.generation import GenerationResponse
-from mlx_redrafter.screen import TINT, UNTINT, Screen
+from mlx_redrafter import Session, load_demo
+from mlx_redrafter.engine import decode as loop
+from mlx_redrafter.cli import chat as talk
+from mlx_redrafter.cli.main import run_module
+from mlx_redrafter.generate import GenerationResponse
+from mlx_redrafter.cli.screen import TINT, UNTINT, Screen
 
 FIXED = ["--draft-depth", "3"]
 """A plan that is not measured first."""
@@ -225,7 +227,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", ["chat", *flags])
         monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         with pytest.raises(SystemExit) as ended:
-            guarded("mlx_redrafter.talk")
+            run_module("mlx_redrafter.cli.chat")
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

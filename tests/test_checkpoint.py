@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 from small import save_target, small_drafter, small_llama
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import checkpoint
-from mlx_redrafter.checkpoint import load, load_drafter, save_drafter
-from mlx_redrafter.drafter import Drafter
+from mlx_redrafter import checkpoints as checkpoint
+from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
+from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import CheckpointError
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"

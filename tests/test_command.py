@@ -19,13 +19,15 @@ from small import save_target, small_drafter, small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter import cli, generate_step, load, wiring
-from mlx_redrafter.autopilot import TIMES
-from mlx_redrafter.checkpoint import save_drafter
-from mlx_redrafter.comparing import Difference, distance
-from mlx_redrafter.doors import guarded
+from mlx_redrafter import generate_step, load
+from mlx_redrafter.cli import main as cli
+from mlx_redrafter.engine import wired_limit as wiring
+from mlx_redrafter.planning.autopilot import TIMES
+from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.cli.comparing import Difference, distance
+from mlx_redrafter.cli.main import run_module
 from mlx_redrafter.flags import OPTIONS, make_parser
-from mlx_redrafter.generation import make_settings
+from mlx_redrafter.generate import make_settings
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -54,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         with pytest.raises(SystemExit) as ended:
-            guarded("mlx_redrafter.command")
+            run_module("mlx_redrafter.cli.generate")
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 
@@ -150,7 +152,7 @@ def test_compare_passes_on_equal_tokens_and_fails_on_a_difference(
     verdict = json.loads(run(*arguments, "--json")[1])["compare"]
     assert verdict["identical"] and verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]
 
-    from mlx_redrafter import command
+    from mlx_redrafter.cli import generate as command
 
     def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
         for count, response in enumerate(real(*args, drafter=drafter, **options)):
@@ -185,9 +187,9 @@ def test_a_difference_is_told_from_a_tie_by_how_far_the_rows_are_apart(
 
 def test_a_warning_is_one_line() -> None:
     script = (
-        "import sys, types, warnings; from mlx_redrafter.doors import guarded; "
+        "import sys, types, warnings; from mlx_redrafter.cli.main import run_module; "
         "sys.modules['warned'] = types.SimpleNamespace(run=lambda: warnings.warn('chains, not trees')); "
-        "guarded('warned')"
+        "run_module('warned')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == "warning: chains, not trees\n"
@@ -195,8 +197,8 @@ def test_a_warning_is_one_line() -> None:
 
 def test_it_says_when_it_measures(pair: tuple[str, str], tmp_path: Path) -> None:
     script = (
-        "from mlx_redrafter import meter; from mlx_redrafter.doors import guarded; meter.SECONDS = 0.3; "
-        "guarded('mlx_redrafter.command')"
+        "from mlx_redrafter.planning import meter; from mlx_redrafter.cli.main import run_module; meter.SECONDS = 0.3; "
+        "run_module('mlx_redrafter.cli.generate')"
     )
     command = [sys.executable, "-c", script, "--model", pair[0], "--drafter", pair[1], "-m", "4", "-p", "some text"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -361,5 +363,5 @@ def test_a_closed_stdout_is_no_reason_for_a_traceback(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["generate", "--max-tokens", "2", "--verbose", "F"])
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(SystemExit) as ended:
-        guarded("mlx_redrafter.command")
+        run_module("mlx_redrafter.cli.generate")
     assert ended.value.code == 0

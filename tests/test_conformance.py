@@ -15,13 +15,13 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from supported import README, placed, rows
 
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import Step, decode
-from mlx_redrafter.plan import MOST_REPLAYED
-from mlx_redrafter.served import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
-from mlx_redrafter.target import Target, check_draftable, sizes
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.decode import Step, decode
+from mlx_redrafter.engine.plan import MOST_REPLAYED
+from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
+from mlx_redrafter.engine.target import Target, check_draftable, sizes
 
 RUNNING = sorted(TREES | REPLAYED | set(CHAINS))
 CLOSE = 2e-3

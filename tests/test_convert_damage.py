@@ -28,7 +28,7 @@ from checkpoints import (
 )
 from mlx.utils import tree_map
 
-from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.checkpoints import load_drafter
 
 Write = Callable[[Path], Any]
 """Writes a damaged checkpoint into a directory."""

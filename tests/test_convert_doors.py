@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import apple, make, same, tensors
 
-from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.checkpoints import load_drafter
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))

@@ -16,7 +16,7 @@ from checkpoints import CONFIG, INDEX, WEIGHTS, apple, command, make, modelopt, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.checkpoints import load_drafter
 
 TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import pytest
 from checkpoints import CONFIG, INDEX, WEIGHTS, apple, make, modelopt, ranks, tensors, trap
 
-from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.checkpoints import load_drafter
 
 TESTS = Path(__file__).parent
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from checkpoints import apple, command, make, refused, same, tensors
 
-from mlx_redrafter.checkpoint import load_drafter
+from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 
 HEAD = "lm_head.1.weight"

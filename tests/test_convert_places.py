@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import CONFIG, INDEX, WEIGHTS, apple, came_through, command, make, same, tensors, trainer
 
-from mlx_redrafter.checkpoint import load_drafter, save_drafter
+from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert import conversion, writing
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import RedrafterError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import CONFIG, Arrays, apple, base, command, configure, make, prefixed, refused, save, tensors
 
-from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.checkpoints import save_drafter
 
 Write = Callable[[Path], Path | None]
 """Puts something into a directory; the path to convert, when it is not the directory."""

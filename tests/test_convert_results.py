@@ -23,7 +23,7 @@ from mlx_redrafter.convert.pack import MODES
 from mlx_redrafter.convert.report import difference, outputs
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.generation import encode
+from mlx_redrafter.generate import encode
 
 ROOT = Path(__file__).parent.parent
 TARGET, DRAFTER = DIRECTORY / "target", DIRECTORY / "drafter"

@@ -18,11 +18,14 @@ from mlx_lm.sample_utils import make_sampler as make_own
 from test_threads import workers
 from toys import make_model
 
-from mlx_redrafter import kv, locks, positions, seams
-from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.positions import ASKED, Nodes
-from mlx_redrafter.sampling import make_sampler
-from mlx_redrafter.seams import reading, tapped
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import locks
+from mlx_redrafter.engine import positions
+from mlx_redrafter.engine import tree_attention as seams
+from mlx_redrafter.engine.anatomy import anatomy
+from mlx_redrafter.engine.positions import ASKED, Nodes
+from mlx_redrafter.engine.sampling import make_sampler
+from mlx_redrafter.engine.tree_attention import reading, tapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -19,23 +19,25 @@ from mlx.utils import tree_map
 from small import small_drafter, small_llama
 from toys import make_model, snapshot
 
-from mlx_redrafter import autopilot, machine, meter
-from mlx_redrafter.advice import has_fast_blas, notes
-from mlx_redrafter.checkpoint import save_drafter
-from mlx_redrafter.costs import Costs, is_disturbed
-from mlx_redrafter.diagnosis import Diagnosis, diagnose
-from mlx_redrafter.doors import guarded
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.planning import autopilot
+from mlx_redrafter.planning import machine
+from mlx_redrafter.planning import meter
+from mlx_redrafter.cli.advice import has_fast_blas, notes
+from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.planning.costs import Costs, is_disturbed
+from mlx_redrafter.cli.diagnosis import Diagnosis, diagnose
+from mlx_redrafter.cli.main import run_module
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
-from mlx_redrafter.files import PARTLY
-from mlx_redrafter.machine import blas_among
-from mlx_redrafter.page import page
-from mlx_redrafter.patient import Patient, not_finite, target_of
-from mlx_redrafter.picture import bar, chart, encodes, plot
-from mlx_redrafter.pilot import MARGIN, make_flight
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans
-from mlx_redrafter.prognosis import (
+from mlx_redrafter.atomic_files import PARTLY
+from mlx_redrafter.planning.machine import blas_among
+from mlx_redrafter.cli.page import page
+from mlx_redrafter.cli.patient import Patient, not_finite, target_of
+from mlx_redrafter.cli.picture import bar, chart, encodes, plot
+from mlx_redrafter.planning.pilot import MARGIN, make_flight
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans
+from mlx_redrafter.cli.prognosis import (
     QUALITIES,
     REFERENCE,
     Cliff,
@@ -49,8 +51,8 @@ from mlx_redrafter.prognosis import (
     shape,
     start,
 )
-from mlx_redrafter.served import REFUSED
-from mlx_redrafter.target import sizes
+from mlx_redrafter.engine.supported_models import REFUSED
+from mlx_redrafter.engine.target import sizes
 
 ROOT = Path(__file__).parent.parent
 
@@ -481,7 +483,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["doctor", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            guarded("mlx_redrafter.checkup")
+            run_module("mlx_redrafter.cli.doctor")
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

@@ -14,9 +14,9 @@ from checkpoints import CONFIG, WEIGHTS, apple, command, ranks, refused, same, s
 from small import small_drafter, small_llama
 from toys import ids, make_prompt, run
 
-from mlx_redrafter.checkpoint import load_drafter, save_drafter
+from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert.conversion import convert
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.lessons import make_vocabulary, vocabulary_of
 

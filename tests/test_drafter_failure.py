@@ -25,7 +25,7 @@ from toys import (
 )
 
 from mlx_redrafter import RedrafterError, stream_generate
-from mlx_redrafter.generation import make_settings
+from mlx_redrafter.generate import make_settings
 
 PROMPT = make_prompt(9)
 COUNT = 20

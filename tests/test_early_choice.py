@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from small import random_beams
 
-from mlx_redrafter.accept import accept, confirmed
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.rounds import Chooser, Draft, normalised, verify
-from mlx_redrafter.sampling import Greedy
-from mlx_redrafter.target import Forward
-from mlx_redrafter.tree import grow
+from mlx_redrafter.engine.accept import accept, confirmed
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.round import Chooser, Draft, normalised, verify
+from mlx_redrafter.engine.sampling import Greedy
+from mlx_redrafter.engine.target import Forward
+from mlx_redrafter.engine.tree import grow
 
 VOCAB = 4096
 """Enough that rows near 0 lose their last bits when they are normalised."""

@@ -26,9 +26,11 @@ from toys import (
     with_plain,
 )
 
-from mlx_redrafter import UnsupportedModelError, kv, rounds
-from mlx_redrafter.loop import Step
-from mlx_redrafter.types import Tree, Verdict
+from mlx_redrafter import UnsupportedModelError
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import round as rounds
+from mlx_redrafter.engine.decode import Step
+from mlx_redrafter.engine.types import Tree, Verdict
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temp 0.7": {"temp": 0.7},

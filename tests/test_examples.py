@@ -11,7 +11,7 @@ from small import small_llama
 
 from examples.demo import drafter, report
 from mlx_redrafter import load_demo, load_drafter
-from mlx_redrafter.drafter import DrafterArgs
+from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.distill import Recipe
 
 VOCAB = 32

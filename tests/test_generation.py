@@ -15,9 +15,10 @@ from mlx_lm.sample_utils import make_sampler
 from small import small_drafter
 from toys import VOCAB, make_model, make_tokenizer
 
-from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, generation, stream_generate
-from mlx_redrafter.generation import Options, make_settings, warn_if_useless
-from mlx_redrafter.stats import Stats
+from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, stream_generate
+from mlx_redrafter import generate as generation
+from mlx_redrafter.generate import Options, make_settings, warn_if_useless
+from mlx_redrafter.engine.stats import Stats
 
 PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")

@@ -13,7 +13,7 @@ from test_session import END, make_drafter, make_model, never, session
 from toys import ids, run
 
 from mlx_redrafter import RedrafterError, Session
-from mlx_redrafter.growth import MARGIN, bytes_of, growth_of, reach_of
+from mlx_redrafter.session.memory import MARGIN, bytes_of, growth_of, reach_of
 
 PIECES = ([10, 1, 300, 1, 1, 1], [600] + [1] * 20, [7] * 60, [255, 1, 1, 513, 3], [1] * 70 + [64, 64, 1, 1])
 """How many tokens each forward reads."""
@@ -113,7 +113,7 @@ def test_a_tree_larger_than_usual_has_its_room() -> None:
 def test_where_no_budget_is_given_what_the_cache_holds_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen3")
     talk = Session(model, session().tokenizer, max_tokens=4)
-    monkeypatch.setattr("mlx_redrafter.growth.free", lambda: 10**7)
+    monkeypatch.setattr("mlx_redrafter.session.memory.free", lambda: 10**7)
     room = [talk._budget.longest(talk._cache, reach_of(None, {}, 10))]
     talk.send("a" * 30)
     room.append(talk._budget.longest(talk._cache, reach_of(None, {}, 10)))

@@ -68,8 +68,8 @@ for order in (
     "from mlx_redrafter import generate; import mlx_redrafter.generate",
     "import mlx_redrafter.generate; from mlx_redrafter import generate",
     "import mlx_redrafter; mlx_redrafter.generate; import mlx_redrafter.generate",
-    "import mlx_redrafter.generation; import mlx_redrafter.generate",
-    "import mlx_redrafter.generate; import mlx_redrafter.generation",
+    "import mlx_redrafter.session; import mlx_redrafter.generate",
+    "import mlx_redrafter.generate; import mlx_redrafter.session",
     "import importlib; importlib.import_module('mlx_redrafter.generate')",
     "import mlx_redrafter",
 ):
@@ -77,8 +77,9 @@ for order in (
         del sys.modules[name]
     exec(order)
     import mlx_redrafter
-    from mlx_redrafter import generate, generation
-    assert callable(generation.stream_generate), order
+    from mlx_redrafter import generate
+    from mlx_redrafter import generate as generation
+    assert callable(generate), order
     for function in (generate, mlx_redrafter.generate):
         try:
             function()

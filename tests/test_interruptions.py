@@ -17,12 +17,13 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from test_round_cost import nodes
 from test_threads import workers
 
-from mlx_redrafter import kv, loop
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.errors import UnsupportedModelError
-from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import decode
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.target import MARGIN, Target, check_draftable
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.decode import decode
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.target import MARGIN, Target, check_draftable
 
 PROMPT = [(7 * i + 3) % 50 for i in range(20)]
 CLOSE = 2e-3

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 from toys import Unsound, ids, make_model, run
 
-from mlx_redrafter import rounds
-from mlx_redrafter.types import Tree, Verdict
+from mlx_redrafter.engine import round as rounds
+from mlx_redrafter.engine.types import Tree, Verdict
 
 VOCAB, DEEP, DRAWS = 5, 3, 600
 PROMPT = [1, 3, 0, 2]

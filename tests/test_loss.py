@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.drafter import Drafter, DrafterArgs
-from mlx_redrafter.loss import DraftLoss, Lesson, dense, draft_loss
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.training.loss import DraftLoss, Lesson, dense, draft_loss
 
 HIDDEN, VOCAB, ROWS, LENGTH = 8, 11, 2, 7
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_redrafter.account import ALLOWED, SHORTEST, Account
-from mlx_redrafter.costs import Costs, along
-from mlx_redrafter.drift import CHANCE, Drift
+from mlx_redrafter.planning.account import ALLOWED, SHORTEST, Account
+from mlx_redrafter.planning.costs import Costs, along
+from mlx_redrafter.planning.drift import CHANCE, Drift
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.pilot import Flight, Pilot, make_flight
-from mlx_redrafter.plan import MOST_REPLAYED, Plan, line_of
-from mlx_redrafter.planner import (
+from mlx_redrafter.planning.pilot import Flight, Pilot, make_flight
+from mlx_redrafter.engine.plan import MOST_REPLAYED, Plan, line_of
+from mlx_redrafter.planning.planner import (
     DEEPEST_PLANNED,
     MOST,
     UNKNOWN,

@@ -28,8 +28,8 @@ from benchmarks.whatif import (
     tokens_by_shape,
     what_if,
 )
-from mlx_redrafter.plan import Plan
-from mlx_redrafter.planner import expected_tokens
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning.planner import expected_tokens
 
 SHAPES = [(width, depth) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)]
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import ids, make_model, make_prompt, run, scripted, with_plain
 
-from mlx_redrafter import rounds
+from mlx_redrafter.engine import round as rounds
 
 PENALTIES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.5},

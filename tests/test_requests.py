@@ -13,7 +13,7 @@ from mlx_lm.tuner.lora import LoRAEmbedding
 from small import small_drafter, small_llama
 
 from mlx_redrafter import RedrafterError, generate_step
-from mlx_redrafter.doors import guarded
+from mlx_redrafter.cli.main import run_module
 
 PROMPT = [1, 2, 3]
 XTC = {"temp": 0.8, "xtc_probability": 0.5}
@@ -152,10 +152,10 @@ def test_a_command_that_cannot_write_says_so_in_one_line(
     def full() -> int:
         raise OSError(28, "No space left on device")
 
-    from mlx_redrafter import command
+    from mlx_redrafter.cli import generate as command
 
     monkeypatch.setattr(command, "run", full)
     with pytest.raises(SystemExit) as ended:
-        guarded("mlx_redrafter.command")
+        run_module("mlx_redrafter.cli.generate")
     assert ended.value.code == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from small import small_drafter, small_llama
 
-from mlx_redrafter import loop
-from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import Step, decode
-from mlx_redrafter.plan import make_plan
-from mlx_redrafter.rounds import Chooser, make_draft, step, verify
-from mlx_redrafter.sampling import make_sampler
-from mlx_redrafter.target import Target
-from mlx_redrafter.types import Tip
+from mlx_redrafter.engine import decode as loop
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.decode import Step, decode
+from mlx_redrafter.engine.plan import make_plan
+from mlx_redrafter.engine.round import Chooser, make_draft, step, verify
+from mlx_redrafter.engine.sampling import make_sampler
+from mlx_redrafter.engine.target import Target
+from mlx_redrafter.engine.types import Tip
 
 PROMPT = [1, 2, 3, 4, 5]
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",

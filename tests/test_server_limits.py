@@ -33,7 +33,7 @@ from service import (
 )
 from small import small_drafter
 
-from mlx_redrafter.checkpoint import save_drafter
+from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving.command import Server, checked
 from mlx_redrafter.serving.flags import read_flags

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.stops import StopStrings
+from mlx_redrafter.stop_strings import StopStrings
 
 
 def whole(text: str, stops: Sequence[str]) -> tuple[str, bool]:

@@ -17,9 +17,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, make_tokenizer, run, scripted, snapshot
 
 from mlx_redrafter import generate_step, stream_generate
-from mlx_redrafter.anatomy import anatomy
-from mlx_redrafter.positions import Nodes, by_node
-from mlx_redrafter.seams import tapped
+from mlx_redrafter.engine.anatomy import anatomy
+from mlx_redrafter.engine.positions import Nodes, by_node
+from mlx_redrafter.engine.tree_attention import tapped
 
 COUNT = 16
 PROMPT = make_prompt(9)

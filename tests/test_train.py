@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama, mixtral
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_redrafter.drafter import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError
-from mlx_redrafter.loss import draft_loss
+from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training import fitting
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.distill import Batches, Recipe, train_drafter

@@ -14,7 +14,7 @@ import pytest
 from mlx_redrafter import generate_step, load_demo
 from mlx_redrafter.demo.sources import split_files, training_prompts
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generation import encode_chat
+from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.training import answers
 from mlx_redrafter.training.answers import Asking, answered, digest
 from mlx_redrafter.training.data import (

@@ -11,11 +11,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random_beams
 
-from mlx_redrafter import kv
-from mlx_redrafter.beam import search
-from mlx_redrafter.positions import Nodes
-from mlx_redrafter.tree import grow, line, prune
-from mlx_redrafter.types import Beams, Tree
+from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine.beam_search import search
+from mlx_redrafter.engine.positions import Nodes
+from mlx_redrafter.engine.tree import grow, line, prune
+from mlx_redrafter.engine.types import Beams, Tree
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]
 

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from toys import KINDS, VOCAB, make_model, make_prompt, random_beams
 
-from mlx_redrafter.target import KVQuantization, Target
-from mlx_redrafter.tree import grow, prune
-from mlx_redrafter.types import Tree
+from mlx_redrafter.engine.target import KVQuantization, Target
+from mlx_redrafter.engine.tree import grow, prune
+from mlx_redrafter.engine.types import Tree
 
 GROUP = 32
 TOLERANCE = 2e-4

@@ -13,7 +13,7 @@ from toys import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import Session
-from mlx_redrafter.turns import behind, continued, ids_of, rendered, whole
+from mlx_redrafter.session.chat_template import behind, continued, ids_of, rendered, whole
 
 SPACE = "\u2581"
 LETTERS = ["<unk>", SPACE, *string.ascii_letters, "(", ")", ":", "\n", "."]

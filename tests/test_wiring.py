@@ -14,9 +14,11 @@ from test_ctrl_c import interrupted
 from test_threads import workers
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import locks, stream_generate, wiring
-from mlx_redrafter.locks import alone
-from mlx_redrafter.wiring import User, raise_limit, wired
+from mlx_redrafter import stream_generate
+from mlx_redrafter.engine import locks
+from mlx_redrafter.engine import wired_limit as wiring
+from mlx_redrafter.engine.locks import alone
+from mlx_redrafter.engine.wired_limit import User, raise_limit, wired
 
 RECOMMENDED = 1000
 

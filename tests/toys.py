@@ -21,10 +21,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter.drafter import DrafterArgs
-from mlx_redrafter.generation import make_settings
-from mlx_redrafter.loop import Step, decode
-from mlx_redrafter.types import Beams
+from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.decode import Step, decode
+from mlx_redrafter.engine.types import Beams
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,8 +9,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks.acceptance import measure
 from mlx_redrafter.demo.sources import library_name, split_files
-from mlx_redrafter.drafter import Drafter
-from mlx_redrafter.generation import encode
+from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.generate import encode
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)

@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_redrafter import load_drafter
-from mlx_redrafter.drafter import DrafterArgs
-from mlx_redrafter.target import sizes
+from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.engine.target import sizes
 from mlx_redrafter.training.distill import Recipe
 from mlx_redrafter.training.lessons import LABELS
 from mlx_redrafter.training.sizing import draft_milliseconds, plain_milliseconds

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoint import load, load_drafter
-from ..drafter import Drafter
+from ..checkpoints import load, load_drafter
+from ..drafters.recurrent import Drafter
 
 DIRECTORY = Path(__file__).parent
 

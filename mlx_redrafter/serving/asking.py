@@ -8,10 +8,10 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
-from ..drafter import Drafter
-from ..generation import make_settings
-from ..loop import Settings
-from ..plan import AUTO, BEAM, DEEPEST, Plan, make_plan, read_plan
+from ..drafters.recurrent import Drafter
+from ..generate import make_settings
+from ..engine.decode import Settings
+from ..engine.plan import AUTO, BEAM, DEEPEST, Plan, make_plan, read_plan
 from .bodies import LARGEST, Refusal
 
 CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")

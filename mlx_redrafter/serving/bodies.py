@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..plan import AUTO, OFF
+from ..engine.plan import AUTO, OFF
 
 DEEPEST = 64
 """How deep a body may be nested: templates and encoders walk it by recursion."""

@@ -23,7 +23,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from ..demo import DIRECTORY
 from ..errors import RedrafterError, one_line
 from ..pair import check_named
-from ..plan import DEEPEST
+from ..engine.plan import DEEPEST
 from .answers import Responder
 from .asking import check_flags
 from .flags import read_flags

@@ -22,7 +22,7 @@ from mlx_lm.server import (
 )
 
 from ..errors import one_line
-from ..generation import GenerationResponse, stream_in_pieces
+from ..generate import GenerationResponse, stream_in_pieces
 from .asking import check, options
 from .bodies import Refusal
 from .drafts import Watch

@@ -12,7 +12,7 @@ from mlx_lm import server
 
 from ..errors import RedrafterError
 from ..flags import OPTIONS, add_options, add_plain
-from ..plan import BEAM
+from ..engine.plan import BEAM
 
 CONCURRENCY = 4
 """Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""

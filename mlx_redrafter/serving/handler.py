@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.server import APIHandler, CompletionRequest, _image_parts
 
-from ..plan import BEAM
+from ..engine.plan import BEAM
 from . import bodies
 from .answers import Responder
 from .bodies import Refusal

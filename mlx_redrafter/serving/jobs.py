@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest, Response
 
-from ..stats import Stats
+from ..engine.stats import Stats
 from .drafts import Ledger, News
 
 DEFAULT = "default_model"

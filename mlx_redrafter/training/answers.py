@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 from ..errors import RedrafterError, one_line
-from ..files import write_text
+from ..atomic_files import write_text
 from .data import Text
 
 AT_ONCE = 32

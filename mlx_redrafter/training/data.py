@@ -13,8 +13,8 @@ import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
 from ..errors import RedrafterError, one_line
-from ..files import expanded
-from ..generation import encode_chat
+from ..atomic_files import expanded
+from ..generate import encode_chat
 from .lessons import Batch
 
 PAD_TO = 32

@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from ..checkpoint import check_fit
-from ..drafter import Drafter
+from ..checkpoints import check_fit
+from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
-from ..loss import Lesson, draft_loss
+from .loss import Lesson, draft_loss
 from .fitting import After, Course, Loss, fit_, make_schedule
 from .lessons import LABELS, Batch, Heard, Labels, Vocabulary, hear, teach, vocabulary_of
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..drafter import Drafter, DrafterArgs
+from ..drafters.recurrent import Drafter, DrafterArgs
 from .distill import Recipe, lesson_arrays, loss_of, make_lesson
 from .fitting import Course, computed_in
 from .lessons import Batch, hear, vocabulary_of

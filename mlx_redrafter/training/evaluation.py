@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..drafter import Drafter
-from ..generation import make_settings
-from ..loss import Lesson, draft_loss
-from ..trial import Trial, try_out
+from ..drafters.recurrent import Drafter
+from ..generate import make_settings
+from .loss import Lesson, draft_loss
+from ..engine.trial import Trial, try_out
 from .data import Text, collated
 from .distill import Recipe, make_lesson
 from .lessons import hear, vocabulary_of

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import mlx.nn as nn
 
 from ..demo import demo_prompts
-from ..drafter import Drafter
+from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
-from ..generation import encode_chat
+from ..generate import encode_chat
 from ..pair import open_pair
-from ..stats import Stats
-from ..target import check_draftable
+from ..engine.stats import Stats
+from ..engine.target import check_draftable
 from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers, check_sources
 from .sources import read_prompts, read_texts

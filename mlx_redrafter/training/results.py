@@ -11,8 +11,8 @@ from textwrap import dedent
 from typing import Any
 
 from ..cards import card_header
-from ..drafter import DrafterArgs
-from ..files import replacing, write_text
+from ..drafters.recurrent import DrafterArgs
+from ..atomic_files import replacing, write_text
 from .measuring import Row
 from .record import Record
 from .settings import Settings

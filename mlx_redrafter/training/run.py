@@ -15,13 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..anatomy import dtype_of
-from ..checkpoint import load_drafter, save_drafter
-from ..drafter import Drafter, DrafterArgs
+from ..engine.anatomy import dtype_of
+from ..checkpoints import load_drafter, save_drafter
+from ..drafters.recurrent import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
-from ..files import held, write_text
+from ..atomic_files import held, write_text
 from ..pair import open_target
-from ..target import check_draftable, sizes
+from ..engine.target import check_draftable, sizes
 from . import results
 from .answers import Asking, answered, digest, group_size, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import RedrafterError
-from ..files import expanded
+from ..atomic_files import expanded
 from ..pair import check_named
-from ..plan import DEEPEST
-from ..sampling import make_sampler
+from ..engine.plan import DEEPEST
+from ..engine.sampling import make_sampler
 from ..shapes import DTYPES
 from .distill import Recipe
 from .fitting import Course

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..demo.sources import training_prompts
-from ..files import expanded
-from ..generation import encode_chat
+from ..atomic_files import expanded
+from ..generate import encode_chat
 from .data import Text, load_prompts, load_texts
 from .settings import Settings
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 import mlx.nn as nn
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
-from ..checkpoint import save_drafter
-from ..drafter import Drafter
+from ..checkpoints import save_drafter
+from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
 from .data import Text
 from .evaluation import Manner, decoded, examined

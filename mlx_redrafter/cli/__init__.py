@@ -1,0 +1,1 @@
+"""The commands: argument parsing and printing."""

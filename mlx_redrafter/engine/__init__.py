@@ -1,0 +1,1 @@
+"""One round of speculative decoding, and the loop around it."""

@@ -1,0 +1,179 @@
+"""One round, stage by stage: draft, grow, prune | verify, choose, accept. Everything here is enqueued, nothing read.
+
+    tip --draft--> beams --grow, prune--> tree --verify--> logits --choose--> tokens --accept--> path --> next tip
+
+Shapes follow from the plan alone, so the graph is the same each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from . import beam_search as beam
+from .accept import accept, accept_line, confirmed
+from ..drafters.recurrent import Drafter
+from .plan import Plan
+from .sampling import Draws, Sampler
+from .target import Target
+from .tree import grow, line, prune
+from .types import Tip, Tree
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""An mlx-lm logits processor: (history (T,), logits (1, V)) -> logits (1, V)."""
+
+
+class Draft(NamedTuple):
+    """What is verified next.
+
+    Attributes:
+        tree: N nodes.
+        draws: the noise of the K + 1 positions behind the root; None when choosing needs none.
+    """
+
+    tree: Tree
+    draws: Draws | None
+
+
+class Outcome(NamedTuple):
+    """A round that is enqueued but not read.
+
+    Attributes:
+        report: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it.
+            The one array of a round that the host reads. Plain decoding: (1,), the choice.
+        logprobs: K + 1 arrays (V,), the log-probabilities behind those choices.
+        tip: where the next round starts; None when the hidden state was not asked for.
+    """
+
+    report: mx.array
+    logprobs: list[mx.array]
+    tip: Tip | None
+
+
+class Chooser(NamedTuple):
+    """How tokens are chosen from logits.
+
+    Attributes:
+        sampler: see `Sampler`.
+        processors: mlx-lm logits processors; each is given the history that plain decoding would give it.
+    """
+
+    sampler: Sampler
+    processors: tuple[Processor, ...]
+
+
+def make_draft(
+    drafter: Drafter, target: Target, sampler: Sampler, tip: Tip, position: mx.array, plan: Plan, *, ordered: bool
+) -> Draft:
+    """Drafts from `tip`.
+
+    When tokens are sampled, hypotheses are ranked with the target's own noise and filters: the drafter then guesses
+    the draw itself rather than the likeliest token.
+
+    Args:
+        position: () int32, the absolute position behind the root.
+        ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
+    """
+    hidden = tip.hidden.astype(drafter.dtype)
+
+    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        """(logits, state) behind `tokens`."""
+        state = drafter.advance(target.embed(tokens).astype(drafter.dtype), state)
+        return drafter.logits(hidden, state), state
+
+    draws = sampler.draws(position, plan.depth + 1, drafter.args.vocab_size)
+    adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
+    if plan.width == 1:
+        return Draft(line(tip.token, beam.chain(advance, tip.token, plan.depth, adjust=adjust)), draws)
+    beams = beam.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
+    tree = grow(tip.token, beams)
+    return Draft(tree if ordered else prune(tree, beams, plan.size), draws)
+
+
+def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | None, plan: Plan, limit: int) -> Outcome:
+    """One target forward over the tree, and what it means.
+
+    Args:
+        history: (T,) tokens before the root, for the processors.
+        limit: the most drafted tokens this round may keep.
+    """
+    tree = draft.tree
+    logits, hidden = target.verify(tree, branched=plan.width > 1)
+    assert hidden is not None
+    logits = processed(chooser.processors, history, tree, logits, plan)
+    sampler = chooser.sampler
+    early = plan.width > 1 and not sampler.wants_logprobs
+    logprobs = logits if early else normalised(logits)
+    chosen = sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
+    verdict = accept_line(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
+    (n_accepted, path), on_path = verdict, chosen[verdict.path]
+    last: mx.array | int = -1
+    logprobs = logprobs[path]
+    if early:  # most nodes are not kept, and their log-probabilities never made
+        logprobs = normalised(logprobs)
+        proper = sampler.choose(logprobs, draft.draws, tree.depths[path]).astype(mx.int32)
+        last = n_accepted = confirmed(n_accepted, on_path, proper)
+        on_path = proper
+    report = mx.concatenate([n_accepted.reshape(1), path, on_path])
+    rows = list(mx.split(logprobs.reshape(-1), plan.depth + 1))
+    return Outcome(report, rows, Tip(hidden[path[last]], on_path[last]))
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """Log-probabilities of logits (N, V)."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def step(
+    target: Target, token: mx.array, chooser: Chooser, history: mx.array | None, *, tapped: bool = False
+) -> Outcome:
+    """One step of plain decoding: the target on `token` (T,), all of whose rows are kept, and its choice at the end.
+
+    If a processor or the sampler raises, nothing is kept.
+
+    Args:
+        history: (T',) tokens before `token`, for the processors.
+        tapped: whether the tip's hidden state is wanted; without, there is no tip.
+    """
+    try:
+        logits, hidden = target.forward(token, tapped=tapped)
+        row = logits[-1:]
+        if chooser.processors:
+            row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
+        logprobs = normalised(row)
+        draws = chooser.sampler.draws(mx.array(target.length + token.shape[0]), 1, logprobs.shape[-1])
+        chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
+    except BaseException:
+        target.forget_()
+        raise
+    target.advance_(token.shape[0])
+    return Outcome(chosen, [logprobs[0]], None if hidden is None else Tip(hidden[-1], chosen[0]))
+
+
+def apply(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
+    """`row` (1, V) after every processor."""
+    for processor in processors:
+        row = processor(history, row)
+    return row
+
+
+def extended(history: mx.array | None, tokens: mx.array) -> mx.array:
+    """`history` with `tokens` behind it."""
+    return tokens if history is None else mx.concatenate([history, tokens])
+
+
+def processed(
+    processors: tuple[Processor, ...], history: mx.array | None, tree: Tree, logits: mx.array, plan: Plan
+) -> mx.array:
+    """Logits (N, V) after the processors, each node with the tokens on its own path for history."""
+    if not processors:
+        return logits
+    lineage = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.depth + 1), axis=1)
+    rows = []
+    for node in range(plan.size):
+        depth = 0 if node == 0 else (node - 1) // plan.width + 1
+        path = tree.tokens[lineage[node, : depth + 1]]
+        rows.append(apply(processors, extended(history, path), logits[node : node + 1]))
+    return mx.concatenate(rows)

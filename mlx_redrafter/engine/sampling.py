@@ -1,0 +1,274 @@
+"""How the target's next token is chosen, and with which randomness.
+
+Randomness belongs to the position, not to the step: the noise that decides the token at absolute position p is a
+function of (seed, p) alone. All nodes at one depth of a tree therefore share the noise that plain decoding would
+have used there, and the same seed gives the same text with and without a drafter, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral, Real
+from typing import NamedTuple, Protocol, cast
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+
+from ..errors import RedrafterError
+
+SMALLEST_TEMP = 1e-30
+"""Below it 1 / temp is no float32."""
+
+
+SMALLEST_TOP_P = 1e-30
+"""It keeps the likeliest token alone; far below it mlx-lm's filter would keep none."""
+
+
+class Draws(NamedTuple):
+    """The noise of P consecutive positions.
+
+    Attributes:
+        gumbel: (P, V) float32; argmax(logits + gumbel) is a draw from softmax(logits).
+        coin: (P, 1) float32, uniform in [0, 1); decides whether XTC applies.
+    """
+
+    gumbel: mx.array
+    coin: mx.array
+
+
+class Sampler(Protocol):
+    """Chooses a token after each of N nodes.
+
+    Attributes:
+        wants_logprobs: False where it may be given logits: a constant added to a row changes no choice, but for
+            rounding.
+    """
+
+    wants_logprobs: bool
+
+    def check(self, vocab_size: int) -> None:
+        """Refuses a vocabulary that its settings do not fit.
+
+        Raises:
+            RedrafterError: with the setting.
+        """
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
+        """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
+
+
+class Greedy:
+    """The likeliest token, as mlx-lm's `greedy_sampler`."""
+
+    wants_logprobs = False
+
+    def check(self, vocab_size: int) -> None:
+        """See `Sampler.check`."""
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
+        """None: there is no noise."""
+        return None
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """See `Sampler.choose`."""
+        return mx.argmax(logprobs, axis=-1)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """See `Sampler.adjust`."""
+        return logits
+
+
+class PerNode:
+    """A user's own mlx-lm sampler, called once for each node with a (1, V) array.
+
+    Exact in law when the sampler is a function of that row (and of randomness of its own).
+    """
+
+    wants_logprobs = True
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
+        self._sampler = sampler
+
+    def check(self, vocab_size: int) -> None:
+        """See `Sampler.check`."""
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
+        """None: its randomness is its own."""
+        return None
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """See `Sampler.choose`."""
+        with random_kept():
+            chosen = [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
+        return mx.concatenate(chosen)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """See `Sampler.adjust`."""
+        return logits
+
+
+class ByPosition:
+    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position)."""
+
+    wants_logprobs = True
+    """Filters do; without them choosing twice, with noise, takes more operations than it saves."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        temp: float,
+        top_p: float,
+        min_p: float,
+        min_tokens_to_keep: int,
+        top_k: int,
+        xtc_probability: float,
+        xtc_threshold: float,
+        xtc_special_tokens: Sequence[int],
+    ) -> None:
+        self._words = _mix(seed)
+        self._temp = temp
+        self._most = {"top_k": top_k + 1, "min_tokens_to_keep": min_tokens_to_keep}
+        self._special = list(xtc_special_tokens)
+        self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
+        if 0 < top_p < 1:
+            self._filters.append(lambda x, coin: apply_top_p(x, max(top_p, SMALLEST_TOP_P)))
+        if min_p:
+            self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
+        if xtc_probability > 0:
+            # Asked for with certainty, mlx-lm's XTC leaves the coin to us. (It still draws one from mx.random.)
+            self._filters.append(
+                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, self._special))
+            )
+        if top_k > 0:
+            self._filters.append(lambda x, coin: apply_top_k(x, top_k))
+
+    def check(self, vocab_size: int) -> None:
+        """See `Sampler.check`."""
+        for name, value in self._most.items():
+            if value > vocab_size:
+                below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
+                raise RedrafterError(f"{name} must be{below} the vocabulary's {vocab_size}, got {got}")
+        if odd := [token for token in self._special if not 0 <= token < vocab_size]:
+            raise RedrafterError(f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}")
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+        """See `Sampler.draws`. The key of a position is (a word of the seed, another word + the position)."""
+        low, high = self._words
+        positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
+        keys = mx.stack([mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1)
+        noise = mx.vmap(lambda key: mx.random.uniform(1e-20, 1.0, (vocab_size + 1,), key=key))(keys)
+        return Draws(-mx.log(-mx.log(noise[:, 1:])), noise[:, :1])
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """See `Sampler.choose`."""
+        assert draws is not None
+        scaled = self._scaled(logprobs.astype(mx.float32), draws.coin[rows])
+        return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """See `Sampler.adjust`."""
+        if self._filters:  # they want log-probabilities; a rank does not
+            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return self._scaled(logits, draws.coin[row]) + draws.gumbel[row]
+
+    def _scaled(self, logprobs: mx.array, coin: mx.array) -> mx.array:
+        if self._filters:
+            with random_kept():
+                for keep in self._filters:
+                    logprobs = keep(logprobs, coin)
+        return logprobs * (1 / self._temp)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Gives mx.random its key back when what is within is broken off.
+
+    mlx-lm's filters are compiled with that key as an input and an output, each time they meet a new shape. Broken off
+    meanwhile, they leave a placeholder in its place, and nothing in the process could be drawn any more.
+    """
+    (key,) = cast(list[mx.array], mx.random.state)
+    try:
+        yield
+    except BaseException:
+        high, low = cast(list[int], key.tolist())
+        mx.random.seed(high << 32 | low)
+        raise
+
+
+def _mix(seed: int) -> tuple[int, int]:
+    """Two 32-bit words that differ in every bit for neighbouring seeds (splitmix64)."""
+    z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    z ^= z >> 31
+    return z & 0xFFFFFFFF, z >> 32
+
+
+def make_sampler(
+    *,
+    seed: int,
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = (),
+    sampler: Callable[[mx.array], mx.array] | None = None,
+) -> Sampler:
+    """The sampler of these settings, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
+
+    Args:
+        seed: any integer; equal seeds give equal tokens.
+        sampler: a sampler of the caller's own instead; goes with temp = 0 only.
+
+    Raises:
+        RedrafterError: a setting out of its range, or both `sampler` and `temp`.
+    """
+    for name, value, low, high in (
+        ("temp", temp, 0, float("inf")),
+        ("top_p", top_p, 0, 1),
+        ("min_p", min_p, 0, 1),
+        ("min_tokens_to_keep", min_tokens_to_keep, 1, float("inf")),
+        ("top_k", top_k, 0, float("inf")),
+        ("xtc_probability", xtc_probability, 0, 1),
+        ("xtc_threshold", xtc_threshold, 0, 0.5),
+    ):
+        if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
+            bound = f"from {low} to {high}" if high != float("inf") else f"at least {low}"
+            raise RedrafterError(f"{name} must be {bound}, got {value!r}")
+    if temp and not SMALLEST_TEMP <= temp <= 1 / SMALLEST_TEMP:
+        raise RedrafterError(f"temp must be 0, or from {SMALLEST_TEMP} to {1 / SMALLEST_TEMP}, got {temp}")
+    special = [] if xtc_special_tokens is None else xtc_special_tokens
+    if isinstance(special, str) or not all(isinstance(token, Integral) for token in special):
+        raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
+    if sampler is not None:
+        if not callable(sampler):
+            raise RedrafterError(f"sampler must be a function, got {type(sampler).__name__}")
+        given = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k, "xtc_probability": xtc_probability}
+        if also := [f"{name}={value}" for name, value in given.items() if value]:
+            raise RedrafterError(f"give either a sampler or {also[0].split('=')[0]}, got both ({also[0]})")
+        return PerNode(sampler)
+    if temp == 0:
+        return Greedy()
+    # Plain numbers: mlx-lm's compiled filters take no others, and leave mx.random broken when they refuse one.
+    return ByPosition(
+        seed=seed,
+        temp=float(temp),
+        top_p=float(top_p),
+        min_p=float(min_p),
+        min_tokens_to_keep=int(min_tokens_to_keep),
+        top_k=int(top_k),
+        xtc_probability=float(xtc_probability),
+        xtc_threshold=float(xtc_threshold),
+        xtc_special_tokens=[int(token) for token in special],
+    )
