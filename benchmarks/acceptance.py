@@ -15,14 +15,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.engine.beam_search import keep_top
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.beam_search import keep_top
 from mlx_redrafter.engine.decode import Settings
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.engine.trial import try_out
+from mlx_redrafter.generate import make_settings
 
 from .common import positive
 from .shapes import add_shapes, show

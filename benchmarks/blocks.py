@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
-from mlx_redrafter.planning.costs import costs_of
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning.costs import costs_of
 
 from .contest import DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from .record import Record

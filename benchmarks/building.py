@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.machine import about
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
 
 from .oracle import Oracle, acceptance_of

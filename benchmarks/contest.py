@@ -21,15 +21,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.cli.comparing import first_difference
-from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.planning.drift import Drift
-from mlx_redrafter.generate import make_settings
-from mlx_redrafter.engine.decode import Settings, decode, planned, served
-from mlx_redrafter.planning.pilot import FIRST, Flight
-from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.cli.prognosis import shape
+from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.engine.decode import Settings, decode, planned, served
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.planning.drift import Drift
+from mlx_redrafter.planning.pilot import FIRST, Flight
 
 from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import Costs
 
 from .costmodel import WIDTHS
 from .published import DATA

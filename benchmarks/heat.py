@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.atomic_files import replacing
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.errors import RedrafterError, one_line
 
 from .contest import DRAFTED
 from .record import Record

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.atomic_files import expanded, why_not_writable
+from mlx_redrafter.errors import RedrafterError
 
 from . import record
 from .common import positive, seed, shape

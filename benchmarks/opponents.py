@@ -11,9 +11,9 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.errors import RedrafterError
 
 from .subject import Subject
 

@@ -11,10 +11,10 @@ import math
 
 import mlx.core as mx
 
-from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.planner import Acceptance
 from mlx_redrafter.cli.prognosis import guesses
 from mlx_redrafter.engine.sampling import Draws
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.planner import Acceptance
 
 STRIDE, SHIFT = 7919, 104729
 """Primes: the text goes through the vocabulary in steps, so that a mixture's experts change from token to token."""

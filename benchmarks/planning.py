@@ -19,23 +19,23 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.generate import generate_step
-from mlx_redrafter.planning.meter import COUNTS
-from mlx_redrafter.planning.pilot import Fixed, Flight, Pilot, make_flight
-from mlx_redrafter.engine.plan import Plan, line_of
-from mlx_redrafter.planning.planner import UNKNOWN, few_plans
+from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import make_draft
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
+from mlx_redrafter.generate import generate_step
+from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.planning.meter import COUNTS
+from mlx_redrafter.planning.pilot import Fixed, Flight, Pilot, make_flight
+from mlx_redrafter.planning.planner import UNKNOWN, few_plans
 
 from .common import above_zero, positive
 from .shapes import add_json, show
 from .subject import add_subject, drafter_of, open_subject
 
-DEEPEST = 8
+DEPTH = 8
 """Levels of the drafted chains."""
 
 
@@ -78,29 +78,27 @@ def costs_of(second: float, row: float, level: float) -> Costs:
 
 def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: int) -> list[int]:
     """(count,) how many tokens of a chain drafted behind each token of the greedy text are right."""
-    steps = generate_step(mx.array(list(prompt)), model, max_tokens=count + DEEPEST)
+    steps = generate_step(mx.array(list(prompt)), model, max_tokens=count + DEPTH)
     text = [int(token) for token, *_ in steps]
     target = Target(model)
-    hidden = target.forward(mx.array([*prompt, *text]), tapped=True).hidden
+    hidden = target.forward(mx.array([*prompt, *text]), want_hidden=True).hidden
     assert hidden is not None
     mx.eval(hidden)
     sampler, found = make_sampler(seed=0), []
     for at in range(count):
         tip = Tip(hidden[len(prompt) + at - 1], mx.array(text[at]))
         behind = mx.array(len(prompt) + at + 1)
-        tree = make_draft(drafter, target, sampler, tip, behind, line_of(DEEPEST), ordered=False).tree
+        tree = make_draft(drafter, target, sampler, tip, behind, chain_plan(DEPTH), ordered=False).tree
         chain = cast(list[int], tree.tokens.tolist())[1:]
-        ahead = text[at + 1 : at + 1 + DEEPEST]
-        found.append(
-            next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEEPEST)
-        )
+        ahead = text[at + 1 : at + 1 + DEPTH]
+        found.append(next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEPTH))
     return found
 
 
 def gone_through(costs: Costs, flight: Flight, length: int, right: list[int]) -> dict[str, Any]:
     """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
     found: dict[str, Any] = {
-        f"1 x {depth}": taken(costs, Fixed(line_of(depth)), length, right)[0] for depth in range(1, 6)
+        f"1 x {depth}": taken(costs, Fixed(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
     }
     found["auto x"], found["plain steps"] = taken(costs, Pilot(flight), length, right)
     return found

@@ -16,10 +16,10 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_redrafter.planning.costs import LONGEST_MS, Costs
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan, make_plan
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import LONGEST_MS, Costs
 from mlx_redrafter.planning.planner import Acceptance, expected_tokens
 
 from .costmodel import WIDTHS, fit

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_redrafter.atomic_files import expanded
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.atomic_files import expanded
 from mlx_redrafter.generate import encode_chat
 from mlx_redrafter.training.data import load_prompts
 

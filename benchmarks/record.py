@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.atomic_files import write_text
+from mlx_redrafter.errors import RedrafterError, one_line
 
 SCHEMA = 1
 """The number of the form that records have; another form gets another number."""

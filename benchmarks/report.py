@@ -16,8 +16,8 @@ import re
 import sys
 from pathlib import Path
 
-from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.atomic_files import write_text
+from mlx_redrafter.errors import RedrafterError, one_line
 
 from . import blocks, heat
 from .results import RESULTS, Results, read_results

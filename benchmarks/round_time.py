@@ -22,11 +22,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.round import Draft, make_draft, verify
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
+from mlx_redrafter.generate import make_settings
 
 from .building import make_target
 from .common import positive
@@ -55,7 +55,7 @@ def measure(pair: Pair, shape: Sequence[int], *, repeats: int, temp: float = 0.0
     assert isinstance(plan, Plan)
     prompt = mx.array(pair.prompt)
     target = Target(pair.model)
-    hidden = target.forward(prompt, tapped=True).hidden
+    hidden = target.forward(prompt, want_hidden=True).hidden
     target.advance_(prompt.shape[0])
     assert hidden is not None
     start = Tip(hidden[-1], prompt[-1])
@@ -68,13 +68,13 @@ def measure(pair: Pair, shape: Sequence[int], *, repeats: int, temp: float = 0.0
     mx.eval(start, behind, ahead)
 
     def plain_step() -> None:
-        mx.eval(target.forward(start.token.reshape(1), tapped=False).logits)
-        target.keep_([], [])
+        mx.eval(target.forward(start.token.reshape(1), want_hidden=False).logits)
+        target.keep_path([], [])
 
     def verify_alone() -> None:
         tree = ahead.tree
         mx.eval(target.verify(tree, branched=plan.width > 1))
-        target.keep_([], [])
+        target.keep_path([], [])
 
     def draft_alone() -> None:
         mx.eval(draft(start))
@@ -87,7 +87,7 @@ def measure(pair: Pair, shape: Sequence[int], *, repeats: int, temp: float = 0.0
         mx.async_eval(following)
         outcome.report.tolist()
         mx.eval(following)
-        target.keep_([], [])
+        target.keep_path([], [])
 
     parts = {"plain": plain_step, "verify": verify_alone, "draft": draft_alone, "round": whole_round}
     times: dict[str, list[float]] = defaultdict(list)

@@ -15,12 +15,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import compute_bits_per_weight
 
-from mlx_redrafter.engine.anatomy import anatomy
 from mlx_redrafter.checkpoints import load, load_drafter
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.engine.anatomy import anatomy
 from mlx_redrafter.engine.round import Chooser
+from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 
 from .prompts import Prompt, chosen, one_of_each
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.atomic_files import write_text
+from mlx_redrafter.errors import RedrafterError, one_line
 
 from .building import build, weight_bytes
 from .contest import Options, Run, contestants, hold, warmed

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.engine.plan import Plan, make_plan
+from mlx_redrafter.errors import RedrafterError
 
 from . import heat
 from .common import positive

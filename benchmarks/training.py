@@ -21,8 +21,8 @@ import numpy as np
 
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.answers import AT_ONCE
 from mlx_redrafter.training.data import Text, collated
 from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_lesson, train_drafter

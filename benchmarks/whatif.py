@@ -12,8 +12,8 @@ from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
-from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.planning.planner import MOST, Acceptance, expected_tokens
 
 from .costmodel import CLIFF, CONTEXT, RoundModel, fit

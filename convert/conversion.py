@@ -12,8 +12,8 @@ import mlx.nn as nn
 
 from ..checkpoints import check_fit, load, read_drafter
 from ..drafters.recurrent import DrafterArgs
+from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError
-from ..engine.plan import DEEPEST
 from ..shapes import DTYPES, expected_shapes, name_of
 from .finding import Found, dequantized, find
 from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, pack
@@ -135,8 +135,8 @@ def check_request(dtype: str | None, draft_depth: int | None, base_model: str | 
     """
     if dtype not in (None, *DTYPES):
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if draft_depth is not None and not 1 <= draft_depth <= DEEPEST:
-        raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
+    if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
+        raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
     if base_model is not None and not (base_model and base_model.isprintable()):
         raise RedrafterError(f"base_model must be a name, got {base_model!r}")
     if upload_repo is not None:

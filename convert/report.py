@@ -9,8 +9,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.recurrent import Drafter
-from ..generate import encode_chat, make_settings
 from ..engine.trial import try_out
+from ..generate import encode_chat, make_settings
 
 ROWS = 8
 PROMPTS = (

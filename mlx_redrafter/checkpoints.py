@@ -14,11 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model
 from mlx_lm.utils import load as load_target
 
-from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
-from .errors import CheckpointError, one_line
 from .atomic_files import expanded
-from .shapes import check_weights, derive_args, disagreements, name_of
+from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
 from .engine.target import sizes
+from .errors import CheckpointError, one_line
+from .shapes import check_weights, derive_args, disagreements, name_of
 
 WEIGHTS = "model*.safetensors"
 

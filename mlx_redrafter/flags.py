@@ -8,9 +8,9 @@ import json
 from collections.abc import Container
 from typing import Any
 
+from .engine.plan import AUTO, DRAFT_DEPTH, OFF
 from .errors import RedrafterError
 from .generate import make_settings
-from .engine.plan import AUTO, DRAFT_DEPTH, OFF
 
 OPTIONS = (
     ("max_tokens", int, "how many tokens to make; -1 for no limit"),

@@ -23,19 +23,19 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .engine import kv_cache as kv
 from .checkpoints import check_fit
 from .drafters.recurrent import Drafter
-from .errors import RedrafterError
+from .engine import kv_cache
 from .engine.decode import OnRound, Settings, Step, in_pieces, own_depth
 from .engine.plan import AUTO, Plan, make_plan, read_plan
 from .engine.prompts import check_prompt
 from .engine.round import Chooser, Processor
 from .engine.sampling import make_sampler
 from .engine.stats import Stats
-from .stop_strings import StopStrings
 from .engine.target import KVQuantization, check_ring
 from .engine.wired_limit import wired
+from .errors import RedrafterError
+from .stop_strings import StopStrings
 
 SILENT_ROUNDS = 16
 """After this many rounds without one accepted token the drafter is reported as useless."""
@@ -63,7 +63,7 @@ class Options(TypedDict, total=False):
     tree_size: int | None
     sampler: Callable[[mx.array], mx.array] | None
     logits_processors: Sequence[Processor] | None
-    prompt_cache: kv.Cache | None
+    prompt_cache: kv_cache.Cache | None
     history: Sequence[int]
     prefill_step_size: int
     prompt_progress_callback: Callable[[int, int], None] | None
@@ -94,7 +94,7 @@ def make_settings(
     tree_size: int | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Processor] | None = None,
-    prompt_cache: kv.Cache | None = None,
+    prompt_cache: kv_cache.Cache | None = None,
     history: Sequence[int] = (),
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,

@@ -12,8 +12,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from .drafters.recurrent import Drafter, DrafterArgs
+from .engine.plan import MAX_DRAFT_DEPTH
 from .errors import CheckpointError, one_line
-from .engine.plan import DEEPEST
 
 GROUP_SIZES = (16, 32, 64, 128)
 """How many weights may share a scale in MLX."""
@@ -115,9 +115,11 @@ def said_of(config: dict[str, Any], where: str) -> dict[str, Any]:
         CheckpointError: one of them means nothing.
     """
     depth, base = config.get("draft_depth"), config.get("base_model")
-    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= DEEPEST):
+    if depth is not None and (
+        isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= MAX_DRAFT_DEPTH
+    ):
         raise CheckpointError(
-            f"{where}/config.json: draft_depth must be from 1 to {DEEPEST}, got {one_line(depth)[:40]}"
+            f"{where}/config.json: draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {one_line(depth)[:40]}"
         )
     if base is not None and not (isinstance(base, str) and base.isprintable()):
         raise CheckpointError(f"{where}/config.json: base_model must be a name, got {ascii(base)[:40]}")

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten
 from small import small_drafter
 
 from mlx_redrafter.checkpoints import load_drafter
-from mlx_redrafter.convert.conversion import Conversion
 from mlx_redrafter.cli.main import run_module
+from mlx_redrafter.convert.conversion import Conversion
 from mlx_redrafter.drafters.recurrent import Drafter
 
 Arrays = dict[str, mx.array]

@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import RotatingKVCache
 from toys import Scripted
 
-from mlx_redrafter.engine import kv_cache as kv
-from mlx_redrafter.engine.anatomy import anatomy
 from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine.anatomy import anatomy
 from mlx_redrafter.engine.tree_attention import Tap
 from mlx_redrafter.engine.types import Tree
 
@@ -101,7 +101,7 @@ def overheard(model: nn.Module) -> Iterator[list[mx.array]]:
         parent[name] = child
 
 
-def read_again(model: nn.Module, text: Sequence[int], size: int, cache: kv.Cache) -> list[mx.array]:
+def read_again(model: nn.Module, text: Sequence[int], size: int, cache: kv_cache.Cache) -> list[mx.array]:
     """The hidden states of a text whose first `size` tokens are the prompt, read into an empty cache as plainly."""
     with overheard(model) as heard:
         for part in ([text[: size - 1]] if size > 1 else []) + [[token] for token in text[size - 1 :]]:
@@ -127,10 +127,10 @@ def planted(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
     return Tree(mx.array(tokens), mx.array(parents), mx.array(depths), mx.array(ancestors))
 
 
-def contents(cache: kv.Cache) -> list[mx.array]:
+def contents(cache: kv_cache.Cache) -> list[mx.array]:
     """What a cache holds, in the order of positions; of a ring what the next token will see."""
     found: list[mx.array] = []
-    for c in kv.leaves(cache):
+    for c in kv_cache.leaves(cache):
         if getattr(c, "keys", 0) is None:
             continue
         if isinstance(c, RotatingKVCache):
@@ -138,7 +138,7 @@ def contents(cache: kv.Cache) -> list[mx.array]:
             kept = min(c.keep, seen)
             for x in (c._temporal_order(c.keys), c._temporal_order(c.values)):
                 found += [x[..., :kept, :], x[..., x.shape[-2] - (seen - kept) :, :]]
-        elif isinstance(c, kv.LINEAR):
+        elif isinstance(c, kv_cache.LINEAR):
             rows = c.offset - getattr(c, "start_position", 0)
             flat: Any = tree_flatten([c.keys, c.values])
             found += [x[..., :rows, :] for _, x in flat]

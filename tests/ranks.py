@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
 from mlx_redrafter.demo import DIRECTORY, load_demo
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.decode import decode
+from mlx_redrafter.generate import make_settings
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
 

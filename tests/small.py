@@ -12,8 +12,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
-from mlx_redrafter.engine.beam_search import Advance
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.beam_search import Advance
 from mlx_redrafter.engine.types import Beams
 
 THE, CAT, DOG, SAT, RAN, AWAY = 7, 11, 12, 13, 14, 15
@@ -47,7 +47,7 @@ def random_beams(rng: np.random.Generator, width: int, depth: int, *, ties: bool
 
 
 def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:
-    """A drafter for `beam.search` whose logits depend on every token so far: its state is a hash of them."""
+    """A drafter for `beam_search.search` whose logits depend on every token so far: its state is a hash of them."""
     rng = np.random.default_rng(seed)
     table = mx.array((scale * rng.normal(size=(997, vocab))).astype(np.float32))
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from small import AWAY, CAT, RAN, SAT, THE, example_beams, random_beams
 
-from mlx_redrafter.engine.accept import accept, accept_line
-from mlx_redrafter.engine.tree import grow, line, prune
+from mlx_redrafter.engine.accept import accept, accept_chain
+from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Tree, Verdict
 
 
@@ -106,10 +106,10 @@ def test_a_line_is_accepted_as_a_tree_of_its_shape_is(depth: int) -> None:
     rng = np.random.default_rng(depth)
     seen = set()
     for _ in range(30):
-        tree = line(mx.array(int(rng.integers(1, 4))), mx.array(rng.integers(1, 4, depth).astype(np.int32)))
+        tree = chain(mx.array(int(rng.integers(1, 4))), mx.array(rng.integers(1, 4, depth).astype(np.int32)))
         choices = mx.array(rng.integers(1, 4, 1 + depth).astype(np.int32))
         for limit in range(depth + 1):
-            of_line, of_tree = accept_line(tree, choices, limit), accept(tree, choices, depth, limit)
+            of_line, of_tree = accept_chain(tree, choices, limit), accept(tree, choices, depth, limit)
             assert of_line.n_accepted.item() == of_tree.n_accepted.item()
             assert of_line.path.tolist() == of_tree.path.tolist()
             assert of_line.n_accepted.dtype == of_tree.n_accepted.dtype == of_line.path.dtype == of_tree.path.dtype

@@ -18,23 +18,22 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter.planning import autopilot
 from mlx_redrafter import generate as generation
-from mlx_redrafter.engine import kv_cache as kv
-from mlx_redrafter.engine import decode as loop
-from mlx_redrafter.planning import meter
-from mlx_redrafter.engine import wired_limit as wiring
-from mlx_redrafter.planning.autopilot import flight_of, known
-from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine import decode as loop
+from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine import wired_limit as wiring
+from mlx_redrafter.engine.decode import decode
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.target import sizes
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import Options, generate_step, make_settings, stream_generate
-from mlx_redrafter.engine.decode import decode
+from mlx_redrafter.planning import autopilot, meter
+from mlx_redrafter.planning.autopilot import flight_of, known
+from mlx_redrafter.planning.costs import Costs
 from mlx_redrafter.planning.meter import CONTEXTS, TURNS, Part, contexts_of, settled, shorter
 from mlx_redrafter.planning.pilot import Pilot, make_flight
-from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.planning.planner import UNKNOWN
-from mlx_redrafter.engine.target import sizes
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
 CHEAP = Costs((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
@@ -84,7 +83,7 @@ def test_plans_that_change_in_mid_generation_change_no_token(
         steps = decode(PROMPT, model, drafter, settings)
         assert [next(steps).token for _ in range(count)] == ahead[:count]
         steps.close()
-        assert kv.length(cache) == kv.length(expected)
+        assert kv_cache.length(cache) == kv_cache.length(expected)
         for one, other in zip(contents(cache), contents(expected), strict=True):
             if name != "llama4":  # chunks are trimmed by the next forward
                 assert one.shape == other.shape and mx.allclose(one, other, atol=2e-3, rtol=2e-3)

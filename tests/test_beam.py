@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small import CAT, DOG, RAN, SAT, THE, hypotheses, random_advance
 
-from mlx_redrafter.engine.beam_search import BLOCK, chain, keep_top, search, top_w
+from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, keep_top, search, top_w
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.types import Beams
 
@@ -154,7 +154,7 @@ def test_a_beam_of_one_is_the_chain_of_likeliest_tokens(seed: int) -> None:
         assert beams.tokens[level].tolist() == token.tolist()
         assert beams.scores[level].item() == pytest.approx(score, abs=1e-5)
     assert not beams.parents.any()
-    assert chain(advance, mx.array(5), 6).tolist() == beams.tokens[:, 0].tolist()
+    assert draft_chain(advance, mx.array(5), 6).tolist() == beams.tokens[:, 0].tolist()
     # Negative control: the chain from another root is another one.
     assert not mx.array_equal(search(advance, mx.array(6), 1, 6).tokens, beams.tokens)
 
@@ -168,8 +168,8 @@ def test_logits_are_adjusted_level_by_level_before_they_are_ranked() -> None:
 
     assert hypotheses(search(advance, mx.array(5), 3, 4, adjust=adjust))[0] == forced
     assert hypotheses(search(advance, mx.array(5), 3, 4))[0] != forced
-    assert chain(advance, mx.array(5), 4, adjust=adjust).tolist() == forced
-    assert chain(advance, mx.array(5), 4).tolist() != forced
+    assert draft_chain(advance, mx.array(5), 4, adjust=adjust).tolist() == forced
+    assert draft_chain(advance, mx.array(5), 4).tolist() != forced
 
 
 def test_keeping_the_top_of_each_row_keeps_ties_and_drops_the_rest() -> None:

@@ -35,14 +35,14 @@ from benchmarks.costing import costs_record
 from benchmarks.prompts import Prompt
 from benchmarks.record import problem
 from benchmarks.subject import Subject, bytes_per_forward, n_bytes
-from mlx_redrafter.planning import autopilot
 from mlx_redrafter.engine import decode as loop
-from mlx_redrafter.planning.costs import Costs
-from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.pilot import Flight, Pilot, make_flight
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.planner import UNKNOWN
 from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning import autopilot
+from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.planning.pilot import Flight, Pilot, make_flight
+from mlx_redrafter.planning.planner import UNKNOWN
 from tests.small import small_drafter, small_llama
 
 PROMPTS = [Prompt("code/one", "code", [1, 2, 3]), Prompt("chat/two", "chat", [4, 5, 6, 7])]

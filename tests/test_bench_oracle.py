@@ -17,13 +17,13 @@ from benchmarks.oracle import Oracle, acceptance_of
 from benchmarks.subject import Subject
 from benchmarks.synthetic import add_arguments, asked
 from benchmarks.targets import TARGETS, Experts, TargetShape, target_of
-from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.decode import decode
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.planner import Acceptance, expected_tokens
 from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import make_settings
+from mlx_redrafter.planning.planner import Acceptance, expected_tokens
 from tests.small import small_drafter, small_llama
 
 V = 512

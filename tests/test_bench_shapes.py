@@ -13,9 +13,9 @@ from benchmarks.acceptance import Ranked
 from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape, target_of
+from mlx_redrafter.engine.trial import try_out
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.training.sizing import candidates
-from mlx_redrafter.engine.trial import try_out
 from tests.bench_records import MACHINE, flags
 from tests.small import small_drafter, small_llama
 

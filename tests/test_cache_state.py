@@ -25,7 +25,7 @@ from toys import (
 )
 
 from mlx_redrafter import generate_step, stream_generate
-from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.anatomy import anatomy
 from mlx_redrafter.engine.tree_attention import tapped
 
@@ -49,7 +49,7 @@ def drafter_of(width: int) -> Scripted:
 
 
 @functools.cache
-def plain_cache(tokens: tuple[int, ...], quantized: str = "float") -> kv.Cache:
+def plain_cache(tokens: tuple[int, ...], quantized: str = "float") -> kv_cache.Cache:
     """The cache behind the prompt and these tokens, as mlx-lm itself decodes them one by one."""
     forced, cache = iter([*tokens, 0]), make_prompt_cache(make_model())
     steps = mlx_lm_generate_step(
@@ -60,7 +60,7 @@ def plain_cache(tokens: tuple[int, ...], quantized: str = "float") -> kv.Cache:
     return cache
 
 
-def started(cache: kv.Cache, beam: str | None, **options: Any) -> Iterator[tuple[int, mx.array, bool]]:
+def started(cache: kv_cache.Cache, beam: str | None, **options: Any) -> Iterator[tuple[int, mx.array, bool]]:
     """A generation into `cache`, drafted unless `beam` is None."""
     more: dict[str, Any] = {"max_tokens": 24, "prompt_cache": cache} | options
     if beam is None:

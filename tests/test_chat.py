@@ -21,11 +21,11 @@ from mlx_lm.chat import setup_arg_parser
 from test_session import session as toy_session
 
 from mlx_redrafter import Session, load_demo
-from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.cli import chat as talk
 from mlx_redrafter.cli.main import run_module
-from mlx_redrafter.generate import GenerationResponse
 from mlx_redrafter.cli.screen import TINT, UNTINT, Screen
+from mlx_redrafter.engine import decode as loop
+from mlx_redrafter.generate import GenerationResponse
 
 FIXED = ["--draft-depth", "3"]
 """A plan that is not measured first."""

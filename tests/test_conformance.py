@@ -16,12 +16,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from supported import README, placed, rows
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.decode import Step, decode
-from mlx_redrafter.engine.plan import MOST_REPLAYED
+from mlx_redrafter.engine.plan import MAX_REPLAY
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 from mlx_redrafter.engine.target import Target, check_draftable, sizes
+from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.generate import make_settings
 
 RUNNING = sorted(TREES | REPLAYED | set(CHAINS))
 CLOSE = 2e-3
@@ -106,7 +106,7 @@ def test_a_text_and_its_cache_are_what_they_are_without_a_drafter(name: str) -> 
             assert stats.tokens_per_round > 3 and not stats.replayed, case
         if kind == "wrong":
             assert stats.accepted == 0 and bool(stats.replayed) is bool(stats.skipped) is (name in REPLAYED), case
-            assert stats.replayed <= stats.rounds * (MOST_REPLAYED + 1)
+            assert stats.replayed <= stats.rounds * (MAX_REPLAY + 1)
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & {"phi3small"}))
@@ -185,7 +185,7 @@ def test_every_node_of_a_tree_is_read_as_plain_decoding_reads_its_path(name: str
         parents = [0] + [generator.randrange(max(0, node - 4), node) for node in range(1, 14)]
         tree = planted([generator.randrange(spread) for _ in parents], parents)
         target = Target(model)
-        target.forward(mx.array([generator.randrange(spread) for _ in range(size)]), tapped=False)
+        target.forward(mx.array([generator.randrange(spread) for _ in range(size)]), want_hidden=False)
         target.advance_(size)
         target.evaluate()
         caches, expected = [target.cache], []  # the prefix's, then that behind each node

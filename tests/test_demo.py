@@ -12,13 +12,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import generate_step, load_demo, stream_generate
-from mlx_redrafter.engine.anatomy import dtype_of
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.anatomy import dtype_of
+from mlx_redrafter.engine.target import sizes
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generate import encode
-from mlx_redrafter.engine.target import sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 README = Path(__file__).parent.parent / "README.md"

@@ -19,24 +19,14 @@ from mlx.utils import tree_map
 from small import small_drafter, small_llama
 from toys import make_model, snapshot
 
-from mlx_redrafter.planning import autopilot
-from mlx_redrafter.planning import machine
-from mlx_redrafter.planning import meter
-from mlx_redrafter.cli.advice import has_fast_blas, notes
+from mlx_redrafter.atomic_files import PARTLY
 from mlx_redrafter.checkpoints import save_drafter
-from mlx_redrafter.planning.costs import Costs, is_disturbed
+from mlx_redrafter.cli.advice import has_fast_blas, notes
 from mlx_redrafter.cli.diagnosis import Diagnosis, diagnose
 from mlx_redrafter.cli.main import run_module
-from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
-from mlx_redrafter.atomic_files import PARTLY
-from mlx_redrafter.planning.machine import blas_among
 from mlx_redrafter.cli.page import page
 from mlx_redrafter.cli.patient import Patient, not_finite, target_of
 from mlx_redrafter.cli.picture import bar, chart, encodes, plot
-from mlx_redrafter.planning.pilot import MARGIN, make_flight
-from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans
 from mlx_redrafter.cli.prognosis import (
     QUALITIES,
     REFERENCE,
@@ -51,8 +41,16 @@ from mlx_redrafter.cli.prognosis import (
     shape,
     start,
 )
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
+from mlx_redrafter.planning import autopilot, machine, meter
+from mlx_redrafter.planning.costs import Costs, is_disturbed
+from mlx_redrafter.planning.machine import blas_among
+from mlx_redrafter.planning.pilot import MARGIN, make_flight
+from mlx_redrafter.planning.planner import DEEPEST_PLANNED, UNKNOWN, best, expected_tokens, few_plans
 
 ROOT = Path(__file__).parent.parent
 

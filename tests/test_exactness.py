@@ -27,7 +27,7 @@ from toys import (
 )
 
 from mlx_redrafter import UnsupportedModelError
-from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.engine.decode import Step
 from mlx_redrafter.engine.types import Tree, Verdict
@@ -158,13 +158,13 @@ def test_where_quantisation_starts_matters_to_the_tokens() -> None:
 
 def test_the_scripts_reach_every_depth_and_every_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[list[int]] = []
-    real = kv.compact_
+    real = kv_cache.keep_rows
 
-    def compact_(cache: kv.Cache, count: int, path: list[int]) -> None:
+    def compact_(cache: kv_cache.Cache, count: int, path: list[int]) -> None:
         kept.append(path)
         real(cache, count, path)
 
-    monkeypatch.setattr(kv, "compact_", compact_)
+    monkeypatch.setattr(kv_cache, "keep_rows", compact_)
     model, width, depth, reached = make_model(), 3, 3, set()
     for luck in range(4):
         prompt = make_prompt(10, seed=luck)
@@ -180,7 +180,7 @@ def test_the_scripts_reach_every_depth_and_every_branch(monkeypatch: pytest.Monk
     assert any(path != list(range(len(path))) for path in kept), "rows that have to move"
 
 
-real_compact_ = kv.compact_
+real_compact_ = kv_cache.keep_rows
 
 
 def broken_accept(tree: Tree, tokens: mx.array, depth: int, limit: int) -> Verdict:
@@ -189,18 +189,18 @@ def broken_accept(tree: Tree, tokens: mx.array, depth: int, limit: int) -> Verdi
     return Verdict(mx.array(count), mx.array([min(level, count) for level in range(depth + 1)]))
 
 
-def broken_compact_(cache: kv.Cache, count: int, path: list[int]) -> None:
+def broken_keep_rows(cache: kv_cache.Cache, count: int, path: list[int]) -> None:
     """Leaves the rows where they are."""
     real_compact_(cache, count, list(range(len(path))))
 
 
-@pytest.mark.parametrize("broken", [broken_accept, broken_compact_])
+@pytest.mark.parametrize("broken", [broken_accept, broken_keep_rows])
 def test_a_broken_engine_gives_other_tokens(broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt = make_model(), make_prompt(10)
     plain, drafter = with_plain(model, prompt, 30, "mixed", width=3)
     options = {"max_tokens": 30, "beam_width": 3, "draft_depth": 3}
     assert ids(run(model, prompt, drafter, **options)) == ids(plain)
-    module = rounds if broken is broken_accept else kv
+    module = rounds if broken is broken_accept else kv_cache
     monkeypatch.setattr(module, broken.__name__.removeprefix("broken_"), broken)
     assert ids(run(model, prompt, drafter, **options)) != ids(plain)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.atomic_files import expanded, held, replacing, whole_name, why_not_writable, write_text
+from mlx_redrafter.errors import RedrafterError
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:

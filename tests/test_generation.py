@@ -17,8 +17,8 @@ from toys import VOCAB, make_model, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, stream_generate
 from mlx_redrafter import generate as generation
-from mlx_redrafter.generate import Options, make_settings, warn_if_useless
 from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.generate import Options, make_settings, warn_if_useless
 
 PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")

@@ -95,11 +95,11 @@ def test_texts_of_a_callers_own_sampler_have_its_law(beam: str) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_rule_that_always_accepts_breaks_the_law(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_line(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
+    def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
         count = min(tree.tokens.shape[0] - 1, limit)
         return Verdict(mx.array(count), mx.minimum(tree.depths, count))
 
-    monkeypatch.setattr(rounds, "accept_line", accept_line)
+    monkeypatch.setattr(rounds, "accept_chain", accept_chain)
     options: dict[str, Any] = {"sampler": make_sampler(temp=TEMP)} if own else {"temp": TEMP}
     counts, kept = drawn("chain", 0, **options)
     assert kept == 1

@@ -11,9 +11,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from toys import assert_same_cache, ids, make_model, make_prompt, run, with_plain
 
 from mlx_redrafter import RedrafterError
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.decode import decode
 from mlx_redrafter.engine.types import Tree
+from mlx_redrafter.generate import make_settings
 
 PROMPT = make_prompt(9)
 COUNT = 24

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.account import ALLOWED, SHORTEST, Account
 from mlx_redrafter.planning.costs import Costs, along
 from mlx_redrafter.planning.drift import CHANCE, Drift
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.pilot import Flight, Pilot, make_flight
-from mlx_redrafter.engine.plan import MOST_REPLAYED, Plan, line_of
 from mlx_redrafter.planning.planner import (
     DEEPEST_PLANNED,
     MOST,
@@ -95,7 +95,7 @@ def fly(
             plan = pilot.choose(start + made)
             continue
         now, replayed, plan = plan, behind, pilot.choose(start + made, behind)
-        if verified := replayed <= MOST_REPLAYED:
+        if verified := replayed <= MAX_REPLAY:
             step = real.round_at(now, start + made, replayed)
             count = 1 + accepted(now, share(made), generator)
             behind = replayed + count if real.again and count <= now.depth else 0
@@ -277,10 +277,10 @@ def test_where_the_best_plan_cannot_be_afforded_the_next_best_is_taken() -> None
 
 @pytest.mark.parametrize(("depth", "share"), [(1, 0.9), (2, 0.6), (3, 1.0), (8, 1.3), (15, 0.3)])
 def test_what_rounds_leave_each_other_to_read_again_is_known_beforehand(depth: int, share: float) -> None:
-    plan, generator = line_of(depth), random.Random(0)
+    plan, generator = chain_plan(depth), random.Random(0)
     again, read, vain, behind, rounds = 0, 0, 0, 0, 40000
     for _ in range(rounds):
-        if again > MOST_REPLAYED:
+        if again > MAX_REPLAY:
             vain, behind, again = vain + 1, behind + again, 0
         count, read = 1 + accepted(plan, share, generator), read + again
         again = again + count if count <= depth else 0
@@ -293,7 +293,7 @@ def test_what_rounds_leave_each_other_to_read_again_is_known_beforehand(depth: i
 @pytest.mark.parametrize("curve", ["flat", "gentle", "half of every row"])
 def test_where_tokens_are_read_again_it_is_near_the_best_fixed_plan(curve: str, again: float) -> None:
     costs = costs_of(curve).lines()._replace(again=again)
-    plans = [line_of(depth) for depth in range(1, 9)]
+    plans = [chain_plan(depth) for depth in range(1, 9)]
 
     def speed(flight: Flight) -> float:
         return sum(fly(costs, lambda at: 1.0, 1500, seed, flight=flight) for seed in range(4)) / 4
@@ -319,7 +319,7 @@ def test_an_account_bears_what_it_bears_whatever_both_rounds_bring() -> None:
         account.balance = generator.uniform(-6.0, 12.0)
         replayed, first, plan = (
             generator.choice((0, 3, 7, 8, 9, 12)),
-            *(line_of(generator.choice((1, 2, 6, 15))) for _ in "ab"),
+            *(chain_plan(generator.choice((1, 2, 6, 15))) for _ in "ab"),
         )
         losses = [
             one + other + costs.step_at(64, rest) - 1.0 - tokens - more
@@ -334,7 +334,7 @@ def test_an_account_bears_what_it_bears_whatever_both_rounds_bring() -> None:
 
 def ends_of(costs: Costs, plan: Plan, again: int) -> list[tuple[float, int, int]]:
     """(milliseconds, tokens, how many of them the next one reads again) of every end that a round may have."""
-    if again > MOST_REPLAYED:
+    if again > MAX_REPLAY:
         return [(costs.step_at(64, again) + costs.draft_at(plan), 1, 0)]
     took = costs.round_at(plan, 64, again)
     return [*((took, tokens, again + tokens) for tokens in range(1, plan.depth + 1)), (took, 1 + plan.depth, 0)]

@@ -13,13 +13,13 @@ import pytest
 from small import small_drafter, small_llama
 
 from mlx_redrafter.engine import decode as loop
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.decode import Step, decode
 from mlx_redrafter.engine.plan import make_plan
 from mlx_redrafter.engine.round import Chooser, make_draft, step, verify
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
+from mlx_redrafter.generate import make_settings
 
 PROMPT = [1, 2, 3, 4, 5]
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
@@ -166,7 +166,7 @@ class Stage:
         self.chooser = Chooser(make_sampler(**{"seed": 0, **options}), ())
         self.plan = make_plan(plan["beam_width"], plan["draft_depth"], plan.get("tree_size"), 64)
         self.target = Target(small_llama())
-        outcome = step(self.target, mx.array(PROMPT), self.chooser, None, tapped=True)
+        outcome = step(self.target, mx.array(PROMPT), self.chooser, None, want_hidden=True)
         mx.eval(outcome)
         self.target.evaluate()
         assert outcome.tip is not None
@@ -183,7 +183,7 @@ class Stage:
 
     def forward(self) -> list[mx.array]:
         """The target's own forward over as many tokens."""
-        return [self.target.forward(mx.zeros((self.plan.size,), mx.int32), tapped=False).logits]
+        return [self.target.forward(mx.zeros((self.plan.size,), mx.int32), want_hidden=False).logits]
 
 
 @pytest.mark.parametrize("options", [{}, CHOICES["sampled"]], ids=["greedy", "sampled"])

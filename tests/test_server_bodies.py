@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.serving.bodies import (
     CHECKS,
-    DEEPEST,
     LARGEST,
     LONGEST_STOP,
+    MAX_NESTING,
     MOST_STOPS,
     RESERVED,
     STRONGEST,
@@ -212,9 +212,9 @@ def test_stop_strings_may_be_as_many_and_as_long_as_is_said() -> None:
 
 
 def test_a_body_may_be_as_deep_as_it_says() -> None:
-    assert body(x=nested(DEEPEST - 2)) == CHAT | {"x": nested(DEEPEST - 2)}
-    with pytest.raises(Refusal, match=f"deeper than {DEEPEST}"):
-        body(x=nested(DEEPEST))
+    assert body(x=nested(MAX_NESTING - 2)) == CHAT | {"x": nested(MAX_NESTING - 2)}
+    with pytest.raises(Refusal, match=f"deeper than {MAX_NESTING}"):
+        body(x=nested(MAX_NESTING))
 
 
 VALUES = st.recursive(

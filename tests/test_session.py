@@ -26,14 +26,14 @@ from toys import ids, make_tokenizer, run
 
 from mlx_redrafter import RedrafterError, Session, stream_generate
 from mlx_redrafter import generate as generation
-from mlx_redrafter.engine import decode as loop
 from mlx_redrafter import session as session_module
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.generate import make_settings
-from mlx_redrafter.session.memory import MARGIN, growth_of
+from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine.decode import decode
 from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.generate import make_settings
 from mlx_redrafter.session.chat_template import behind, whole
+from mlx_redrafter.session.memory import MARGIN, growth_of
 
 CHAT = (
     "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"

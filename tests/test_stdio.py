@@ -20,8 +20,8 @@ import jsonschema
 import pytest
 
 from mlx_redrafter import load_demo, stream_generate
-from mlx_redrafter.cli.stdio import Desk, Events
 from mlx_redrafter.cli.protocol import FIELDS, LONGEST, NULLABLE, TURN, Refused, requests, understood
+from mlx_redrafter.cli.stdio import Desk, Events
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "stdio.schema.json").read_text(encoding="utf-8"))
 COMMAND = [sys.executable, "-m", "mlx_redrafter.stdio", "--max-tokens", "12", "--draft-depth", "3", "--temp", "0.8"]

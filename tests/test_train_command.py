@@ -22,13 +22,13 @@ from checkpoints import same, tensors
 from mlx_lm.utils import load
 
 from mlx_redrafter import generate_step, load_drafter
+from mlx_redrafter.atomic_files import held
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.atomic_files import held
-from mlx_redrafter.generate import encode
 from mlx_redrafter.engine.supported_models import REFUSED
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import encode
 from mlx_redrafter.training import command, measuring, run
 from mlx_redrafter.training.command import make_parser, make_settings
 from mlx_redrafter.training.settings import Settings

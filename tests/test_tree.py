@@ -11,10 +11,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random_beams
 
-from mlx_redrafter.engine import kv_cache as kv
+from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.positions import Nodes
-from mlx_redrafter.engine.tree import grow, line, prune
+from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Tree
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]
@@ -100,7 +100,7 @@ def test_the_running_example_grows_as_it_is_drawn() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_line_is_the_tree_without_branches(depth: int) -> None:
     beams = random_beams(np.random.default_rng(depth), 1, depth)
-    tree = line(mx.array(THE), beams.tokens[:, 0])
+    tree = chain(mx.array(THE), beams.tokens[:, 0])
     check_grown(tree, beams, THE)
     assert all(mx.array_equal(ours, grown) for ours, grown in zip(tree, grow(mx.array(THE), beams), strict=True))
 
@@ -206,7 +206,7 @@ KINDS = ("plain", "4", "8")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_running_example_is_compacted_as_it_is_drawn(kind: str) -> None:
     layers, before = zip(*(filled(kind) for _ in range(2)), strict=True)
-    kv.compact_(list(layers), NODES, [0, 1, 4])
+    kv_cache.keep_rows(list(layers), NODES, [0, 1, 4])
     for cache, was in zip(layers, before, strict=True):
         assert cache.offset == PREFIX + 3
         for kept, rows in zip(contents(cache), was, strict=True):
@@ -218,7 +218,7 @@ def test_the_running_example_is_compacted_as_it_is_drawn(kind: str) -> None:
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 4], [0, 1, 3], [0, 2, 3], [0, 2, 4], [0, 1, 2, 3, 4]])
 def test_compaction_gathers_the_rows_of_the_path(path: list[int], kind: str) -> None:
     cache, before = filled(kind)
-    kv.compact_([cache], NODES, path)
+    kv_cache.keep_rows([cache], NODES, path)
     rows = [*range(PREFIX), *(PREFIX + node for node in path)]
     other = [*range(PREFIX), *(PREFIX + node for node in path[:-1]), PREFIX + (path[-1] + 1) % NODES]
     assert cache.offset == PREFIX + len(path)
@@ -238,7 +238,7 @@ def test_nodes_that_are_in_place_are_not_moved(
     take = mx.take
     monkeypatch.setattr(mx, "take", lambda *args, **kwargs: gathered.append(args[1].size) or take(*args, **kwargs))
     arrays = tree_map(id, (cache.keys, cache.values))
-    kv.compact_([cache], NODES, path)
+    kv_cache.keep_rows([cache], NODES, path)
     assert tree_map(id, (cache.keys, cache.values)) == arrays
     # One gather for each stored array, of no more rows than are out of place.
     assert gathered == [moves] * len(gathered) and bool(gathered) == bool(moves)
@@ -246,6 +246,6 @@ def test_nodes_that_are_in_place_are_not_moved(
 
 def test_rewinding_drops_every_row_behind_the_prefix() -> None:
     cache, before = filled("plain")
-    kv.compact_([cache], NODES, [])
+    kv_cache.keep_rows([cache], NODES, [])
     for kept, was in zip(contents(cache), before, strict=True):
         assert (kept == was[:, :, :PREFIX]).all()

@@ -36,7 +36,7 @@ def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
     """A target behind `prefix` tokens, all of them quantised if any are."""
     target = Target(make_model(kind), None, KVQuantization(bits, GROUP, 0))
     if prefix:
-        target.forward(mx.array(make_prompt(prefix, seed=seed)), tapped=False)
+        target.forward(mx.array(make_prompt(prefix, seed=seed)), want_hidden=False)
     target.advance_(prefix)
     target.evaluate()
     return target

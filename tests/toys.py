@@ -22,9 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.engine.decode import Step, decode
 from mlx_redrafter.engine.types import Beams
+from mlx_redrafter.generate import make_settings
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -12,9 +12,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from mlx_redrafter.atomic_files import replacing
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.atomic_files import replacing
 from mlx_redrafter.training.data import Text, make_batches, most_frequent
 from mlx_redrafter.training.distill import Recipe, train_drafter
 from mlx_redrafter.training.evaluation import Manner, examined

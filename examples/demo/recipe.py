@@ -22,8 +22,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter import load, load_drafter
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.generate import encode
 from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.generate import encode
 from mlx_redrafter.training.distill import Recipe
 
 from . import corpus, drafter, report, target

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..planning.costs import Costs, is_disturbed
 from ..planning.machine import FAST
-from .patient import Half, Patient
 from ..planning.planner import Acceptance
 from ..training.sizing import CHEAP
+from .patient import Half, Patient
 
 DOUBTFUL = re.compile(r"\bM[12]\b")
 """Apple's chips on which drafters in float16 were reported to have no token accepted."""

@@ -13,14 +13,14 @@ from types import FrameType
 import mlx.core as mx
 from mlx_lm.chat import setup_arg_parser
 
-from .generate import check, progress, read_models
 from ..errors import RedrafterError, one_line
 from ..flags import OPTIONS, add_drafter, add_options, add_template, template_config
 from ..flags import make_parser as generate_parser
 from ..generate import Options, make_settings
-from .screen import Screen
-from ..session.session import Session
 from ..session.chat_template import Message
+from ..session.session import Session
+from .generate import check, progress, read_models
+from .screen import Screen
 
 
 def run() -> int:

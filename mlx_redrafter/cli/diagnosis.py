@@ -9,19 +9,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import __version__
-from .advice import notes
-from ..engine.anatomy import dtype_of
-from ..planning.autopilot import flight_of
 from ..checkpoints import check_fit
-from ..planning.costs import Costs
 from ..drafters.recurrent import Drafter
+from ..engine.anatomy import dtype_of
+from ..engine.target import check_draftable
+from ..planning.autopilot import flight_of
+from ..planning.costs import Costs
 from ..planning.machine import about, memory
-from .patient import Half, Patient, drafter_of, not_finite, target_of
 from ..planning.pilot import make_flight
 from ..planning.planner import UNKNOWN, Acceptance, few_plans
-from .prognosis import Cliff, Offer, Outlook, Start, cliffs, in_steps, outlooks, pays_from, quality_of, starts
-from ..engine.target import check_draftable
 from ..training.sizing import choose_size
+from .advice import notes
+from .patient import Half, Patient, drafter_of, not_finite, target_of
+from .prognosis import Cliff, Offer, Outlook, Start, cliffs, in_steps, outlooks, pays_from, quality_of, starts
 
 NOTHING: Acceptance = ((0.0,),)
 """Of a drafter none of whose tokens is accepted."""

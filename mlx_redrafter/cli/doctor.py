@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 
-from .diagnosis import diagnose
 from ..flags import add_pair
-from .page import page
 from ..pair import open_pair
+from .diagnosis import diagnose
+from .page import page
 from .picture import check_plot, encodes, plot
 
 

@@ -18,15 +18,15 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
-from .comparing import Difference, distance, first_difference
 from ..drafters.recurrent import Drafter
+from ..engine.plan import AUTO
 from ..errors import RedrafterError
 from ..flags import OPTIONS, make_parser, template_config
 from ..generate import GenerationResponse, Options, is_text, stream_generate, summary
-from ..planning.machine import PACKAGES
 from ..pair import open_pair
-from ..engine.plan import AUTO
+from ..planning.machine import PACKAGES
 from ..session.chat_template import rendered
+from .comparing import Difference, distance, first_difference
 
 DEMO_PROMPT = "def main("
 NOTHING = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-from .diagnosis import Diagnosis
 from ..planning.meter import COUNTS
+from .diagnosis import Diagnosis
 from .patient import Patient
 from .picture import COLUMNS, chart
 from .prognosis import Outlook, shape

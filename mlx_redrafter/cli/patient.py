@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..engine.anatomy import dtype_of
 from ..drafters.recurrent import Drafter
-from ..shapes import name_of
+from ..engine.anatomy import dtype_of
 from ..engine.target import Target, model_name
+from ..shapes import name_of
 
 Half = Literal["target", "drafter"]
 """One of a pair."""
@@ -61,7 +61,7 @@ def not_finite(model: nn.Module, drafter: Drafter) -> Half | None:
     """Which of the two says something behind a few tokens that is no number, in the dtype it has."""
     target = Target(model)
     tokens = mx.arange(16) % drafter.args.vocab_size
-    logits, hidden = target.forward(tokens, tapped=True)
+    logits, hidden = target.forward(tokens, want_hidden=True)
     assert hidden is not None
     # Some models say -inf of tokens that they never say.
     if not mx.isfinite(hidden).all().item() or mx.isnan(logits).any().item() or mx.isposinf(logits).any().item():

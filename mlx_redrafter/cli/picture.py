@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..planning.costs import Costs
-from ..errors import RedrafterError, one_line
 from ..atomic_files import expanded, replacing, why_not_writable
+from ..errors import RedrafterError, one_line
+from ..planning.costs import Costs
 from .prognosis import BEST, Cliff, cliffs, guesses, in_steps, outlooks, quality_of
 
 if TYPE_CHECKING:

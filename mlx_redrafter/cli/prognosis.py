@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..planning.costs import Costs
+from ..engine.plan import Plan, chain_plan
 from ..errors import RedrafterError
+from ..planning.costs import Costs
 from ..planning.pilot import MARGIN, Flight, first_plan
-from ..engine.plan import Plan, line_of
 from ..planning.planner import UNKNOWN, Acceptance, expected_tokens, prospect, rated, speed_of
 
-REFERENCE = line_of(4)
+REFERENCE = chain_plan(4)
 """The round whose tokens say how good a drafter is."""
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)

@@ -19,12 +19,12 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
-from . import parent
 from ..errors import RedrafterError, one_line
 from ..flags import OPTIONS, add_options, add_pair, add_template, template_config
 from ..pair import open_pair
-from .protocol import PROTOCOL, USAGE, Refused, Request, requests
 from ..session.session import Session
+from . import parent
+from .protocol import PROTOCOL, USAGE, Refused, Request, requests
 
 WATCHED, PATIENCE = 0.5, 3.0
 """Seconds between two looks at the parent, and from its end to ours."""

@@ -33,7 +33,7 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
     return Verdict(n_accepted, mx.argmax(on_level, axis=1).astype(mx.int32))
 
 
-def accept_line(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
+def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
     """The same of a line, in fewer operations: it is kept up to the first node on which the two do not agree.
 
     Args:

@@ -49,7 +49,7 @@ def keep_top(logits: mx.array, count: int) -> mx.array:
     return mx.where(logits < threshold, -50000.0, logits)
 
 
-def chain(
+def draft_chain(
     advance: Advance, token: mx.array, depth: int, *, adjust: Callable[[mx.array, int], mx.array] | None = None
 ) -> mx.array:
     """(depth,) int32: the likeliest token, over and over; what a beam search of width 1 finds, without its scores."""

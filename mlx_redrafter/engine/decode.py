@@ -16,12 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from . import kv_cache as kv
-from ..planning.autopilot import flight_of
 from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
+from ..planning.autopilot import flight_of
 from ..planning.pilot import Fixed, Flight, Pilot
-from .plan import AUTO, DRAFT_DEPTH, MOST_REPLAYED, Plan, line_of
+from . import kv_cache
+from .plan import AUTO, DRAFT_DEPTH, MAX_REPLAY, Plan, chain_plan
 from .prompts import check_prompt
 from .round import Chooser, Draft, Outcome, extended, make_draft, step, verify
 from .stats import Stats
@@ -59,7 +59,7 @@ class Settings:
     chooser: Chooser
     plan: Plan | Flight | Literal["auto"] | None = None
     max_tokens: int = 256
-    prompt_cache: kv.Cache | None = None
+    prompt_cache: kv_cache.Cache | None = None
     history: Sequence[int] = ()
     on_drafter_failure: Callable[[Exception], None] | None = None
     on_round: OnRound | None = None
@@ -107,7 +107,7 @@ def in_pieces(
     with on_stream():
         target = Target(model, settings.prompt_cache, settings.quantization, settings.max_kv_size)
         target.length = behind(target.length, settings.history)
-    outcome, history = yield from prefill(target, tokens, settings, tapped=drafter is not None)
+    outcome, history = yield from prefill(target, tokens, settings, want_hidden=drafter is not None)
     if settings.max_tokens == 0:
         return
     if drafter is None:
@@ -135,7 +135,7 @@ def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Fl
     if plan == AUTO:
         takes_trees = check_draftable(model, tree=True, cache=settings.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
-            return line_of(own_depth(drafter))  # what other ranks measure is not known here
+            return chain_plan(own_depth(drafter))  # what other ranks measure is not known here
         flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors))
         return flight if flight.plans else None
     return plan
@@ -146,7 +146,7 @@ def own_depth(drafter: Drafter) -> int:
     return drafter.args.draft_depth or DRAFT_DEPTH
 
 
-def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
+def served(model: nn.Module, plan: Plan, cache: kv_cache.Cache | None) -> Plan:
     """The plan, or its chain where the model takes no trees; it is said why.
 
     Raises:
@@ -157,7 +157,7 @@ def served(model: nn.Module, plan: Plan, cache: kv.Cache | None) -> Plan:
         return plan
     # The line that is pointed to is the one that called a function of generation.py.
     warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=5)
-    return line_of(plan.depth)
+    return chain_plan(plan.depth)
 
 
 def behind(length: int, history: Sequence[int]) -> int:
@@ -172,7 +172,7 @@ def behind(length: int, history: Sequence[int]) -> int:
 
 
 def prefill(
-    target: Target, tokens: mx.array, settings: Settings, *, tapped: bool
+    target: Target, tokens: mx.array, settings: Settings, *, want_hidden: bool
 ) -> Generator[None, None, tuple[Outcome, mx.array | None]]:
     """The prompt into the cache, in pieces, its last token alone; (the first choice, the history behind it).
 
@@ -186,7 +186,7 @@ def prefill(
     while total - done > 1:
         count = min(settings.prefill_step_size, total - done - 1)
         with on_stream():
-            target.forward(tokens[done : done + count], tapped=False)
+            target.forward(tokens[done : done + count], want_hidden=False)
             target.advance_(count)
             target.evaluate()
         done += count
@@ -195,7 +195,7 @@ def prefill(
         yield
     with on_stream():
         history = extended(before, tokens[:done]) if processors and done else before
-        outcome = step(target, tokens[done:], settings.chooser, history, tapped=tapped)
+        outcome = step(target, tokens[done:], settings.chooser, history, want_hidden=want_hidden)
         mx.eval(outcome, target.pending())
         report(total, total)
     return outcome, extended(before, tokens) if processors else None
@@ -212,7 +212,7 @@ def plain(
 
 
 def onward(
-    target: Target, outcome: Outcome, history: mx.array | None, chooser: Chooser, *, tapped: bool = False
+    target: Target, outcome: Outcome, history: mx.array | None, chooser: Chooser, *, want_hidden: bool = False
 ) -> tuple[int, Outcome, mx.array | None]:
     """(a plain step's token, the step behind it, the history before that one's).
 
@@ -222,7 +222,7 @@ def onward(
     length = target.length
     with on_stream():
         try:
-            following = step(target, outcome.report, chooser, history, tapped=tapped)
+            following = step(target, outcome.report, chooser, history, want_hidden=want_hidden)
             history = extended(history, outcome.report.astype(mx.int32)) if chooser.processors else None
             mx.async_eval(following, history, target.pending())
             (token,) = read(outcome.report)
@@ -295,7 +295,7 @@ def coast(
     count = pilot.pause
     for left in reversed(range(count)):
         started = perf_counter()
-        token, following, place.history = onward(target, outcome, place.history, chooser, tapped=left == 0)
+        token, following, place.history = onward(target, outcome, place.history, chooser, want_hidden=left == 0)
         took = 1e3 * (perf_counter() - started)
         pilot.saw(None, 1, target.length, took=None if left == count - 1 else took)  # the first one had begun before
         place.emitted += 1
@@ -409,12 +409,12 @@ def enqueue_round(target: Target, ahead: Draft, place: Place, settings: Settings
     """The draft verified, behind what was yielded; or a plain step, where it cannot be."""
     commit_(target, place)
     chooser, length, replayed, root = settings.chooser, target.length, target.replayed, cast(int, place.root)
-    if verifies := replayed <= MOST_REPLAYED and target.room(plan.size):
+    if verifies := replayed <= MAX_REPLAY and target.room(plan.size):
         limit = most_accepted(target, plan, settings, place)
         outcome = verify(target, ahead, chooser, place.history, plan, limit)
     else:
         token = mx.array([root])
-        outcome = rooted(target, place, lambda: step(target, token, chooser, place.history, tapped=True))
+        outcome = rooted(target, place, lambda: step(target, token, chooser, place.history, want_hidden=True))
     mx.async_eval(outcome, target.pending())
     return Round(plan, ahead.tree, verifies, outcome, root, length, replayed)
 
@@ -445,7 +445,7 @@ def enqueue_step(target: Target, place: Place, chooser: Chooser) -> tuple[Outcom
 
 def commit_(target: Target, place: Place) -> None:
     """Has the cache hold the rows whose tokens were yielded."""
-    target.keep_(place.rows, place.tokens)
+    target.keep_path(place.rows, place.tokens)
     place.rows, place.tokens = [], []
 
 
@@ -486,7 +486,7 @@ def settle_(target: Target, place: Place) -> None:
 
 def read_row(target: Target, token: mx.array) -> None:
     """Has the cache hold a token (1,)."""
-    target.forward(token, tapped=False)
+    target.forward(token, want_hidden=False)
     target.advance_(1)
 
 

@@ -21,10 +21,10 @@ Cache = list[Any]
 LINEAR = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 """Caches whose last rows can be dropped."""
 
-REWINDABLE = (*LINEAR, RotatingKVCache)
+TRIMMABLE = (*LINEAR, RotatingKVCache)
 """Caches that can forget the rows of the last forward, if it had several: a ring keeps what those pushed out."""
 
-KNOWN = (*REWINDABLE, ArraysCache)
+KNOWN = (*TRIMMABLE, ArraysCache)
 
 
 def leaves(cache: Cache) -> Iterator[Any]:
@@ -42,31 +42,31 @@ def length(cache: Cache) -> int:
     return max(counts, default=0)
 
 
-def others(cache: Cache, known: tuple[type, ...]) -> list[str]:
+def unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
     """The names of the classes among a cache's leaves that are none of `known`, sorted."""
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
-def rings(cache: Cache) -> bool:
+def has_ring(cache: Cache) -> bool:
     """Whether there is a ring among a cache's leaves."""
     return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
-def mark(cache: Cache) -> list[dict[str, Any]]:
+def snapshot(cache: Cache) -> list[dict[str, Any]]:
     """What every leaf is now. No array is copied: a forward of several rows makes new ones, or writes behind them."""
     return [copied(vars(c)) for c in leaves(cache)]
 
 
-def mark_rows(cache: Cache) -> list[dict[str, Any]]:
-    """`mark`, safe from forwards of one row too: in a ring those write over the oldest row, so rings are copied."""
-    marks = mark(cache)
+def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
+    """`snapshot`, safe from forwards of one row too: in a ring those write over the oldest row, so rings are copied."""
+    marks = snapshot(cache)
     for c, state in zip(leaves(cache), marks, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
             state["keys"], state["values"] = mx.array(c.keys), mx.array(c.values)
     return marks
 
 
-def restore_(cache: Cache, marks: list[dict[str, Any]]) -> None:
+def restore(cache: Cache, marks: list[dict[str, Any]]) -> None:
     """Makes every leaf what it was."""
     for c, state in zip(leaves(cache), marks, strict=True):
         vars(c).update(copied(state))
@@ -79,7 +79,7 @@ def copied(tree: Any) -> Any:
     return [copied(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def compact_(cache: Cache, count: int, path: list[int]) -> None:
+def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
     """Keeps the rows of `path`, in that order, of the `count` that the last forward wrote, and drops the others::
 
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
@@ -88,7 +88,7 @@ def compact_(cache: Cache, count: int, path: list[int]) -> None:
     Nothing moves for nodes that are in place already, as in a chain.
 
     Args:
-        cache: its leaves are `REWINDABLE`.
+        cache: its leaves are `TRIMMABLE`.
         path: nodes from the root down.
     """
     still = next((i for i, node in enumerate(path) if node != i), len(path))

@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 
 from ..errors import RedrafterError
 
-MOST_REPLAYED = 8
+MAX_REPLAY = 8
 """How many committed tokens a round may read again and verify: behind more it is a plain step, and marks move on."""
 
 DRAFT_DEPTH = 3
 """K, when neither the caller nor the drafter says."""
 
-DEEPEST = 256
+MAX_DRAFT_DEPTH = 256
 """The deepest draft: a round's graph grows with it."""
 
 
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
         return self.size == 1 + self.width * self.depth
 
 
-def line_of(depth: int) -> Plan:
+def chain_plan(depth: int) -> Plan:
     """The plan of a single continuation, so many tokens deep."""
     return Plan(1, depth, 1 + depth)
 
@@ -54,7 +54,7 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
 
     Args:
         beam_width: W >= 1.
-        draft_depth: K drafted tokens, 1 <= K <= DEEPEST.
+        draft_depth: K drafted tokens, 1 <= K <= MAX_DRAFT_DEPTH.
         tree_size: N, 2 <= N <= 1 + W * K, counting the root; None keeps every node.
         vocab_size: V, the widest a beam can be.
 
@@ -63,8 +63,8 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
     """
     if not 1 <= beam_width <= vocab_size:
         raise RedrafterError(f"beam_width must be from 1 to the vocabulary's {vocab_size}, got {beam_width}")
-    if not 1 <= draft_depth <= DEEPEST:
-        raise RedrafterError(f"draft_depth must be from 1 to {DEEPEST}, got {draft_depth}")
+    if not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
+        raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
     largest = 1 + beam_width * draft_depth
     size = largest if tree_size is None else tree_size
     if not 2 <= size <= largest:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import beam_search as beam
-from .accept import accept, accept_line, confirmed
 from ..drafters.recurrent import Drafter
+from . import beam_search
+from .accept import accept, accept_chain, confirmed
 from .plan import Plan
 from .sampling import Draws, Sampler
 from .target import Target
-from .tree import grow, line, prune
+from .tree import chain, grow, prune
 from .types import Tip, Tree
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -86,8 +86,8 @@ def make_draft(
     draws = sampler.draws(position, plan.depth + 1, drafter.args.vocab_size)
     adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
     if plan.width == 1:
-        return Draft(line(tip.token, beam.chain(advance, tip.token, plan.depth, adjust=adjust)), draws)
-    beams = beam.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
+        return Draft(chain(tip.token, beam_search.draft_chain(advance, tip.token, plan.depth, adjust=adjust)), draws)
+    beams = beam_search.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
     tree = grow(tip.token, beams)
     return Draft(tree if ordered else prune(tree, beams, plan.size), draws)
 
@@ -107,7 +107,7 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
     early = plan.width > 1 and not sampler.wants_logprobs
     logprobs = logits if early else normalised(logits)
     chosen = sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
-    verdict = accept_line(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
+    verdict = accept_chain(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
     (n_accepted, path), on_path = verdict, chosen[verdict.path]
     last: mx.array | int = -1
     logprobs = logprobs[path]
@@ -127,7 +127,7 @@ def normalised(logits: mx.array) -> mx.array:
 
 
 def step(
-    target: Target, token: mx.array, chooser: Chooser, history: mx.array | None, *, tapped: bool = False
+    target: Target, token: mx.array, chooser: Chooser, history: mx.array | None, *, want_hidden: bool = False
 ) -> Outcome:
     """One step of plain decoding: the target on `token` (T,), all of whose rows are kept, and its choice at the end.
 
@@ -138,7 +138,7 @@ def step(
         tapped: whether the tip's hidden state is wanted; without, there is no tip.
     """
     try:
-        logits, hidden = target.forward(token, tapped=tapped)
+        logits, hidden = target.forward(token, want_hidden=want_hidden)
         row = logits[-1:]
         if chooser.processors:
             row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)

@@ -10,12 +10,12 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from . import kv_cache as kv
-from .anatomy import Anatomy, anatomy
 from ..errors import RedrafterError, UnsupportedModelError, one_line
+from . import kv_cache
+from .anatomy import Anatomy, anatomy
 from .positions import Nodes
-from .tree_attention import reading, tapped
 from .supported_models import CHAINS, REFUSED, REPLAYED, TREES, TURNING
+from .tree_attention import reading, tapped
 from .types import Tree
 
 SMALLEST_RING = 8
@@ -76,7 +76,7 @@ class Before(NamedTuple):
     """
 
     length: int
-    layers: kv.Cache
+    layers: kv_cache.Cache
     marks: list[dict[str, Any]]
     replayed: list[int]
 
@@ -98,18 +98,18 @@ class Target:
     def __init__(
         self,
         model: nn.Module,
-        cache: kv.Cache | None = None,
+        cache: kv_cache.Cache | None = None,
         quantization: KVQuantization | None = None,
         max_kv_size: int | None = None,
     ) -> None:
         self._model = model
-        self.cache: kv.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
+        self.cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
         self._quantization = quantization or KVQuantization()
-        self.length = kv.length(self.cache)
+        self.length = kv_cache.length(self.cache)
         self._longest = exact_until(model)
-        self._forgets = not kv.others(self.cache, kv.REWINDABLE)
-        self._ringed = kv.rings(self.cache)
-        self._sinks = any(isinstance(c, RotatingKVCache) and c.keep for c in kv.leaves(self.cache))
+        self._forgets = not kv_cache.unknown_types(self.cache, kv_cache.TRIMMABLE)
+        self._ringed = kv_cache.has_ring(self.cache)
+        self._sinks = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
         self._rows = 0  # of the last forward that verified
         self._torn = False  # whether keeping some of them has begun
         self._feeds = self._forgets and not any(hasattr(c, "caches") for c in self.cache)
@@ -135,7 +135,7 @@ class Target:
         embedded: mx.array = self._anatomy.embedding(tokens)
         return embedded
 
-    def forward(self, tokens: mx.array, *, tapped: bool) -> Forward:
+    def forward(self, tokens: mx.array, *, want_hidden: bool) -> Forward:
         """The model on `tokens` (T,) behind what is committed, for good, or not at all. `tapped` asks for the hidden
         states."""
         count = tokens.shape[0]
@@ -145,10 +145,10 @@ class Target:
             tokens = mx.concatenate([mx.array(self._replayed, mx.int32), tokens.astype(mx.int32)])
         self._before = None  # what was before the forward before is of no use any more
         if not self._forgets or self._replayed or self._ringed:  # a ring has dropped rows, or not in all its arrays
-            self._before = Before(self.length, list(self.cache), kv.mark(self.cache), self._replayed)
+            self._before = Before(self.length, list(self.cache), kv_cache.snapshot(self.cache), self._replayed)
         self._replayed, self._marks = [], None
         try:
-            if not tapped:
+            if not want_hidden:
                 return Forward(self._model(tokens[None], cache=self.cache)[0, -count:], None)
             return self._tapped(tokens, self.cache, count)
         except BaseException:
@@ -165,7 +165,7 @@ class Target:
         count = tree.tokens.shape[0]
         self._before = None
         if self._marks is None:
-            self._marks = kv.mark(self.cache)
+            self._marks = kv_cache.snapshot(self.cache)
         self._rows = count
         tree = behind(self._replayed, tree)
         if not branched and not self._ringed:
@@ -177,7 +177,7 @@ class Target:
         logits, kept = tapped(self._anatomy.tap, lambda: self._model(tokens[None], cache=cache))
         return Forward(logits[0, -count:], kept[-1][0, -count:])
 
-    def keep_(self, path: list[int], tokens: list[int]) -> None:
+    def keep_path(self, path: list[int], tokens: list[int]) -> None:
         """Commits these node rows of the last `verify` and drops its others; then quantises if it is time.
 
         Args:
@@ -189,10 +189,10 @@ class Target:
         assert self._marks is not None
         if self._forgets and path and not self._torn:
             self._torn = True  # if this is broken off, some layers have other rows: the next try goes back to the mark
-            kv.compact_(self.cache, self._rows, path)
+            kv_cache.keep_rows(self.cache, self._rows, path)
             replayed, marks = [], None
         elif self._torn or len(path) < self._rows:
-            kv.restore_(self.cache, self._marks)
+            kv_cache.restore(self.cache, self._marks)
             replayed, marks = self._replayed + tokens, self._marks
         else:
             replayed, marks = [], None
@@ -224,13 +224,13 @@ class Target:
         """Reads again what is committed and behind the mark, so that the cache holds it: one by one where rings keep
         their first rows, since in a forward of several mlx-lm's mask is not what each alone would see."""
         if self._replayed:
-            tokens, before = self._replayed, kv.mark_rows(self.cache)
+            tokens, before = self._replayed, kv_cache.snapshot_rows(self.cache)
             self._replayed, self._marks = [], None
             try:
                 for piece in [[token] for token in tokens] if self._sinks else [tokens]:
                     self._model(mx.array(piece)[None], cache=self.cache)
             except BaseException:
-                kv.restore_(self.cache, before)
+                kv_cache.restore(self.cache, before)
                 self._replayed = tokens
                 raise
 
@@ -238,9 +238,9 @@ class Target:
         """Drops what a forward has read and nobody has committed, in the layers that it has reached."""
         if self._before is not None and self._before.length == self.length:
             _, self.cache[:], marks, self._replayed = self._before
-            kv.restore_(self.cache, marks)
-        elif self._forgets and (count := kv.length(self.cache) - self.length):
-            kv.compact_([c for c in kv.leaves(self.cache) if c.offset == self.length + count], count, [])
+            kv_cache.restore(self.cache, marks)
+        elif self._forgets and (count := kv_cache.length(self.cache) - self.length):
+            kv_cache.keep_rows([c for c in kv_cache.leaves(self.cache) if c.offset == self.length + count], count, [])
 
     def take_back_(self, length: int) -> None:
         """Drops what the last forward has read, committed or not: `length` tokens were committed before it."""
@@ -306,7 +306,7 @@ def sizes(model: nn.Module) -> tuple[int, int]:
 def check_request(
     model: nn.Module,
     tokens: mx.array,
-    cache: kv.Cache | None,
+    cache: kv_cache.Cache | None,
     quantization: KVQuantization,
     max_kv_size: int | None = None,
 ) -> int:
@@ -325,7 +325,7 @@ def check_request(
     """
     check_ring(max_kv_size)
     probe = make_prompt_cache(model, max_kv_size)
-    if quantization.bits is not None and kv.rings(probe if cache is None else cache):
+    if quantization.bits is not None and kv_cache.has_ring(probe if cache is None else cache):
         raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantise a RotatingKVCache")
     if cache is not None and len(cache) != len(probe):
         raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
@@ -333,8 +333,8 @@ def check_request(
         odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]
     ):
         raise RedrafterError(f"the prompt cache must hold one of mlx-lm's caches a layer, got {type(odd[0]).__name__}")
-    own = tuple({type(c) for c in kv.leaves(probe)})
-    if cache is not None and (others := kv.others(cache, (*kv.KNOWN, *own))):
+    own = tuple({type(c) for c in kv_cache.leaves(probe)})
+    if cache is not None and (others := kv_cache.unknown_types(cache, (*kv_cache.KNOWN, *own))):
         raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(others)}")
     vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
     ids = cast(list[int], tokens.tolist())
@@ -359,7 +359,7 @@ def check_ring(max_kv_size: int | None) -> None:
         raise RedrafterError(f"max_kv_size must be at least {SMALLEST_RING}, got {max_kv_size}")
 
 
-def check_draftable(model: nn.Module, *, tree: bool, cache: kv.Cache | None = None) -> str | None:
+def check_draftable(model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None) -> str | None:
     """Refuses a model whose rounds could not be exact, before any prompt is read; why it takes no trees, if so.
 
     What it asks of its cache is looked at on a forward that is built but never computed.
@@ -376,9 +376,9 @@ def check_draftable(model: nn.Module, *, tree: bool, cache: kv.Cache | None = No
         raise UnsupportedModelError(f"cannot draft for {kind}: {reason}")
     table, place = anatomy(model)
     probe = make_prompt_cache(model)
-    if (unknown := kv.others(probe, kv.KNOWN)) and kind not in REPLAYED:
+    if (unknown := kv_cache.unknown_types(probe, kv_cache.KNOWN)) and kind not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {kind}: its cache ({', '.join(unknown)}) is not known")
-    if cache is not None and kv.rings(cache):
+    if cache is not None and kv_cache.has_ring(cache):
         like = [
             RotatingKVCache(c.max_size, c.keep) if isinstance(c, RotatingKVCache) else own
             for c, own in zip(cache, make_prompt_cache(model), strict=True)
@@ -404,7 +404,7 @@ def why_no_trees(model: nn.Module, kind: str) -> str | None:
     if kind not in TREES:
         return "trees are not tested for it"
     cache = make_prompt_cache(model)
-    if states := kv.others(cache, kv.REWINDABLE):
+    if states := kv_cache.unknown_types(cache, kv_cache.TRIMMABLE):
         return f"its cache ({', '.join(states)}) takes tokens one behind the other"
     nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
     try:
@@ -413,7 +413,7 @@ def why_no_trees(model: nn.Module, kind: str) -> str | None:
         return f"it does not take one position for each node: {one_line(error)}"
     if not made and "mask" not in calls:
         return "its mask does not come from its cache"
-    if any(view.offsets_read for view in kv.leaves(views)) and not {"rope", "arange"} & set(calls):
+    if any(view.offsets_read for view in kv_cache.leaves(views)) and not {"rope", "arange"} & set(calls):
         return "its positions do not come from its cache"
     return None
 

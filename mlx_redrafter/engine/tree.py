@@ -31,7 +31,7 @@ def succession(count: int) -> tuple[mx.array, mx.array, mx.array]:
     return parents, mx.array(nodes, mx.int32), mx.array([[other <= node for other in nodes] for node in nodes])
 
 
-def line(token: mx.array, tokens: mx.array) -> Tree:
+def chain(token: mx.array, tokens: mx.array) -> Tree:
     """The tree of a single continuation: N = 1 + K nodes, each the child of the one before.
 
     Args:

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
-from . import kv_cache as kv
 from ..errors import UnsupportedModelError
+from . import kv_cache
 from .locks import alone
 from .positions import Nodes, Offsets, by_node
 
@@ -90,11 +90,11 @@ def viewed(cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> An
     """A view of one layer's cache; see `View`."""
     if isinstance(cache, CacheList):
         return Views(cache, [viewed(part, nodes, first, made) for part in cache.caches])
-    return View(cache, nodes, first, made) if isinstance(cache, kv.REWINDABLE) else cache
+    return View(cache, nodes, first, made) if isinstance(cache, kv_cache.TRIMMABLE) else cache
 
 
 def reading(
-    cache: kv.Cache, nodes: Nodes, call: Callable[[list[Any]], T]
+    cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[Any]], T]
 ) -> tuple[T, list[Any], list[mx.array], list[str]]:
     """Has a model read `nodes` while `call` runs it.
 
@@ -127,7 +127,7 @@ def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, i
             f"cannot draft with a cache of {ring.max_size} rows that keeps its first {ring.keep} for a model with a "
             f"window of {window}: give a larger max_kv_size, or none"
         )
-    count = min(kv.rows_in_order(ring), ring.max_size - 1)
+    count = min(kv_cache.rows_in_order(ring), ring.max_size - 1)
     kept = min(ring.keep, count)
     columns = mx.concatenate([mx.arange(kept), mx.arange(ring.offset - (count - kept), ring.offset)])
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep

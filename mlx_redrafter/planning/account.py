@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+from ..engine.plan import MAX_REPLAY, Plan
 from .costs import LONGEST_MS, Costs
 from .drift import FARTHEST
-from ..engine.plan import MOST_REPLAYED, Plan
 
 ALLOWED = 0.02
 """Of plain decoding's time, so much may be lost; of the first `SHORTEST` tokens' time where there are fewer."""
@@ -63,7 +63,7 @@ class Account:
 
         def takes(plan: Plan, again: int) -> float:
             """A round that reads so many tokens again, or the plain step that it is behind too many."""
-            if again > MOST_REPLAYED:
+            if again > MAX_REPLAY:
                 return step(again) + costs.draft_at(plan)
             said = costs.round_at(plan, length, again)
             return min(charge * said, max(said, bearable))
@@ -71,7 +71,7 @@ class Account:
         @cache
         def end(depth: int, again: int) -> float:
             """What the plain step behind a round costs at most beyond a plain step, less what the round brings."""
-            if again > MOST_REPLAYED:
+            if again > MAX_REPLAY:
                 return -plain
             whole = step(again + depth) - (1 + depth) * plain
             return whole if depth == 1 else max(whole, end(depth - 1, again))
@@ -80,7 +80,7 @@ class Account:
             first = under_way or plan
             if not costs.again:
                 return takes(first, 0) + takes(plan, 0) - 2 * plain
-            left = range(1, 1 + (first.depth if replayed <= MOST_REPLAYED else 0))
+            left = range(1, 1 + (first.depth if replayed <= MAX_REPLAY else 0))
             ends = [takes(plan, replayed + n) + end(plan.depth, replayed + n) - n * plain for n in left]
             ends.append(takes(plan, 0) + end(plan.depth, 0) - (1 + len(left)) * plain)  # nothing is left
             return takes(first, replayed) + max(ends)

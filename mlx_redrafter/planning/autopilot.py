@@ -16,15 +16,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .costs import Costs, costs_of, is_disturbed
-from ..drafters.recurrent import Drafter
-from ..errors import RedrafterError, one_line
 from ..atomic_files import write_text
+from ..drafters.recurrent import Drafter
+from ..engine.target import model_name
+from ..errors import RedrafterError, one_line
+from .costs import Costs, costs_of, is_disturbed
 from .machine import about, cache_directory
 from .meter import measure, shorter
 from .pilot import Flight, make_flight
 from .planner import UNKNOWN, few_plans
-from ..engine.target import model_name
 
 FORMAT = 2
 """Of the kept files; another number makes them all stale."""

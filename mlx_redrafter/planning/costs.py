@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..errors import RedrafterError
 from ..engine.plan import Plan
+from ..errors import RedrafterError
 
 SHORTEST_MS, LONGEST_MS = 1e-6, 1e7
 """What takes less or more was not measured."""

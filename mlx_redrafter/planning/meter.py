@@ -16,16 +16,16 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..engine import kv_cache as kv
-from .costs import Costs, low
 from ..drafters.recurrent import Drafter
-from ..engine.plan import Plan, line_of
+from ..engine import kv_cache
+from ..engine.plan import Plan, chain_plan
 from ..engine.round import Chooser, Draft, make_draft, step, verify
 from ..engine.sampling import make_sampler
 from ..engine.target import Target
-from ..engine.tree import line
+from ..engine.tree import chain
 from ..engine.types import Tip
 from ..engine.wired_limit import wired
+from .costs import Costs, low
 
 CONTEXTS = (64, 1024)
 """The lengths of the text at which is measured."""
@@ -46,7 +46,7 @@ TURNS, QUIET = 5, 1.05
 LEVELS, IN_A_ROW = 4, 4
 """How deep a measured draft is, and how many plain steps or rounds are measured in a row."""
 
-LINE, TREE = line_of(2), Plan(2, 2, 5)
+LINE, TREE = chain_plan(2), Plan(2, 2, 5)
 """The rounds that are measured whole."""
 
 Part = tuple[str, int, int]
@@ -69,11 +69,11 @@ class Bed:
         self.behind = mx.array(context + 1)
         self.tokens = (mx.arange(max(COUNTS)) * 7919) % drafter.args.vocab_size  # experts differ by token
         mx.eval(self.tip, self.behind, self.tokens)
-        self._marks = kv.mark(self.target.cache)
+        self._marks = kv_cache.snapshot(self.target.cache)
 
     def rewind(self) -> None:
         """Back to the text of zeros."""
-        kv.restore_(self.target.cache, self._marks)
+        kv_cache.restore(self.target.cache, self._marks)
         self.target.length = self.context
 
     def plain(self, count: int) -> None:
@@ -90,12 +90,12 @@ class Bed:
     def forward(self, count: int) -> None:
         """One forward of `count` nodes in a line, and what it means."""
         if count == 1:
-            step(self.target, self.tip.token.reshape(1), self.chooser, None, tapped=True).report.tolist()
+            step(self.target, self.tip.token.reshape(1), self.chooser, None, want_hidden=True).report.tolist()
             return
-        draft = Draft(line(self.tip.token, self.tokens[: count - 1]), None)
-        plan = line_of(count - 1)
+        draft = Draft(chain(self.tip.token, self.tokens[: count - 1]), None)
+        plan = chain_plan(count - 1)
         verify(self.target, draft, self.chooser, None, plan, plan.depth).report.tolist()
-        self.target.keep_([], [])
+        self.target.keep_path([], [])
 
     def draft(self, plan: Plan, tip: Tip) -> Draft:
         """A draft of that plan."""
@@ -115,16 +115,16 @@ class Bed:
             ahead = self.draft(plan, outcome.tip)
             mx.async_eval(ahead)
             outcome.report.tolist()
-            self.target.keep_([], [])
+            self.target.keep_path([], [])
         mx.eval(ahead)
 
 
-def filled(model: nn.Module, context: int) -> kv.Cache:
+def filled(model: nn.Module, context: int) -> kv_cache.Cache:
     """A cache that holds `context` tokens; of the keys and values all but the first are zeros."""
     cache = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
-    for c in kv.leaves(cache):
-        if isinstance(c, kv.REWINDABLE) and c.keys is not None:
+    for c in kv_cache.leaves(cache):
+        if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
             rows: list[Any] = [c.keys, c.values]
             more = [mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows]
             c.update_and_fetch(*more)
@@ -148,7 +148,7 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
         plain = (time.perf_counter() - started) / IN_A_ROW
         times = taken(beds, STEPS * plain, trees=trees)
     contexts = tuple(bed.context for bed in beds)
-    return table(times, contexts, kv.others(beds[0].target.cache, kv.REWINDABLE) != [])
+    return table(times, contexts, kv_cache.unknown_types(beds[0].target.cache, kv_cache.TRIMMABLE) != [])
 
 
 def contexts_of(model: nn.Module) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
+from ..engine.plan import Plan
 from .account import Account
 from .costs import Costs
 from .drift import Drift
-from ..engine.plan import Plan
 from .planner import Acceptance, Prospect, best, prospect, speed_of
 
 MARGIN = 0.02

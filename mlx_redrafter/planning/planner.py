@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from ..engine.plan import MAX_REPLAY, Plan
 from .costs import Costs
-from ..engine.plan import MOST_REPLAYED, Plan
 
 Acceptance = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
@@ -120,20 +120,20 @@ def reaches(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> list[floa
 
 def replay(reach: Sequence[float]) -> Replay:
     """What rounds leave each other: one that is accepted whole nothing, any other what it has made and what it has read
-    again itself; behind more than `MOST_REPLAYED` a plain step reads all of it.
+    again itself; behind more than `MAX_REPLAY` a plain step reads all of it.
 
     Args:
         reach: see `reaches`.
     """
     partly = [before - now for before, now in pairwise(reach)]
-    visits = [1.0] + [0.0] * (MOST_REPLAYED + len(partly))  # by what is to be read again, since there was nothing last
-    for again in range(MOST_REPLAYED + 1):
+    visits = [1.0] + [0.0] * (MAX_REPLAY + len(partly))  # by what is to be read again, since there was nothing last
+    for again in range(MAX_REPLAY + 1):
         for tokens, chance in enumerate(partly, 1):
             visits[again + tokens] += visits[again] * chance
-    rounds, vain = sum(visits[: MOST_REPLAYED + 1]), sum(visits[MOST_REPLAYED + 1 :])
+    rounds, vain = sum(visits[: MAX_REPLAY + 1]), sum(visits[MAX_REPLAY + 1 :])
     read = [again * visit for again, visit in enumerate(visits)]
-    behind = sum(read[MOST_REPLAYED + 1 :]) / vain if vain else 0.0
-    return Replay(sum(read[: MOST_REPLAYED + 1]) / rounds, vain / rounds, behind)
+    behind = sum(read[MAX_REPLAY + 1 :]) / vain if vain else 0.0
+    return Replay(sum(read[: MAX_REPLAY + 1]) / rounds, vain / rounds, behind)
 
 
 def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:

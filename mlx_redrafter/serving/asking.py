@@ -9,9 +9,9 @@ from typing import Any
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
 from ..drafters.recurrent import Drafter
-from ..generate import make_settings
 from ..engine.decode import Settings
-from ..engine.plan import AUTO, BEAM, DEEPEST, Plan, make_plan, read_plan
+from ..engine.plan import AUTO, BEAM, MAX_DRAFT_DEPTH, Plan, make_plan, read_plan
+from ..generate import make_settings
 from .bodies import LARGEST, Refusal
 
 CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
@@ -92,7 +92,7 @@ def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: D
     settings = make_settings(drafter, **given, **beam)
     settings.chooser.sampler.check(vocab_size)
     if drafter is None:
-        fixed_plan(beam, DEEPEST, vocab_size)
+        fixed_plan(beam, MAX_DRAFT_DEPTH, vocab_size)
     return settings
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ..engine.plan import AUTO, OFF
 
-DEEPEST = 64
+MAX_NESTING = 64
 """How deep a body may be nested: templates and encoders walk it by recursion."""
 
 LARGEST = 2**31 - 1
@@ -96,7 +96,7 @@ def read(raw: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise Refusal(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
-        raise Refusal(f"the body is nested deeper than {DEEPEST} levels") from error
+        raise Refusal(f"the body is nested deeper than {MAX_NESTING} levels") from error
     except ValueError as error:
         raise Refusal(f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
@@ -120,10 +120,10 @@ def check_depth(body: Any) -> None:
     """Refuses what is nested too deep.
 
     Raises:
-        Refusal: deeper than `DEEPEST`.
+        Refusal: deeper than `MAX_NESTING`.
     """
     level = [body]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_NESTING):
         level = [
             inner
             for each in level
@@ -131,7 +131,7 @@ def check_depth(body: Any) -> None:
             for inner in (each.values() if isinstance(each, dict) else each)
         ]
     if level:
-        raise Refusal(f"the body is nested deeper than {DEEPEST} levels")
+        raise Refusal(f"the body is nested deeper than {MAX_NESTING} levels")
 
 
 def integer(name: str, value: Any) -> int:

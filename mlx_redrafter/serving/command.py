@@ -21,9 +21,9 @@ from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..demo import DIRECTORY
+from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import RedrafterError, one_line
 from ..pair import check_named
-from ..engine.plan import DEEPEST
 from .answers import Responder
 from .asking import check_flags
 from .flags import read_flags
@@ -239,8 +239,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError(f"--chat-template-args must be a JSON object, got {args.chat_template_args!r:.50}")
     args.drafters = read_drafters(args)
     depth, args.num_draft_tokens = args.num_draft_tokens, 0
-    if depth is not None and not 0 <= depth <= DEEPEST:
-        raise RedrafterError(f"--num-draft-tokens must be from 0 to {DEEPEST}, got {depth}")
+    if depth is not None and not 0 <= depth <= MAX_DRAFT_DEPTH:
+        raise RedrafterError(f"--num-draft-tokens must be from 0 to {MAX_DRAFT_DEPTH}, got {depth}")
     if depth is not None and args.draft_depth is None:
         args.draft_depth, args.drafters = (depth, args.drafters) if depth else (None, {})
     check_flags(args)

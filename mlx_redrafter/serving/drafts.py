@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from ..generate import GenerationResponse
 from ..engine.types import Tree
+from ..generate import GenerationResponse
 
 
 @dataclass(frozen=True)

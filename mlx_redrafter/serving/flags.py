@@ -10,9 +10,9 @@ from typing import Any
 
 from mlx_lm import server
 
+from ..engine.plan import BEAM
 from ..errors import RedrafterError
 from ..flags import OPTIONS, add_options, add_plain
-from ..engine.plan import BEAM
 
 CONCURRENCY = 4
 """Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""

@@ -13,15 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
-from ..planning.autopilot import flight_of
 from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
-from ..errors import CheckpointError, one_line
-from ..session.memory import free
 from ..engine.decode import own_depth
 from ..engine.plan import AUTO
 from ..engine.target import check_draftable, check_request
+from ..errors import CheckpointError, one_line
+from ..planning.autopilot import flight_of
+from ..session.memory import free
 from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
 from .jobs import DEFAULT

@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from ..engine import kv_cache as kv
 from ..drafters.recurrent import Drafter
+from ..engine import kv_cache
+from ..engine.plan import AUTO, MAX_REPLAY, SHAPE, Plan, read_plan
 from ..generate import Options, check_integers, make_settings, plan_of
 from ..planning.machine import memory
-from ..engine.plan import AUTO, MOST_REPLAYED, SHAPE, Plan, read_plan
 
 MARGIN = 64
 """Rows that a round may write beyond the text, for the tree it verifies; a larger tree writes more."""
@@ -112,7 +112,7 @@ def reach_of(drafter: Drafter | None, turn: Options, count: int) -> Reach:
     check_integers(prefill_step_size=size, **dict(zip(SHAPE, asked[1:], strict=True)))
     plan = plan_of(drafter, read_plan(*asked), ordered=bool(turn.get("logits_processors")))  # type: ignore[arg-type]
     nodes = plan.size if isinstance(plan, Plan) else 0
-    return Reach(max(1, min(size, count - 1)), max(MARGIN, nodes + MOST_REPLAYED))
+    return Reach(max(1, min(size, count - 1)), max(MARGIN, nodes + MAX_REPLAY))
 
 
 class Budget(NamedTuple):
@@ -126,7 +126,7 @@ class Budget(NamedTuple):
     growth: Growth
     size: int | None
 
-    def longest(self, cache: kv.Cache, reach: Reach) -> int:
+    def longest(self, cache: kv_cache.Cache, reach: Reach) -> int:
         """How many tokens it may hold, `LONGEST` at most, when `cache` is in memory now."""
         size = self.size
         if size is None:
@@ -167,8 +167,8 @@ def growth_of(
     cache = make_prompt_cache(model, max_kv_size)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
     fixed, rows = 0, []
-    for c in kv.leaves(cache):
-        if not isinstance(c, kv.REWINDABLE):
+    for c in kv_cache.leaves(cache):
+        if not isinstance(c, kv_cache.TRIMMABLE):
             fixed += sum(array.nbytes for array in arrays(getattr(c, "state", None)))
         elif c.keys is not None:
             found = [*arrays(c.keys), *arrays(c.values)]
@@ -183,14 +183,14 @@ def growth_of(
     return Growth(fixed, tuple(rows))
 
 
-def bytes_of(cache: kv.Cache) -> int:
+def bytes_of(cache: kv_cache.Cache) -> int:
     """What a cache holds."""
     return sum(array.nbytes for array in held(cache))
 
 
-def held(cache: kv.Cache) -> list[mx.array]:
+def held(cache: kv_cache.Cache) -> list[mx.array]:
     """Every array in a cache."""
-    return arrays([list(vars(c).values()) for c in kv.leaves(cache)])
+    return arrays([list(vars(c).values()) for c in kv_cache.leaves(cache)])
 
 
 def arrays(tree: Any) -> list[mx.array]:

@@ -13,12 +13,12 @@ from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from transformers.utils import get_json_schema
 
-from ..engine import kv_cache as kv
-from ..planning.autopilot import tensors
-from ..errors import RedrafterError, one_line
 from ..atomic_files import expanded, replacing
+from ..engine import kv_cache
 from ..engine.prompts import check_prompt
 from ..engine.target import KVQuantization, check_request, model_name
+from ..errors import RedrafterError, one_line
+from ..planning.autopilot import tensors
 from .chat_template import Message, as_messages
 
 FORMAT = "1"
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
         template: arguments of the chat template that they were read with; None where a file does not say.
     """
 
-    cache: kv.Cache
+    cache: kv_cache.Cache
     tokens: list[int]
     messages: list[Message]
     template: dict[str, Any] | None
@@ -102,7 +102,7 @@ def read_saved(path: str | Path, model: nn.Module) -> Saved:
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise RedrafterError("expected a list of token ids")
         check_request(model, check_prompt(tokens), cache, KVQuantization())
-        if (held := kv.length(cache)) not in (0, len(tokens)):
+        if (held := kv_cache.length(cache)) not in (0, len(tokens)):
             raise RedrafterError(f"its cache holds {held} tokens, and it names {len(tokens)}")
         mx.eval([c.state for c in cache])
     except Exception as error:  # a damaged file fails in as many ways

@@ -16,14 +16,14 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine import kv_cache as kv
 from ..checkpoints import evaluate
 from ..drafters.recurrent import Drafter
+from ..engine import kv_cache
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, Options, check_callers, check_integers, make_settings, stream_generate
+from .chat_template import Message, as_messages, behind, template_of, whole
 from .memory import Budget, growth_of, held, reach_of
 from .saved import Saved, read_saved, write_saved
-from .chat_template import Message, as_messages, behind, template_of, whole
 
 OF_CACHE = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 """The options that say how a cache is made."""
@@ -77,7 +77,7 @@ class Start(NamedTuple):
         template: arguments of the chat template.
     """
 
-    cache: kv.Cache
+    cache: kv_cache.Cache
     tokens: list[int]
     messages: list[Message]
     ids: list[int]
@@ -259,14 +259,14 @@ class Session:
         session._read_with = session._template if read_with is None else read_with
         return session
 
-    def _fresh(self) -> kv.Cache:
+    def _fresh(self) -> kv_cache.Cache:
         """A cache that holds nothing, as the options want it."""
         return make_prompt_cache(self.model, self._options.get("max_kv_size"))
 
     def _empty(self) -> None:
         self._tokens: list[int] = []  # first: without them all is read anew, wherever this is broken off
         self._messages: list[Message] = []
-        self._cache: kv.Cache = self._fresh()
+        self._cache: kv_cache.Cache = self._fresh()
         self._read_with = self._template
         self._unread = False  # whether a turn was broken off, and the next one has to read all tokens again
 
@@ -335,7 +335,7 @@ class Session:
 
         options["prompt_progress_callback"] = progress
         options |= {"prompt_cache": cache, "history": start.tokens}
-        layers, marks = list(cache), kv.mark_rows(cache)
+        layers, marks = list(cache), kv_cache.snapshot_rows(cache)
         said, text = list[int](), ""
         try:
             responses = stream_generate(
@@ -369,7 +369,7 @@ class Session:
                 )
             elif marks:
                 cache[:] = layers
-                kv.restore_(cache, marks)
+                kv_cache.restore(cache, marks)
             else:
                 self._cache = cache
             # Another turn's thread cannot; some forwards put other weights into the model.

@@ -16,8 +16,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
-from ..errors import RedrafterError, one_line
 from ..atomic_files import write_text
+from ..errors import RedrafterError, one_line
 from .data import Text
 
 AT_ONCE = 32

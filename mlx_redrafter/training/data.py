@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
-from ..errors import RedrafterError, one_line
 from ..atomic_files import expanded
+from ..errors import RedrafterError, one_line
 from ..generate import encode_chat
 from .lessons import Batch
 

@@ -12,9 +12,9 @@ import mlx.optimizers as optim
 from ..checkpoints import check_fit
 from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
-from .loss import Lesson, draft_loss
 from .fitting import After, Course, Loss, fit_, make_schedule
 from .lessons import LABELS, Batch, Heard, Labels, Vocabulary, hear, teach, vocabulary_of
+from .loss import Lesson, draft_loss
 
 Batches = Callable[[int], Batch]
 """iteration -> texts."""

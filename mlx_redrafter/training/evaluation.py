@@ -10,12 +10,12 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.recurrent import Drafter
-from ..generate import make_settings
-from .loss import Lesson, draft_loss
 from ..engine.trial import Trial, try_out
+from ..generate import make_settings
 from .data import Text, collated
 from .distill import Recipe, make_lesson
 from .lessons import hear, vocabulary_of
+from .loss import Lesson, draft_loss
 
 RANKS = 8
 """Ranks of guesses that acceptance is told of: beams wider than this gain little."""

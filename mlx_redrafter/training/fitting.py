@@ -16,8 +16,8 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
-from ..errors import CheckpointError, RedrafterError, one_line
 from ..atomic_files import replacing
+from ..errors import CheckpointError, RedrafterError, one_line
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 """arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""

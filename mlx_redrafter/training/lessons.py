@@ -8,11 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..engine.anatomy import anatomy
 from ..drafters.recurrent import Drafter, DrafterArgs
+from ..engine.anatomy import anatomy
+from ..engine.tree_attention import tapped
 from ..errors import RedrafterError
 from .loss import Lesson
-from ..engine.tree_attention import tapped
 
 Labels = Literal["data", "target", "sampled", "distribution"]
 """What should follow a token: the text's next token; the target's likeliest; one drawn from the target's law there

@@ -11,11 +11,11 @@ import mlx.nn as nn
 
 from ..demo import demo_prompts
 from ..drafters.recurrent import Drafter
+from ..engine.stats import Stats
+from ..engine.target import check_draftable
 from ..errors import RedrafterError
 from ..generate import encode_chat
 from ..pair import open_pair
-from ..engine.stats import Stats
-from ..engine.target import check_draftable
 from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers, check_sources
 from .sources import read_prompts, read_texts

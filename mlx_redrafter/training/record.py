@@ -8,10 +8,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from ..atomic_files import whole_name, why_not_writable, write_text
 from ..checkpoints import read_object
 from ..drafters.recurrent import DrafterArgs
 from ..errors import RedrafterError, one_line
-from ..atomic_files import whole_name, why_not_writable, write_text
 from .settings import Settings, changed, plain
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from ..atomic_files import replacing, write_text
 from ..cards import card_header
 from ..drafters.recurrent import DrafterArgs
-from ..atomic_files import replacing, write_text
 from .measuring import Row
 from .record import Record
 from .settings import Settings

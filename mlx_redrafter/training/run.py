@@ -15,13 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..engine.anatomy import dtype_of
+from ..atomic_files import held, write_text
 from ..checkpoints import load_drafter, save_drafter
 from ..drafters.recurrent import Drafter, DrafterArgs
-from ..errors import RedrafterError, one_line
-from ..atomic_files import held, write_text
-from ..pair import open_target
+from ..engine.anatomy import dtype_of
 from ..engine.target import check_draftable, sizes
+from ..errors import RedrafterError, one_line
+from ..pair import open_target
 from . import results
 from .answers import Asking, answered, digest, group_size, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable

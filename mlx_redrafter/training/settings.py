@@ -9,11 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import RedrafterError
 from ..atomic_files import expanded
-from ..pair import check_named
-from ..engine.plan import DEEPEST
+from ..engine.plan import MAX_DRAFT_DEPTH
 from ..engine.sampling import make_sampler
+from ..errors import RedrafterError
+from ..pair import check_named
 from ..shapes import DTYPES
 from .distill import Recipe
 from .fitting import Course
@@ -131,7 +131,7 @@ class Settings:
         return self.work / "checkpoint.safetensors"
 
 
-MOST = {"exit_dim": 2**16, "num_draft_layers": 64, "draft_depth": DEEPEST}
+MOST = {"exit_dim": 2**16, "num_draft_layers": 64, "draft_depth": MAX_DRAFT_DEPTH}
 MOST_OF_ANYTHING = 2**31 - 1
 
 MAY_CHANGE = {"dtype", "steps_per_report", "report_to", "project_name", "save_every", "output", "trust_remote_code"}

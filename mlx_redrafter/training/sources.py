@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..demo.sources import training_prompts
 from ..atomic_files import expanded
+from ..demo.sources import training_prompts
 from ..generate import encode_chat
 from .data import Text, load_prompts, load_texts
 from .settings import Settings
