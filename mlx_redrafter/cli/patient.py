@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..drafters.recurrent import Drafter
-from ..engine.anatomy import dtype_of
+from ..engine.supported_models import compute_dtype
 from ..engine.target import Target, model_name
 from ..shapes import name_of
 
@@ -35,7 +35,7 @@ class Patient(NamedTuple):
 
 def target_of(model: nn.Module) -> Patient:
     """A target, as a patient."""
-    return Patient(model_name(model), name_of(dtype_of(model)), *weights(model))
+    return Patient(model_name(model), name_of(compute_dtype(model)), *weights(model))
 
 
 def drafter_of(drafter: Drafter) -> Patient:

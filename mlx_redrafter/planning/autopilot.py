@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from ..atomic_files import write_text
 from ..drafters.recurrent import Drafter
-from ..engine.target import model_name
+from ..engine.supported_models import model_name
 from ..errors import RedrafterError, one_line
 from .costs import Costs, costs_of, is_disturbed
 from .machine import about, cache_directory

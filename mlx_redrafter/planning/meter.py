@@ -24,7 +24,7 @@ from ..engine.sampling import make_sampler
 from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Tip
-from ..engine.wired_limit import wired
+from ..engine.wired_limit import wired_limit
 from .costs import Costs, low
 
 CONTEXTS = (64, 1024)
@@ -138,7 +138,7 @@ def measure(model: nn.Module, drafter: Drafter, *, trees: bool) -> Costs:
     Args:
         trees: whether the model takes them.
     """
-    with wired(model), mx.stream(generation_stream):
+    with wired_limit(model), mx.stream(generation_stream):
         beds = [Bed(model, drafter, context) for context in contexts_of(model)]
         beds[0].plain(2)
         beds[0].rewind()

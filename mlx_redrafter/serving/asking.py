@@ -11,7 +11,7 @@ from mlx_lm.server import GenerationArguments, _make_logits_processors
 from ..drafters.recurrent import Drafter
 from ..engine.decode import Settings
 from ..engine.plan import AUTO, BEAM, MAX_DRAFT_DEPTH, Plan, make_plan, read_plan
-from ..generate import make_settings
+from ..options import Options
 from .bodies import LARGEST, Refusal
 
 CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
@@ -37,12 +37,12 @@ def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vo
         raise Refusal(f"top_logprobs must be at most the vocabulary's {vocab_size}, got {args.top_logprobs}")
 
 
-def fixed_plan(asked: dict[str, Any], own_depth: int, vocab_size: int) -> Plan | None:
+def fixed_plan(asked: dict[str, Any], default_depth: int, vocab_size: int) -> Plan | None:
     """The plan of every round, where one is asked for.
 
     Args:
         asked: some of `BEAM`, or none.
-        own_depth: K, where it names none.
+        default_depth: K, where it names none.
 
     Raises:
         RedrafterError: no plan at all; see `read_plan` and `make_plan`.
@@ -52,21 +52,21 @@ def fixed_plan(asked: dict[str, Any], own_depth: int, vocab_size: int) -> Plan |
     if not isinstance(shape, tuple):
         return None
     width, depth, size = shape
-    return make_plan(width, own_depth if depth is None else depth, size, vocab_size)
+    return make_plan(width, default_depth if depth is None else depth, size, vocab_size)
 
 
-def check_beam(asked: dict[str, Any], own_depth: int, most: int, vocab_size: int) -> None:
+def check_beam(asked: dict[str, Any], default_depth: int, most: int, vocab_size: int) -> None:
     """Bounds what a round may draft for one client, while others wait.
 
     Args:
-        asked, own_depth: see `fixed_plan`.
+        asked, default_depth: see `fixed_plan`.
         most: nodes of a tree, the root included, before any are left out.
 
     Raises:
         Refusal: more than that.
         RedrafterError: see `fixed_plan`.
     """
-    plan = fixed_plan(asked, own_depth, vocab_size)
+    plan = fixed_plan(asked, default_depth, vocab_size)
     if plan is not None and (nodes := 1 + plan.width * plan.depth) > most:
         raise Refusal(
             f"1 + beam_width * draft_depth must be at most {most} here, got {nodes} for {plan.width} * {plan.depth}"
@@ -89,7 +89,7 @@ def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: D
     """
     beam = beam_of(flags)
     given = {name: getattr(flags, name) for name in (*CACHE, "max_tokens", "temp", "top_p", "top_k", "min_p")}
-    settings = make_settings(drafter, **given, **beam)
+    settings = Options(**given, **beam)
     settings.chooser.sampler.check(vocab_size)
     if drafter is None:
         fixed_plan(beam, MAX_DRAFT_DEPTH, vocab_size)

@@ -16,10 +16,9 @@ from mlx_lm.server import ModelProvider
 from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
-from ..engine.decode import own_depth
-from ..engine.plan import AUTO
-from ..engine.target import check_draftable, check_request
+from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
+from ..options import AUTO, default_depth
 from ..planning.autopilot import flight_of
 from ..session.memory import free
 from .asking import beam_of, check_beam, check_flags
@@ -193,7 +192,7 @@ class Provider(ModelProvider):
         """
         args = self.cli_args
         if asked and self.drafters:
-            depth = max(map(own_depth, self.drafters.values()))
+            depth = max(map(default_depth, self.drafters.values()))
             check_beam(asked, depth, args.max_tree_size, self.vocab_size)
         return asked or beam_of(args)
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..demo import demo_prompts
 from ..drafters.recurrent import Drafter
 from ..engine.stats import Stats
-from ..engine.target import check_draftable
+from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
 from ..generate import encode_chat
 from ..pair import open_pair
