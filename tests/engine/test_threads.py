@@ -18,7 +18,7 @@ from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, make
 
 from mlx_redrafter import generate_step, stream_generate
 from mlx_redrafter.engine.supported_models import capture_output, find_parts
-from mlx_redrafter.engine.tree_attention import Nodes
+from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
 PROMPT = make_prompt(9)
