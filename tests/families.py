@@ -1,4 +1,4 @@
-"""Tiny models of every module in `mlx_lm.models`, from the configs in models.json, and drafters that know their text."""
+"""Tiny models of every module in `mlx_lm.models`, from the configs in models.json, and drafters for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_unflatten
-from toys import Scripted, make_ranks
+from toys import Scripted, ids, make_ranks, run
 
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.supported_models import OutputRecorder, find_parts
+from mlx_redrafter.generate import Step
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
@@ -94,3 +95,12 @@ def make_follower(
     hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
     assert hidden.shape[0] == len(text)
     return Scripted(model, text, make_ranks(script, len(text), width, seed=5, share=0.5), width, hidden)
+
+
+def follow_plain(
+    model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, **options: Any
+) -> tuple[list[Step], Scripted]:
+    """(`count` steps of plain decoding, a drafter that follows `script` on that text), as `with_plain` in toys.py."""
+    with record_hidden_states(model) as recorded:
+        steps = run(model, prompt, max_tokens=count + 8, **options)
+    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width)

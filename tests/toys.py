@@ -11,6 +11,7 @@ import random
 import string
 from collections.abc import Sequence
 from importlib import import_module
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -170,6 +171,26 @@ class Scripted:
         order = mx.where(others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank)))
         scores = mx.where(order < self._width, 30 - 0.1 * order, 0.0)
         return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
+
+
+class RandomDrafter:
+    """A drafter of random weights, whose scores above `threshold` are `score` instead."""
+
+    dtype = mx.float32
+
+    def __init__(self, vocab: int, score: float = 0.0, threshold: float = inf) -> None:
+        self.args = DrafterArgs(64, vocab, 128, 0)
+        self._weight = mx.random.normal((64, vocab), key=mx.random.key(0))
+        self._score, self._threshold = score, threshold
+
+    def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
+        """(W, D) the last embedding."""
+        return embedding
+
+    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
+        """(W, V) scores."""
+        logits = state @ self._weight
+        return mx.where(logits > self._threshold, self._score, logits)
 
 
 SCRIPTS = ("right", "wrong", "mixed")

@@ -1,4 +1,4 @@
-"""Sampled texts have the law that the target's probabilities give them, cell by cell over a tiny vocabulary."""
+"""Sampled texts are distributed as the target's probabilities say: a chi-square test over a tiny vocabulary."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from toys import Unsound, ids, make_model, run
+from toys import RandomDrafter, ids, make_model, run
 
 from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.engine.types import Tree, Verdict
 
-VOCAB, DEEP, DRAWS = 5, 3, 600
+VOCAB, LENGTH, DRAWS = 5, 3, 600
 PROMPT = [1, 3, 0, 2]
-BEAMS = {"chain": {"beam_width": 1, "draft_depth": 2}, "tree": {"beam_width": 2, "draft_depth": 2},
-         "pruned tree": {"beam_width": 3, "draft_depth": 2, "tree_size": 4}}  # fmt: skip
+PLANS = {"chain": (1, 2), "tree": (2, 2), "pruned tree": (3, 2, 4)}
 TEMP = 1.3
 LIMIT = 3.7
-"""One text in ten thousand would be rarer, if all is well."""
+"""Standard deviations: one of ten thousand correct samplers would exceed them."""
 Text = tuple[int, ...]
 
 
-def law(top_p: float = 1.0) -> dict[Text, float]:
-    """The probability of every text of `DEEP` tokens, from plain forwards; nucleus and temperature written out."""
-    texts = list(product(range(VOCAB), repeat=DEEP))
+def distribution(top_p: float = 1.0) -> dict[Text, float]:
+    """The probability of every text of `LENGTH` tokens, from plain forwards; nucleus and temperature written out."""
+    texts = list(product(range(VOCAB), repeat=LENGTH))
     model = make_model(vocab=VOCAB, layers=1, spread=1.0)
     logits = model(mx.array([[*PROMPT, *text] for text in texts]))[:, len(PROMPT) - 1 : -1]
     found = {}
@@ -55,52 +54,48 @@ def deviation(counts: Counter[Text], expected: dict[Text, float]) -> float:
     cells += [(small[0], small[1])] if small[1] else []
     freedom = len(cells) - 1
     assert freedom > 20
-    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
     spread = 2 / (9 * freedom)
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / sqrt(spread)
 
 
-def drawn(beam: str, first_seed: int, **options: Any) -> tuple[Counter[Text], float]:
-    """(how often each text was drawn, the share of texts in which a drafted token was kept)."""
-    model, counts, kept = make_model(vocab=VOCAB, layers=1, spread=1.0), Counter[Text](), 0
-    drafter = Unsound(model, 0.0, 1e9)
+def draw_texts(plan: str, first_seed: int = 0, **options: Any) -> tuple[Counter[Text], float]:
+    """(how often each text was drawn, the share of texts in which a drafted token was accepted)."""
+    model, counts, accepted = make_model(vocab=VOCAB, layers=1, spread=1.0), Counter[Text](), 0
+    drafter = RandomDrafter(VOCAB)
     for seed in range(first_seed, first_seed + DRAWS):
-        steps = run(model, PROMPT, drafter, seed=seed, max_tokens=DEEP + 1, **BEAMS[beam], **options)
-        counts[tuple(ids(steps)[:DEEP])] += 1
-        kept += steps[-1].stats.accepted > 0
-    return counts, kept / DRAWS
+        steps = run(model, PROMPT, drafter, seed=seed, max_tokens=LENGTH + 1, plan=PLANS[plan], **options)
+        counts[tuple(ids(steps)[:LENGTH])] += 1
+        accepted += steps[-1].stats.accepted > 0
+    return counts, accepted / DRAWS
 
 
-@pytest.mark.parametrize("beam", BEAMS)
-def test_sampled_texts_have_the_targets_law(beam: str) -> None:
-    counts, kept = drawn(beam, 1000 * len(beam), temp=TEMP)
-    assert kept > 0.2
-    assert deviation(counts, law()) < LIMIT
-    assert deviation(counts, law(0.8)) > 2 * LIMIT
+@pytest.mark.parametrize(
+    ("plan", "top_p", "options"),
+    [
+        ("chain", 1.0, {"temp": TEMP}),
+        ("tree", 1.0, {"temp": TEMP}),
+        ("pruned tree", 1.0, {"temp": TEMP}),
+        ("tree", 0.8, {"temp": TEMP, "top_p": 0.8}),
+        ("chain", 0.8, {"sampler": make_sampler(temp=TEMP, top_p=0.8)}),
+        ("pruned tree", 0.8, {"sampler": make_sampler(temp=TEMP, top_p=0.8)}),
+    ],
+)
+def test_texts_have_the_targets_distribution(plan: str, top_p: float, options: dict[str, Any]) -> None:
+    counts, accepted = draw_texts(plan, 1000 * len(plan), **options)
+    assert accepted > 0.2
+    assert deviation(counts, distribution(top_p)) < LIMIT
+    # Negative control: it is not the other distribution.
+    assert deviation(counts, distribution(1.8 - top_p)) > 2 * LIMIT
 
 
-def test_texts_of_a_nucleus_have_its_law() -> None:
-    counts, kept = drawn("tree", 0, temp=TEMP, top_p=0.8)
-    assert kept > 0.2
-    assert deviation(counts, law(0.8)) < LIMIT
-    assert deviation(counts, law()) > 2 * LIMIT
-
-
-@pytest.mark.parametrize("beam", ["chain", "pruned tree"])
-def test_texts_of_a_callers_own_sampler_have_its_law(beam: str) -> None:
-    counts, kept = drawn(beam, 0, sampler=make_sampler(temp=TEMP, top_p=0.8))
-    assert kept > 0.2
-    assert deviation(counts, law(0.8)) < LIMIT
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_rule_that_always_accepts_breaks_the_law(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"temp": TEMP}, {"sampler": make_sampler(temp=TEMP)}], ids=["ours", "a caller's"])
+def test_accepting_always_breaks_the_distribution(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
         count = min(tree.tokens.shape[0] - 1, limit)
         return Verdict(mx.array(count), mx.minimum(tree.depths, count))
 
     monkeypatch.setattr(rounds, "accept_chain", accept_chain)
-    options: dict[str, Any] = {"sampler": make_sampler(temp=TEMP)} if own else {"temp": TEMP}
-    counts, kept = drawn("chain", 0, **options)
-    assert kept == 1
-    assert deviation(counts, law()) > 2 * LIMIT
+    counts, accepted = draw_texts("chain", **options)
+    assert accepted == 1
+    assert deviation(counts, distribution()) > 2 * LIMIT
