@@ -167,10 +167,9 @@ def family(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted, dict[str, A
 def family_cache(kind: str, count: int) -> kv_cache.Cache:
     """The cache after the prompt and `count` tokens of plain decoding."""
     model, plain, _, options, _ = family(kind)
-    size = options.pop("max_kv_size", None)
-    cache = decode_with_mlx_lm(model, plain[:count], make_prompt_cache(model, size), **options)
-    options["max_kv_size"] = size
-    return cache
+    cache = make_prompt_cache(model, options["max_kv_size"])
+    quantized = {name: value for name, value in options.items() if name != "max_kv_size"}
+    return decode_with_mlx_lm(model, plain[:count], cache, **quantized)
 
 
 @pytest.mark.parametrize("kind", CACHES)
