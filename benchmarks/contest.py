@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -23,13 +22,11 @@ import mlx.nn as nn
 from mlx_redrafter.cli.comparing import first_difference
 from mlx_redrafter.cli.prognosis import shape
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.decode import Settings, decode, planned, served
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
+from mlx_redrafter.generate import decode_tokens, fit_plan
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.drift import Drift
-from mlx_redrafter.planning.pilot import FIRST, Flight
 
 from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt
@@ -44,8 +41,8 @@ PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "drafted, random drafter",
 )
 
-WARM_UP = FIRST + 8
-"""Tokens that every contestant decodes before anything counts: more than the plain steps that "auto" begins with."""
+WARM_UP = 16
+"""Tokens that every contestant decodes before anything counts."""
 
 
 @dataclass(frozen=True)
@@ -146,27 +143,17 @@ def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: RunOptio
     Raises:
         RedrafterError: there is no such plan, or options out of range.
     """
-    settings: Settings = RunOptions(temp=options.temp, seed=options.seed, plan=plan)
-    if isinstance(settings.plan, Plan):
-        settings = replace(settings, plan=served(subject.model, settings.plan, None))
-    if subject.chooser is not None:
-        settings = replace(settings, chooser=subject.chooser)
-    told = list(settings.plan) if isinstance(settings.plan, Plan) else plan
-    lent = cache(lambda: flight_lent(subject, settings))  # at the first text: by then costs are measured
+    keywords: dict[str, Any] = {"seed": options.seed, "plan": plan}
+    keywords |= {"temp": options.temp} if subject.sampler is None else {"sampler": subject.sampler}
+    asked = Options(**keywords)
+    made = asked.resolve_plan(drafter)
+    if isinstance(made, Plan):
+        plan = list(fit_plan(subject.model, made))
 
     def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        chosen = lent() if kind == RANDOM else settings.plan
-        return decode_tokens(prompt, subject.model, drafter, replace(settings, plan=chosen, max_tokens=max_tokens))
+        return decode_tokens(prompt, subject.model, drafter, replace(asked, max_tokens=max_tokens))
 
-    return Contestant(kind, told, steps)
-
-
-def flight_lent(subject: Subject, settings: Settings) -> Plan | Flight | None:
-    """What "auto" goes by with the subject's own drafter, for another one of its size: the same costs, acceptance and
-    plans, so that nothing is measured again. What its texts show of the costs is its own."""
-    assert subject.drafter is not None
-    found = planned(subject.model, subject.drafter, settings)
-    return found._replace(drift=Drift()) if isinstance(found, Flight) else found
+    return Contestant(kind, plan, steps)
 
 
 def ignorant(drafter: Drafter) -> Drafter:

@@ -18,9 +18,9 @@ import mlx.nn as nn
 
 from mlx_redrafter.cli.comparing import Difference, distance, first_difference
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import generate_step, make_settings
+from mlx_redrafter.generate import decode_prompts, generate_step
+from mlx_redrafter.options import Options
 
 from .building import quantize
 from .common import positive

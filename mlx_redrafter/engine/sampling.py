@@ -198,16 +198,16 @@ def make_sampler(
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
-    sampler: Callable[[mx.array], mx.array] | None = None,
+    sampler: Callable[[mx.array], mx.array] | Sampler | None = None,
 ) -> Sampler:
     """The sampler of these options, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
 
     Args:
         seed: any integer; equal seeds give equal tokens.
-        sampler: a sampler of the caller's own instead.
+        sampler: a sampler of the caller's own instead, of mlx-lm's kind or a `Sampler`.
     """
     if sampler is not None:
-        return PerNode(sampler)
+        return PerNode(sampler) if callable(sampler) else sampler
     if temp == 0:
         return Greedy()
     xtc = xtc_probability, xtc_threshold, [int(token) for token in xtc_special_tokens]

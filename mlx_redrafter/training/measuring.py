@@ -62,7 +62,7 @@ def compared(
         plain = decoded(model, None, [prompt], (1, 1), manner)
         for i, shape in enumerate(shapes):
             trial = decoded(model, drafter, [prompt], shape, manner)
-            stats[i] = stats[i].plus(trial.stats)
+            stats[i] += trial.stats
             made[i] += len(trial.texts[0]) - 1
             seconds[i] += trial.seconds
             same[i] = same[i] and trial.texts == plain.texts
