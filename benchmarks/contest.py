@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -28,8 +27,8 @@ from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired
 from mlx_redrafter.generate import make_settings
-from mlx_redrafter.planning.drift import Drift
-from mlx_redrafter.planning.pilot import FIRST, Flight
+from mlx_redrafter.planning.planner import WARM_UP as PLAIN_STEPS
+from mlx_redrafter.planning.planner import Planner
 
 from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt
@@ -44,7 +43,7 @@ PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "drafted, random drafter",
 )
 
-WARM_UP = FIRST + 8
+WARM_UP = PLAIN_STEPS + 12
 """Tokens that every contestant decodes before anything counts: more than the plain steps that "auto" begins with."""
 
 
@@ -152,21 +151,19 @@ def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: Options,
     if subject.chooser is not None:
         settings = replace(settings, chooser=subject.chooser)
     told = list(settings.plan) if isinstance(settings.plan, Plan) else plan
-    lent = cache(lambda: flight_lent(subject, settings))  # at the first text: by then costs are measured
 
     def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        chosen = lent() if kind == RANDOM else settings.plan
+        chosen = lend_planner(subject, settings) if kind == RANDOM else settings.plan
         return decode(prompt, subject.model, drafter, replace(settings, plan=chosen, max_tokens=max_tokens))
 
     return Contestant(kind, told, steps)
 
 
-def flight_lent(subject: Subject, settings: Settings) -> Plan | Flight | None:
-    """What "auto" goes by with the subject's own drafter, for another one of its size: the same costs, acceptance and
-    plans, so that nothing is measured again. What its texts show of the costs is its own."""
+def lend_planner(subject: Subject, settings: Settings) -> Plan | Planner | None:
+    """What "auto" goes by with the subject's own drafter, for another one of its size: the same costs and acceptance,
+    so that nothing is measured again."""
     assert subject.drafter is not None
-    found = planned(subject.model, subject.drafter, settings)
-    return found._replace(drift=Drift()) if isinstance(found, Flight) else found
+    return planned(subject.model, subject.drafter, settings)
 
 
 def ignorant(drafter: Drafter) -> Drafter:

@@ -18,8 +18,7 @@ from mlx_lm.generate import generation_stream
 
 from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
-from ..planning.autopilot import flight_of
-from ..planning.pilot import Fixed, Flight, Pilot
+from ..planning.planner import Planner, make_planner
 from . import kv_cache
 from .plan import AUTO, DRAFT_DEPTH, MAX_REPLAY, Plan, chain_plan
 from .prompts import check_prompt
@@ -57,7 +56,7 @@ class Settings:
     """How to decode. The names are mlx-lm's where it has one."""
 
     chooser: Chooser
-    plan: Plan | Flight | Literal["auto"] | None = None
+    plan: Plan | Planner | Literal["auto"] | None = None
     max_tokens: int = 256
     prompt_cache: kv_cache.Cache | None = None
     history: Sequence[int] = ()
@@ -123,7 +122,7 @@ def in_pieces(
                 mx.clear_cache()
 
 
-def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Flight | None:
+def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Planner | None:
     """What decides about each round; None decodes plainly.
 
     Raises:
@@ -136,8 +135,7 @@ def planned(model: nn.Module, drafter: Drafter, settings: Settings) -> Plan | Fl
         takes_trees = check_draftable(model, tree=True, cache=settings.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
             return chain_plan(own_depth(drafter))  # what other ranks measure is not known here
-        flight = flight_of(model, drafter, trees=takes_trees, lines=bool(settings.chooser.processors))
-        return flight if flight.plans else None
+        return make_planner(model, drafter, trees=takes_trees, chains_only=bool(settings.chooser.processors))
     return plan
 
 
@@ -259,8 +257,8 @@ def drafted(
     target: Target, drafter: Drafter, outcome: Outcome, history: mx.array | None, settings: Settings
 ) -> Generator[Step, None, None]:
     """Rounds while the pilot finds that they pay, and plain steps while they do not."""
-    assert isinstance(settings.plan, Plan | Flight)
-    pilot = Pilot(settings.plan) if isinstance(settings.plan, Flight) else Fixed(settings.plan)
+    assert isinstance(settings.plan, Plan | Planner)
+    pilot = settings.plan if isinstance(settings.plan, Planner) else Fixed(settings.plan)
     place = Place(history)
     try:
         plan = wanted(pilot, target, target.length)
@@ -283,25 +281,35 @@ def drafted(
                 raise
 
 
-def wanted(pilot: Pilot | Fixed, target: Target, length: int, replayed: int = 0) -> Plan | None:
+class Fixed:
+    """The same plan for every round; None for plain steps only."""
+
+    def __init__(self, plan: Plan | None) -> None:
+        self._plan = plan
+
+    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
+        return self._plan
+
+    def observe(self, *seen: object, **more: object) -> None:
+        """Nothing is learned."""
+
+
+def wanted(pilot: Planner | Fixed, target: Target, length: int, replayed: int = 0) -> Plan | None:
     """The pilot's plan behind a text of that length; None: plain steps, and nothing is drafted that has no room."""
-    return pilot.choose(length, replayed) if target.room(2) else None
+    return pilot.next_plan(length, replayed) if target.room(2) else None
 
 
 def coast(
-    target: Target, outcome: Outcome, place: Place, chooser: Chooser, pilot: Pilot | Fixed
+    target: Target, outcome: Outcome, place: Place, chooser: Chooser, pilot: Planner | Fixed
 ) -> Generator[Step, None, Outcome]:
-    """A pause of plain steps; the outcome of the one behind them, from whose tip a draft may start."""
-    count = pilot.pause
-    for left in reversed(range(count)):
-        started = perf_counter()
-        token, following, place.history = onward(target, outcome, place.history, chooser, want_hidden=left == 0)
-        took = 1e3 * (perf_counter() - started)
-        pilot.saw(None, 1, target.length, took=None if left == count - 1 else took)  # the first one had begun before
-        place.emitted += 1
-        yield Step(token, outcome.logprobs[0], False, place.stats)
-        outcome, place.stats = following, place.stats.after(0, 0, 0)
-    return outcome
+    """A plain step; the outcome of the one behind it, from whose tip a draft may start."""
+    started = perf_counter()
+    token, following, place.history = onward(target, outcome, place.history, chooser, want_hidden=True)
+    pilot.observe(None, 1, target.length, 0, 1e3 * (perf_counter() - started))
+    place.emitted += 1
+    yield Step(token, outcome.logprobs[0], False, place.stats)
+    place.stats = place.stats.after(0, 0, 0)
+    return following
 
 
 class Round(NamedTuple):
@@ -337,7 +345,7 @@ def fly(
     outcome: Outcome,
     place: Place,
     settings: Settings,
-    pilot: Pilot | Fixed,
+    pilot: Planner | Fixed,
     plan: Plan,
 ) -> Generator[Step, None, Outcome]:
     """Rounds until the pilot wants none; the outcome of the plain step behind them. The next draft is enqueued before
@@ -365,14 +373,14 @@ def fly(
         took = 1e3 * (perf_counter() - started)
         known = steady and now.verifies  # before the first one nothing waited
         steady = now.verifies
-        pilot.saw(now.plan, n_accepted + 1, now.length, now.replayed, took if known else None, verified=now.verifies)
+        observed = now.length, now.replayed, took if known else None
+        pilot.observe(now.plan, n_accepted + 1, *observed, verified=now.verifies)
         drawn = (now.plan.size - 1, n_accepted, now.plan.depth) if now.verifies else (0, 0, 0)
         place.stats = place.stats.after(*drawn, now.replayed)
         if settings.on_round is not None and now.verifies:
             settings.on_round(now.tree, path, chosen[: n_accepted + 1])
         yield from hand_out(place, now, n_accepted, path, chosen)
     outcome, replayed = enqueue_step(target, place, settings.chooser)
-    pilot.saw(None, 0, target.length, replayed)
     place.stats = place.stats.after(0, 0, 0, replayed)
     return outcome
 
