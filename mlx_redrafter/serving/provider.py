@@ -20,7 +20,7 @@ from ..engine.request_checks import check_request
 from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
 from ..options import AUTO, default_depth
-from ..planning.autopilot import flight_of
+from ..planning.costs import load_costs
 from ..session.memory import free
 from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
@@ -153,15 +153,12 @@ class Provider(ModelProvider):
         return found
 
     def measure(self, model: nn.Module, drafter: Drafter) -> None:
-        """What `plan="auto"` would else measure while the first client waits: with trees, and without for requests
-        with logits processors."""
+        """What `plan="auto"` would else measure while the first client waits."""
         args = self.cli_args
         beam = (args.beam_width, args.draft_depth, args.tree_size)
         if args.plan != AUTO or beam != (None, None, None):
             return
-        trees = check_draftable(model, tree=True) is None
-        for branched in {trees, False}:
-            flight_of(model, drafter, trees=branched)
+        load_costs(model, drafter, trees=check_draftable(model, tree=True) is None)
 
     def drafter(self, name: str | None) -> Drafter | None:
         """The drafter of a request; None for plain decoding.
