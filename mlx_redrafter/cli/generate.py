@@ -18,12 +18,12 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
+from ..checkpoints import load_pair
 from ..drafters.recurrent import Drafter
 from ..engine.plan import AUTO
 from ..errors import RedrafterError
 from ..flags import OPTIONS, make_parser, template_config
 from ..generate import GenerationResponse, Options, is_text, stream_generate, summary
-from ..pair import open_pair
 from ..planning.machine import PACKAGES
 from ..session.chat_template import rendered
 from .comparing import Difference, distance, first_difference
@@ -118,7 +118,7 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
     if metadata.get("model") not in (None, name):
         raise RedrafterError(f"the prompt cache was made with {metadata['model']}, got --model {name}")
     args.model = name
-    model, tokenizer, drafter = open_pair(args, name, args.drafter, tokenizer_config(args, metadata))
+    model, tokenizer, drafter = load_pair(args, name, args.drafter, tokenizer_config(args, metadata))
     if args.verbose and name is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
     elif args.verbose and drafter is None and not args.no_drafter:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
-from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
+from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find_model, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
 from ..engine.decode import own_depth
@@ -86,7 +86,7 @@ class Provider(ModelProvider):
         if key != self.model_key:
             kept: dict[str, Any] = {}
             try:
-                path = find(key[0])
+                path = find_model(key[0])
                 check_directory(path)
                 if key[1] is not None:
                     read_object(Path(key[1], "adapter_config.json"))

@@ -13,7 +13,7 @@ from mlx_lm.models import cache as prompt_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from transformers.utils import get_json_schema
 
-from ..atomic_files import expanded, replacing
+from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
 from ..engine.prompts import check_prompt
 from ..engine.target import KVQuantization, check_request, model_name
@@ -51,7 +51,7 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
     Raises:
         RedrafterError: it cannot be written, or nothing was read yet.
     """
-    place = expanded(path)
+    place = expand_path(path)
     if place.suffix != ".safetensors":
         raise RedrafterError(f"a session is saved as .safetensors, got {place.name}")
     if not os.path.isdir(place.parent):
@@ -65,7 +65,7 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
     try:
         told["template"] = written(saved.template)
         text = json.dumps(told)
-        with replacing(place) as partly:
+        with replace_file(place) as partly:
             save_prompt_cache(str(partly), saved.cache, {"session": text})
     except (OSError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise RedrafterError(f"cannot save the session as {place}: {one_line(error)}") from error
@@ -85,7 +85,7 @@ def read_saved(path: str | Path, model: nn.Module) -> Saved:
     Raises:
         RedrafterError: there is none, it is damaged, or was held with another model.
     """
-    place = expanded(path)
+    place = expand_path(path)
     try:
         cache, metadata = load_prompt_cache(str(place), return_metadata=True)
         told = json.loads(metadata.get("session", "null"))
