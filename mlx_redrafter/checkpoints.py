@@ -21,7 +21,7 @@ from mlx_lm.utils import _download, load_model
 from .atomic_files import expand_path
 from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
 from .engine.plan import MAX_DRAFT_DEPTH
-from .engine.target import sizes
+from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line
 
 WEIGHTS = "model*.safetensors"
@@ -149,7 +149,7 @@ def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> 
     Raises:
         CheckpointError: they differ.
     """
-    hidden_size, vocab_size = sizes(model)
+    hidden_size, vocab_size = model_sizes(model)
     for what, expected, got in (
         ("hidden size", drafter.args.hidden_size, hidden_size),
         ("vocabulary size", drafter.args.vocab_size, vocab_size),

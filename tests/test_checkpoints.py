@@ -21,7 +21,7 @@ from toys import make_model, make_tokenizer
 from mlx_redrafter import checkpoints, generate_step
 from mlx_redrafter.checkpoints import load, load_drafter, load_pair, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.errors import CheckpointError
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
@@ -338,7 +338,9 @@ def test_target_of_a_loaded_drafter_decodes_in_any_thread(tmp_path: Path) -> Non
 
     def load_both() -> tuple[nn.Module, Drafter]:
         model = make_family("gemma3n")
-        save_drafter(tmp_path, Drafter(DrafterArgs(*sizes(make_family("gemma3n")), exit_dim=16, num_draft_layers=1)))
+        save_drafter(
+            tmp_path, Drafter(DrafterArgs(*model_sizes(make_family("gemma3n")), exit_dim=16, num_draft_layers=1))
+        )
         return model, load_drafter(tmp_path, model)
 
     with workers(2) as (first, second):

@@ -11,8 +11,7 @@ import mlx.nn as nn
 from .. import __version__
 from ..checkpoints import check_fit
 from ..drafters.recurrent import Drafter
-from ..engine.anatomy import dtype_of
-from ..engine.target import check_draftable
+from ..engine.supported_models import check_draftable, compute_dtype
 from ..planning.autopilot import flight_of
 from ..planning.costs import Costs
 from ..planning.machine import about, memory
@@ -194,7 +193,7 @@ def diagnose(
 
 def random_drafter(model: nn.Module) -> tuple[Drafter, str]:
     """(a drafter of the size that training would choose for this model, why of that size)."""
-    dtype = dtype_of(model)
+    dtype = compute_dtype(model)
     choice = choose_size(model, dtype=dtype)
     drafter = Drafter(choice.args)
     drafter.set_dtype(dtype)

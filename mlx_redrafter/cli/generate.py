@@ -20,10 +20,10 @@ from tqdm import tqdm
 from .. import __version__
 from ..checkpoints import load_pair
 from ..drafters.recurrent import Drafter
-from ..engine.plan import AUTO
 from ..errors import RedrafterError
 from ..flags import OPTIONS, make_parser, template_config
 from ..generate import GenerationResponse, Options, is_text, stream_generate, summary
+from ..options import AUTO
 from ..planning.machine import PACKAGES
 from ..session.chat_template import rendered
 from .comparing import Difference, distance, first_difference

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..checkpoints import dtype_name
 from ..drafters.recurrent import Drafter
-from ..engine.anatomy import dtype_of
+from ..engine.supported_models import compute_dtype
 from ..engine.target import Target, model_name
 
 Half = Literal["target", "drafter"]
@@ -35,7 +35,7 @@ class Patient(NamedTuple):
 
 def target_of(model: nn.Module) -> Patient:
     """A target, as a patient."""
-    return Patient(model_name(model), dtype_name(dtype_of(model)), *weights(model))
+    return Patient(model_name(model), dtype_name(compute_dtype(model)), *weights(model))
 
 
 def drafter_of(drafter: Drafter) -> Patient:

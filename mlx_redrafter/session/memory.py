@@ -13,7 +13,7 @@ from ..drafters.recurrent import Drafter
 from ..engine import kv_cache
 from ..engine.plan import AUTO, MAX_REPLAY, SHAPE, Plan, read_plan
 from ..generate import Options, check_integers, make_settings, plan_of
-from ..planning.machine import memory
+from ..planning.machine import memory_bytes
 
 MARGIN = 64
 """Rows that a round may write beyond the text, for the tree it verifies; a larger tree writes more."""
@@ -203,5 +203,5 @@ def arrays(tree: Any) -> list[mx.array]:
 def free() -> int | None:
     """Bytes that MLX may still take on its default device; None where nobody knows."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
-    size = info.get("max_recommended_working_set_size") or memory()
+    size = info.get("max_recommended_working_set_size") or memory_bytes()
     return None if size is None else max(0, int(size) - mx.get_active_memory())

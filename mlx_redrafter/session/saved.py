@@ -18,7 +18,7 @@ from ..engine import kv_cache
 from ..engine.prompts import check_prompt
 from ..engine.target import KVQuantization, check_request, model_name
 from ..errors import RedrafterError, one_line
-from ..planning.autopilot import tensors
+from ..planning.costs import digest_tensors
 from .chat_template import Message, as_messages
 
 FORMAT = "1"
@@ -60,7 +60,7 @@ def write_saved(path: str | Path, model: nn.Module, saved: Saved) -> None:
         raise RedrafterError("nothing was said yet, or it has to be read anew: there is no cache to save")
     if odd := [type(c).__name__ for c in saved.cache if not hasattr(prompt_caches, type(c).__name__)]:
         raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
-    told = saved._asdict() | {"format": FORMAT, "model": tensors(model)}
+    told = saved._asdict() | {"format": FORMAT, "model": digest_tensors(model)}
     del told["cache"]
     try:
         told["template"] = written(saved.template)
@@ -93,7 +93,7 @@ def read_saved(path: str | Path, model: nn.Module) -> Saved:
             raise RedrafterError("expected a prompt cache with a conversation beside it, got one without")
         if told.get("format") != FORMAT:
             raise RedrafterError(f"expected format {FORMAT}, got {told.get('format')!r:.60}")
-        if told["model"] != tensors(model):
+        if told["model"] != digest_tensors(model):
             raise RedrafterError("it was saved with another model")
         tokens, messages = told["tokens"], as_messages(told["messages"])
         template = told.get("template")

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..atomic_files import expand_path
 from ..checkpoints import DTYPES, check_demo_flags
 from ..engine.plan import MAX_DRAFT_DEPTH
-from ..engine.sampling import make_sampler
 from ..errors import RedrafterError
+from ..options import Options
 from .distill import Recipe
 from .fitting import Course
 from .lessons import LABELS
@@ -207,7 +207,7 @@ def check_numbers(settings: Settings) -> None:
     if not settings.temp:
         raise RedrafterError("temp must be at least one number")
     for temp in settings.temp:
-        make_sampler(seed=0, temp=temp)
+        Options(temp=temp)
     numbers = ("learning_rate", "warmup", "weight_decay", "label_temp", "depth_weights")
     for name in numbers:
         value = getattr(settings, name)
