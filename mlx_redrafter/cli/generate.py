@@ -25,7 +25,7 @@ from ..flags import OPTIONS, make_parser, template_config
 from ..generate import GenerationResponse, Options, is_text, stream_generate, summary
 from ..options import AUTO
 from ..planning.machine import PACKAGES
-from ..session.chat_template import rendered
+from ..session.chat_template import render
 from .comparing import Difference, distance, first_difference
 
 DEMO_PROMPT = "def main("
@@ -172,11 +172,11 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
 
-    whole = rendered(tokenizer, messages, more, prefilled=prefilled)
+    whole = render(tokenizer, messages, more, prefilled=prefilled)
     if not is_suffix:
         return whole
     user["content"] = "<query>"
-    return whole[rendered(tokenizer, messages, more, prefilled=prefilled).index("<query>") :]
+    return whole[render(tokenizer, messages, more, prefilled=prefilled).index("<query>") :]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
 from ..options import AUTO, default_depth
 from ..planning.costs import load_costs
-from ..session.memory import free
+from ..session.memory import free_memory
 from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
 from .jobs import DEFAULT
@@ -206,7 +206,7 @@ def local(name: str | Path) -> str:
 
 def has_room(path: Path) -> bool:
     """Whether a model's weights fit twice, as loading may copy them, beside what is loaded; not where nobody knows."""
-    room = free()
+    room = free_memory()
     return room is not None and 2 * sum(file.stat().st_size for file in path.glob(WEIGHTS)) < room
 
 
