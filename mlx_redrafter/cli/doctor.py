@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
+from ..checkpoints import load_pair
 from ..flags import add_pair
-from ..pair import open_pair
 from .diagnosis import diagnose
 from .page import page
 from .picture import check_plot, encodes, plot
@@ -31,7 +31,7 @@ def run() -> int:
     """Examines as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
     picture = check_plot(args.plot)
-    model, _, drafter = open_pair(args, args.model, args.drafter)
+    model, _, drafter = load_pair(args, args.model, args.drafter)
     found = diagnose(model, drafter, refresh=args.refresh, say=lambda text: print(text, file=sys.stderr))
     if args.json:
         settings = vars(args) | {"model": args.model or "demo"}

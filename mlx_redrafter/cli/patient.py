@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..checkpoints import dtype_name
 from ..drafters.recurrent import Drafter
 from ..engine.supported_models import compute_dtype
 from ..engine.target import Target, model_name
-from ..shapes import name_of
 
 Half = Literal["target", "drafter"]
 """One of a pair."""
@@ -35,12 +35,12 @@ class Patient(NamedTuple):
 
 def target_of(model: nn.Module) -> Patient:
     """A target, as a patient."""
-    return Patient(model_name(model), name_of(compute_dtype(model)), *weights(model))
+    return Patient(model_name(model), dtype_name(compute_dtype(model)), *weights(model))
 
 
 def drafter_of(drafter: Drafter) -> Patient:
     """A drafter, as a patient."""
-    return Patient(sizes_told(drafter), name_of(drafter.dtype), *weights(drafter))
+    return Patient(sizes_told(drafter), dtype_name(drafter.dtype), *weights(drafter))
 
 
 def weights(module: nn.Module) -> tuple[bool, int]:

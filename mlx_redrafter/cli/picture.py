@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..atomic_files import expanded, replacing, why_not_writable
+from ..atomic_files import expand_path, replace_file, why_not_writable
 from ..errors import RedrafterError, one_line
 from ..planning.costs import Costs
 from .prognosis import BEST, Cliff, cliffs, guesses, in_steps, outlooks, quality_of
@@ -64,7 +64,7 @@ def check_plot(name: str | None) -> Path | None:
     """
     if name is None:
         return None
-    path = expanded(name)
+    path = expand_path(name)
     if path.suffix.lower() != ".png":
         raise RedrafterError(f"--plot draws a PNG: expected a name that ends in .png, got {name}")
     if why := why_not_writable(path):
@@ -93,7 +93,7 @@ def plot(path: Path, costs: Costs, *, own: float | None = None) -> None:
     curve, speed = figure.subplots(1, 2)
     draw_curve(curve, costs)
     draw_speed(speed, costs, own=own)
-    with replacing(path) as partly:
+    with replace_file(path) as partly:
         figure.savefig(partly, dpi=120, format="png")
 
 

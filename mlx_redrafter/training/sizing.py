@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..checkpoints import expected_shapes
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..engine.supported_models import compute_dtype, find_parts, model_sizes
-from ..shapes import expected_shapes
 
 CHEAP = 0.05
 """The share of a plain step that one draft step should cost at most."""
