@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +18,10 @@ import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.beam_search import keep_top
-from mlx_redrafter.engine.decode import Settings
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.sampling import Draws, Sampler
-from mlx_redrafter.engine.trial import try_out
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.generate import decode_prompts
+from mlx_redrafter.options import Options
 
 from .common import positive
 from .shapes import add_shapes, show
@@ -76,13 +75,12 @@ def measure(
         plan: W, K and, where not all nodes are verified, N.
         count: hypotheses are ranked by so many likeliest tokens, without noise; 0 is all.
     """
-    settings: Settings = make_settings(drafter, max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
-    made = settings.plan
+    options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
+    made = options.resolve_plan(drafter)
     assert isinstance(made, Plan)
     if without_noise or count:
-        sampler = Ranked(settings.chooser.sampler, count)
-        settings = Settings(Chooser(sampler, ()), made, max_tokens)
-    trial = try_out(model, drafter, prompts, settings)
+        options = replace(options, temp=0.0, sampler=Ranked(options.make_sampler(seed), count))
+    trial = decode_prompts(model, drafter, prompts, options)
     share = [repeated(list(text)) for text in trial.texts]
     return {
         "W": made.width,

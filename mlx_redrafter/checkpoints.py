@@ -16,7 +16,7 @@ from mlx_lm.utils import load as load_target
 
 from .atomic_files import expanded
 from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
-from .engine.target import sizes
+from .engine.supported_models import model_sizes
 from .errors import CheckpointError, one_line
 from .shapes import check_weights, derive_args, disagreements, name_of
 
@@ -129,7 +129,7 @@ def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> 
     Raises:
         CheckpointError: they differ.
     """
-    hidden_size, vocab_size = sizes(model)
+    hidden_size, vocab_size = model_sizes(model)
     for what, expected, got in (
         ("hidden size", drafter.args.hidden_size, hidden_size),
         ("vocabulary size", drafter.args.vocab_size, vocab_size),

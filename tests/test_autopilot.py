@@ -23,11 +23,10 @@ from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine import wired_limit as wiring
-from mlx_redrafter.engine.decode import decode
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import Options, generate_step, make_settings, stream_generate
+from mlx_redrafter.generate import Options, decode_tokens, generate_step, stream_generate
 from mlx_redrafter.planning import autopilot, meter
 from mlx_redrafter.planning.autopilot import flight_of, known
 from mlx_redrafter.planning.costs import Costs
@@ -68,8 +67,8 @@ def test_plans_that_change_in_mid_generation_change_no_token(
         options["logits_processors"] = make_logits_processors(repetition_penalty=1.2)
     count, expected = 40 if close is None else close, make_prompt_cache(model)
     with overheard(model) as heard:
-        ahead = [s.token for s in decode(PROMPT, model, None, make_settings(**options | {"max_tokens": 60}))]
-    list(decode(PROMPT, model, None, make_settings(prompt_cache=expected, **options | {"max_tokens": count})))
+        ahead = [s.token for s in decode_tokens(PROMPT, model, None, Options(**options | {"max_tokens": 60}))]
+    list(decode_tokens(PROMPT, model, None, Options(prompt_cache=expected, **options | {"max_tokens": count})))
     text = PROMPT + ahead
     drafter = Follower(model, text, heard, script("half", len(text), 2), 2)
     trees = name != "falcon_h1" and not processed
@@ -78,9 +77,9 @@ def test_plans_that_change_in_mid_generation_change_no_token(
         pilot = Wild(plans, seed)
         monkeypatch.setattr(loop, "Pilot", lambda flight, pilot=pilot: pilot)
         cache = make_prompt_cache(model)
-        settings = make_settings(drafter, prompt_cache=cache, **options)
+        settings = Options(prompt_cache=cache, **options)
         settings = replace(settings, plan=make_flight(CHEAP, UNKNOWN, plans))
-        steps = decode(PROMPT, model, drafter, settings)
+        steps = decode_tokens(PROMPT, model, drafter, settings)
         assert [next(steps).token for _ in range(count)] == ahead[:count]
         steps.close()
         assert kv_cache.length(cache) == kv_cache.length(expected)
@@ -95,7 +94,7 @@ def test_plans_that_change_in_mid_generation_change_no_token(
 def pair(acceptance: list[list[float]] | None = None) -> tuple[Any, Drafter]:
     """A model, and a drafter that knows nothing."""
     model = make_model()
-    return model, Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1, acceptance=acceptance))
+    return model, Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, acceptance=acceptance))
 
 
 @pytest.fixture
@@ -123,7 +122,7 @@ def test_costs_are_measured_with_the_weights_wired_as_when_decoding(monkeypatch:
     monkeypatch.setattr(meter, "taken", taken)
     monkeypatch.setattr(meter, "SECONDS", 0.0)
     model = make_model()
-    meter.measure(model, Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1)), trees=True)
+    meter.measure(model, Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1)), trees=True)
     assert wired == ["begins", "taken", "ends", "ends"], "once more, lest a Ctrl-C has come into the first"
 
 
@@ -305,7 +304,7 @@ def test_two_threads_measure_a_pair_once_between_them(monkeypatch: pytest.Monkey
      ({"beam_width": 2}, (2, 3, 7)), ({"draft_depth": 2}, (1, 2, 3)), ({"beam_width": 2, "tree_size": 4}, (2, 3, 4))],
 )  # fmt: skip
 def test_a_plan_is_what_the_caller_asks_for(options: dict[str, Any], same: Any) -> None:
-    plan = make_settings(pair()[1], **options).plan
+    plan = Options(pair()[1], **options).plan
     assert plan == (None if same == "off" else same)
 
 
@@ -323,7 +322,7 @@ def test_a_plan_is_what_the_caller_asks_for(options: dict[str, Any], same: Any) 
 )
 def test_a_plan_that_is_none_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(RedrafterError, match=reason):
-        make_settings(pair()[1], **options)
+        Options(pair()[1], **options)
 
 
 @pytest.mark.parametrize("plan", ["auto", "off"])

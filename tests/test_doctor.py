@@ -43,8 +43,7 @@ from mlx_redrafter.cli.prognosis import (
 )
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.supported_models import REFUSED
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import REFUSED, model_sizes
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
 from mlx_redrafter.planning import autopilot, machine, meter
 from mlx_redrafter.planning.costs import Costs, is_disturbed
@@ -374,7 +373,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
 
 def drafter_for(model: nn.Module, **more: Any) -> Drafter:
     """A drafter that knows nothing."""
-    return Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1, **more))
+    return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
 
 
 def test_a_diagnosis_of_a_pair_is_made_of_its_costs(measured: list[bool]) -> None:

@@ -29,9 +29,9 @@ from mlx_redrafter import generate as generation
 from mlx_redrafter import session as session_module
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import decode as loop
-from mlx_redrafter.engine.decode import decode
-from mlx_redrafter.engine.target import sizes
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
 from mlx_redrafter.session.chat_template import behind, whole
 from mlx_redrafter.session.memory import MARGIN, growth_of
 
@@ -64,7 +64,7 @@ def make_model(family: str) -> nn.Module:
 
 def make_drafter(model: nn.Module) -> Drafter:
     """One that knows nothing."""
-    return Drafter(DrafterArgs(*sizes(model), exit_dim=16, num_draft_layers=1))
+    return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1))
 
 
 def chatty() -> Any:
@@ -114,7 +114,7 @@ def test_history_is_what_processors_see_and_where_noise_starts() -> None:
         for history in (first, ()):
             cache = make_prompt_cache(model)
             model(mx.array([first]), cache=cache)
-            settings = make_settings(max_tokens=12, prompt_cache=cache, history=history, **more)  # type: ignore[arg-type]
+            settings = Options(max_tokens=12, prompt_cache=cache, history=history, **more)  # type: ignore[arg-type]
             made.append(ids(list(decode(second, model, None, settings))))
         assert made[0] == fresh != made[1]
 
@@ -124,7 +124,7 @@ def test_a_history_of_another_length_than_the_cache_is_refused() -> None:
     cache = make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=cache)
     with pytest.raises(RedrafterError, match="the prompt cache holds 3 tokens, its history is 2"):
-        list(decode([4], model, None, make_settings(prompt_cache=cache, history=[1, 2])))
+        list(decode_tokens([4], model, None, Options(prompt_cache=cache, history=[1, 2])))
 
 
 def test_turns_are_rendered_behind_the_answer_and_its_end_is_not_said_twice() -> None:
@@ -630,7 +630,7 @@ def test_the_options_of_a_turn_are_checked_once(monkeypatch: pytest.MonkeyPatch)
     for module in (generation, session_module):
         name = module.__name__
         monkeypatch.setattr(
-            module, "make_settings", lambda *of, name=name, **more: (calls.append(name), make_settings(*of, **more))[1]
+            module, "make_settings", lambda *of, name=name, **more: (calls.append(name), Options(*of, **more))[1]
         )
     talk.send("hello")
     assert len(calls) == 1

@@ -21,9 +21,9 @@ from mlx.utils import tree_flatten
 from .. import __version__
 from ..atomic_files import expanded, replacing, why_not_writable
 from ..drafters.recurrent import Drafter
-from ..engine.anatomy import dtype_of
 from ..engine.plan import Plan, chain_plan
-from ..engine.target import Target, check_draftable, model_name
+from ..engine.supported_models import check_draftable, compute_dtype, model_name
+from ..engine.target import Target
 from ..errors import RedrafterError
 from ..flags import add_pair
 from ..pair import open_pair
@@ -69,9 +69,9 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
     no_trees, stand_in = check_draftable(model, tree=True), None
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
-        choice = choose_size(model, dtype=dtype_of(model))
+        choice = choose_size(model, dtype=compute_dtype(model))
         drafter, stand_in = Drafter(choice.args), choice.reason
-        drafter.set_dtype(dtype_of(model))
+        drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
     args, not_finite = drafter.args, find_not_finite(model, drafter)
     started: list[bool] = []
@@ -86,7 +86,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
     acceptance = ((0.0,),) if not_finite else args.acceptance or UNKNOWN_ACCEPTANCE
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
-        "target": describe_model(model, model_name(model), dtype_of(model)),
+        "target": describe_model(model, model_name(model), compute_dtype(model)),
         "drafter": {
             **describe_model(drafter, f"exit_dim {args.exit_dim}, blocks {args.num_draft_layers}", drafter.dtype),
             "stand_in": stand_in,

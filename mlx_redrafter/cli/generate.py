@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..drafters.recurrent import Drafter
-from ..engine.plan import AUTO
 from ..errors import RedrafterError
 from ..flags import OPTIONS, make_parser, template_config
 from ..generate import GenerationResponse, Options, is_text, stream_generate, summary
+from ..options import AUTO
 from ..pair import open_pair
 from ..planning.machine import PACKAGES
 from ..session.chat_template import rendered

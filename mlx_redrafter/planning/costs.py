@@ -30,10 +30,11 @@ from ..engine import kv_cache
 from ..engine.plan import Plan, chain_plan
 from ..engine.round import Chooser, Draft, make_draft, step, verify
 from ..engine.sampling import make_sampler
-from ..engine.target import Target, model_name
+from ..engine.supported_models import model_name
+from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Tip
-from ..engine.wired_limit import wired
+from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, one_line
 from .machine import cache_directory, describe_machine
 
@@ -233,6 +234,7 @@ class _Bench:
                 rows: list[Any] = [c.keys, c.values]
                 c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
         mx.eval([c.state for c in cache])
+        self.model, self.cache = model, cache
         self.target = Target(model, cache)
         self.chooser = Chooser(make_sampler(seed=0), ())
         self.tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), mx.zeros((), mx.int32))
@@ -242,7 +244,8 @@ class _Bench:
         self.snapshot = kv_cache.snapshot(self.target.cache)
 
     def rewind(self) -> None:
-        kv_cache.restore(self.target.cache, self.snapshot)
+        kv_cache.restore(self.cache, self.snapshot)
+        self.target = Target(self.model, self.cache)
         self.target.length = self.context
 
     def plain_steps(self) -> None:
@@ -294,7 +297,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     plans = (chain_plan(2), Plan(2, 2, 5)) if trees else (chain_plan(2),)
     widths = WIDTHS if trees else WIDTHS[:1]
     calls: dict[tuple[str, int, int], Callable[[], object]] = {}
-    with wired(model), mx.stream(generation_stream):
+    with wired_limit(model), mx.stream(generation_stream):
         benches = [_Bench(model, drafter, context) for context in contexts]
         first = benches[0]
         for at, bench in enumerate(benches):

@@ -16,10 +16,10 @@ from mlx_lm.server import ModelProvider
 from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
-from ..engine.decode import own_depth
-from ..engine.plan import AUTO
-from ..engine.target import check_draftable, check_request
+from ..engine.request_checks import check_request
+from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
+from ..options import AUTO, default_depth
 from ..planning.costs import load_costs
 from ..session.memory import free
 from .asking import beam_of, check_beam, check_flags
@@ -129,8 +129,8 @@ class Provider(ModelProvider):
         self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # built, not computed
         self.home = self.home or self.model_key
         if self.model_key == self.home:
-            settings = check_flags(self.cli_args, self.vocab_size)
-            check_request(model, mx.zeros((1,), mx.int32), None, settings.quantization)
+            flags = check_flags(self.cli_args, self.vocab_size)
+            check_request(model, mx.zeros((1,), mx.int32), None, flags.quantization)
             self.drafters = self.load_drafters(model)
 
     def load_drafters(self, model: nn.Module) -> dict[str, Drafter]:
@@ -190,7 +190,7 @@ class Provider(ModelProvider):
         """
         args = self.cli_args
         if asked and self.drafters:
-            depth = max(map(own_depth, self.drafters.values()))
+            depth = max(map(default_depth, self.drafters.values()))
             check_beam(asked, depth, args.max_tree_size, self.vocab_size)
         return asked or beam_of(args)
 

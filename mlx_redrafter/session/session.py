@@ -124,7 +124,7 @@ class Session:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._options, self._stop = refused_here(options), stop
         self._template = template_of(self.tokenizer, tools, chat_template_config)
-        make_settings(drafter, **self._options)
+        Options(**self._options)
         growth = growth_of(model, **{name: options[name] for name in OF_CACHE if name in options})  # type: ignore[literal-required]
         self._budget, self._trims = Budget(growth, memory_budget), when_full == "trim"
         evaluate(model, drafter)  # turns may come from other threads

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..demo import demo_prompts
 from ..drafters.recurrent import Drafter
 from ..engine.stats import Stats
-from ..engine.target import check_draftable
+from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
 from ..generate import encode_chat
 from ..pair import open_pair
@@ -62,7 +62,7 @@ def compared(
         plain = decoded(model, None, [prompt], (1, 1), manner)
         for i, shape in enumerate(shapes):
             trial = decoded(model, drafter, [prompt], shape, manner)
-            stats[i] = stats[i].plus(trial.stats)
+            stats[i] += trial.stats
             made[i] += len(trial.texts[0]) - 1
             seconds[i] += trial.seconds
             same[i] = same[i] and trial.texts == plain.texts

@@ -18,8 +18,7 @@ from mlx.utils import tree_flatten
 from ..atomic_files import held, write_text
 from ..checkpoints import load_drafter, save_drafter
 from ..drafters.recurrent import Drafter, DrafterArgs
-from ..engine.anatomy import dtype_of
-from ..engine.target import check_draftable, sizes
+from ..engine.supported_models import check_draftable, compute_dtype, model_sizes
 from ..errors import RedrafterError, one_line
 from ..pair import open_target
 from . import results
@@ -173,7 +172,7 @@ def check_same(settings: Settings, record: Record, learned: list[list[int]] | Pa
 
 def chosen_size(settings: Settings, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
-    hidden_size, vocab_size = sizes(model)
+    hidden_size, vocab_size = model_sizes(model)
     if settings.exit_dim is None:
         choice = choose_size(model, dtype=final_dtype(settings, model))
         say(f"size: {choice.reason}")
@@ -190,7 +189,7 @@ def final_dtype(settings: Settings, model: nn.Module) -> mx.Dtype:
     """The dtype of the finished drafter."""
     if settings.dtype is not None:
         return cast(mx.Dtype, getattr(mx, settings.dtype))
-    return dtype_of(model)
+    return compute_dtype(model)
 
 
 def expected(

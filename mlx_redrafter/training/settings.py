@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from ..atomic_files import expanded
 from ..engine.plan import MAX_DRAFT_DEPTH
-from ..engine.sampling import make_sampler
 from ..errors import RedrafterError
+from ..options import Options
 from ..pair import check_named
 from ..shapes import DTYPES
 from .distill import Recipe
@@ -208,7 +208,7 @@ def check_numbers(settings: Settings) -> None:
     if not settings.temp:
         raise RedrafterError("temp must be at least one number")
     for temp in settings.temp:
-        make_sampler(seed=0, temp=temp)
+        Options(temp=temp)
     numbers = ("learning_rate", "warmup", "weight_decay", "label_temp", "depth_weights")
     for name in numbers:
         value = getattr(settings, name)

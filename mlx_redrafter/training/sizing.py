@@ -13,8 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafters.recurrent import Drafter, DrafterArgs
-from ..engine.anatomy import anatomy, dtype_of
-from ..engine.target import sizes
+from ..engine.supported_models import compute_dtype, find_parts, model_sizes
 from ..shapes import expected_shapes
 
 CHEAP = 0.05
@@ -84,8 +83,8 @@ def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | Non
     Args:
         dtype: the drafter's; None for that of the target's hidden states.
     """
-    hidden_size, vocab_size = sizes(model)
-    dtype = dtype or dtype_of(model)
+    hidden_size, vocab_size = model_sizes(model)
+    dtype = dtype or compute_dtype(model)
     plain = plain_milliseconds(model)
     tried = candidates(hidden_size, vocab_size)
     budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
@@ -116,7 +115,7 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
     hidden = mx.zeros((args.hidden_size,), dtype)
-    embed = anatomy(model).embedding
+    embed = find_parts(model).embedding
 
     def chain() -> mx.array:
         """A draft, one hypothesis wide."""
