@@ -29,7 +29,7 @@ from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_
 from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
 from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import Batch, Heard, hear, new_drafter, untrained, vocabulary_of
-from mlx_redrafter.training.sizing import n_weights
+from mlx_redrafter.planning.sizing import n_weights
 
 from .building import drafter_size, weight_bytes
 from .common import above_zero, positive

@@ -15,7 +15,7 @@ from ..drafters.recurrent import Drafter, DrafterArgs
 from .distill import Recipe, lesson_arrays, loss_of, make_lesson
 from .fitting import Course, computed_in
 from .lessons import Batch, hear, vocabulary_of
-from .sizing import n_weights
+from ..planning.sizing import n_weights
 
 
 class Estimate(NamedTuple):

@@ -32,7 +32,7 @@ from .lessons import new_drafter, untrained
 from .measuring import compared, table, takes_trees
 from .record import Record, open_record
 from .settings import Settings, check
-from .sizing import choose_size
+from ..planning.sizing import choose_size
 from .sources import base_name, read_prompts, read_texts
 from .validation import Ground, Say, get_callbacks, keep_best, manner_of, stale, validated
 
