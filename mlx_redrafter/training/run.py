@@ -20,6 +20,7 @@ from ..checkpoints import load_drafter, load_target, save_drafter
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..engine.supported_models import check_draftable, compute_dtype, model_sizes
 from ..errors import RedrafterError, one_line
+from ..planning.sizing import choose_size
 from . import results
 from .answers import Asking, answered, digest, group_size, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable
@@ -32,7 +33,6 @@ from .lessons import new_drafter, untrained
 from .measuring import compared, table, takes_trees
 from .record import Record, open_record
 from .settings import Settings, check
-from ..planning.sizing import choose_size
 from .sources import base_name, read_prompts, read_texts
 from .validation import Ground, Say, get_callbacks, keep_best, manner_of, stale, validated
 
