@@ -36,7 +36,7 @@ Rows = Iterable[tuple[str, int, mx.array]]
 
 def make_config(args: DrafterArgs, packing: Packing) -> dict[str, Any]:
     """The config of the result."""
-    config: dict[str, Any] = {**args.said, "dtype": dtype_name(packing.dtype)}
+    config: dict[str, Any] = {**args.to_dict(), "dtype": dtype_name(packing.dtype)}
     if packing.quantization:
         config |= {"quantization": packing.quantization, "quantization_config": packing.quantization}
     return config

@@ -174,7 +174,7 @@ def save_drafter(
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
-    config = {**drafter.args.said, "dtype": dtype_name(stored), **(extra or {})}
+    config = {**drafter.args.to_dict(), "dtype": dtype_name(stored), **(extra or {})}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:

@@ -83,7 +83,7 @@ def search(
         size = logits.shape[-1]
         tokens, parents = best % size, best // size
         # Rounding could lift a nearly certain child above its parent, and a drafter may overflow: pruning must never
-        # see a child that is likelier than its parent, nor a score that is no number.
+        # see a child that is likelier than its parent, nor a score that is not a number.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
         state = state[parents]

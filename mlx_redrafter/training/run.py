@@ -67,7 +67,7 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     model, tokenizer = load_target(settings, settings.model)
     check_draftable(model, tree=False)
     args = record.drafter_args or chosen_size(settings, model, say)
-    record.args = dict(args.said)
+    record.args = args.to_dict()
     prompts = [] if settings.data else askable(settings, read_prompts(settings, tokenizer), say)
     texts = parted(settings, *read_texts(settings, tokenizer), say) if settings.data else None
     check_same(settings, record, prompts if texts is None else texts)
