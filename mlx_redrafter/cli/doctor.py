@@ -205,22 +205,27 @@ def describe_plan(plan: Plan) -> str:
     return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
 
 
+def format_verdict(report: dict[str, Any], limits: list[str]) -> str:
+    """Whether drafting pays, where `limits` are the tokens per round from which it does after each context."""
+    if report["not_finite"]:
+        return f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite."
+    drafter, start, least = report["drafter"], report["starts"][0], report["pays_from"][0]["tokens_per_round"]
+    pays = start["plan"] if drafter["stand_in"] is None else least
+    text = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
+    text += f" from {limits[0]} tokens per round on"
+    if drafter["stand_in"] is None:
+        text += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
+        text += f"about {start['offer']['ratio']:.2f} times plain decoding"
+    longer = zip(report["costs"]["contexts"][1:], limits[1:], strict=True)
+    return f"{text}." + "".join(f" After {context:,} tokens: from {limit} on." for context, limit in longer)
+
+
 def format_report(report: dict[str, Any]) -> list[str]:
     """Lines of text: the verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
-    costs, drafter, starts = report["costs"], report["drafter"], report["starts"]
+    costs, drafter = report["costs"], report["drafter"]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {chain_tokens(RATES[-1]):.2f}" for tokens in least]
-    pays = least[0] if drafter["stand_in"] else starts[0]["plan"]
-    verdict = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
-    verdict += f" from {limits[0]} tokens per round on"
-    if report["not_finite"]:
-        verdict = f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite"
-    elif not drafter["stand_in"]:
-        verdict += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
-        verdict += f"about {starts[0]['offer']['ratio']:.2f} times plain decoding"
-    for each, limit in zip(report["pays_from"][1:], limits[1:], strict=True):
-        verdict += f". After {each['context']:,} tokens: from {limit} on"
-    text = [f"{verdict}.", *(f"Warning: {note}." for note in report["notes"]), ""]
+    text = [format_verdict(report, limits), *(f"Warning: {note}." for note in report["notes"]), ""]
     text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for role in ("target", "drafter"):
         name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
@@ -230,7 +235,7 @@ def format_report(report: dict[str, Any]) -> list[str]:
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
     text += ["", "auto starts with these plans (width x depth):"]
-    for start in starts:
+    for start in report["starts"]:
         plan = describe_plan(start["plan"]) if start["plan"] else "plain decoding"
         text.append(f"After {start['context']:,} tokens: {plan}; {start['reason']}")
     lines = [line for part in text for line in wrap(part, 80, subsequent_indent="  ", break_on_hyphens=False) or [""]]
