@@ -162,9 +162,8 @@ def find_start(costs: CostTable, acceptance: Acceptance, context: int) -> dict[s
     """What `auto` starts with: a plan, or None for plain decoding, and then the offer is that of the fastest plan."""
     plan = starting_plan(costs, acceptance, context)
     offer = find_offer(costs, acceptance, context, plan)
-    reason = "" if plan else f"the best plan is {describe_plan(offer['plan'])}, "
-    reason += f"{offer['tokens_per_round']:.2f} tokens expected in a round of {offer['plain_steps']:.2f} plain steps, "
-    reason += f"{offer['ratio']:.2f} times plain decoding"
+    reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
+    reason += f"{offer['plain_steps']:.2f} plain steps, {offer['ratio']:.2f} times plain decoding"
     return {"context": context, "plan": plan, "offer": offer, "reason": reason}
 
 
@@ -187,7 +186,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
-            openblas = "apt install libopenblas0-pthread, LD_PRELOAD=libopenblas.so.0 python -m mlx_redrafter.doctor"
+            openblas = "apt install libopenblas0-pthread, then put LD_PRELOAD=libopenblas.so.0 before the command"
             yield f"no fast BLAS was found: a forward of N nodes costs nearly N plain steps. Debian, Ubuntu: {openblas}"
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantised weights without the BLAS: slowly, slower for more nodes"
@@ -234,10 +233,13 @@ def format_report(report: dict[str, Any]) -> list[str]:
         text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
-    text += ["", "auto starts with these plans (width x depth):"]
+    text += [
+        "",
+        "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):",
+    ]
     for start in report["starts"]:
-        plan = describe_plan(start["plan"]) if start["plan"] else "plain decoding"
-        text.append(f"After {start['context']:,} tokens: {plan}; {start['reason']}")
+        kind = "" if start["plan"] else "plain decoding, as the best plan "
+        text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")
     lines = [line for part in text for line in wrap(part, 80, subsequent_indent="  ", break_on_hyphens=False) or [""]]
 
     after = [f"after {context:,} tokens" for context in costs["contexts"]]
@@ -252,7 +254,7 @@ def format_report(report: dict[str, Any]) -> list[str]:
         offers = [each["offer"] for each in report["outlooks"] if each["tokens_per_round"] == tokens]
         table.append((f"{tokens:.2f}", *(f"{offer['ratio']:.2f} ({describe_plan(offer['plan'])})" for offer in offers)))
     table.append(("pays from", *limits))
-    return [*lines, *("".join(f"{cell:>24}" for cell in row) for row in table)]
+    return [*lines, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)]
 
 
 def check_plot(name: str) -> Path:

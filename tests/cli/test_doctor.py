@@ -178,8 +178,8 @@ def test_starts_are_the_plans_that_auto_starts_with(measured: Measured, curve: s
         assert plan == starting_plan(measured.costs, GOOD, start["context"]) and plan in (None, offer["plan"])
         assert offer["tokens_per_round"] == pytest.approx(expected_tokens(GOOD, offer["plan"]))
         assert start["reason"].endswith(f"{offer['ratio']:.2f} times plain decoding")
-        told = "plain decoding; the best plan is" if plan is None else f"{describe_plan(plan)}; "
-        assert f"After {start['context']:,} tokens: {told}" in words(report)
+        kind = "" if plan else "plain decoding, as the best plan "
+        assert f"After {start['context']:,} tokens: {kind}{describe_plan(offer['plan'])} makes" in words(report)
 
 
 @pytest.mark.parametrize(
