@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.machine import describe_machine
-from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
+from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
 
 from .oracle import Oracle, acceptance_of
 from .prompts import Prompt

@@ -18,7 +18,7 @@ def truth(text: str) -> bool:
 
 
 def add_pair(parser: argparse.ArgumentParser, otherwise: str, *, plain: bool = True) -> None:
-    """The flags that name a target and its drafter, as `pair.open_pair` takes them.
+    """The flags that name a target and its drafter, as `checkpoints.load_pair` takes them.
 
     Args:
         otherwise: what there is without `--drafter`, for the help.

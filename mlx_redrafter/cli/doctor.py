@@ -19,19 +19,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import __version__
-from ..atomic_files import expanded, replacing, why_not_writable
+from ..atomic_files import expand_path, replace_file, why_not_writable
+from ..checkpoints import dtype_name, load_pair
 from ..drafters.recurrent import Drafter
 from ..engine.plan import Plan, chain_plan
 from ..engine.supported_models import check_draftable, compute_dtype, model_name
 from ..engine.target import Target
 from ..errors import RedrafterError
 from ..flags import add_pair
-from ..pair import open_pair
 from ..planning.costs import CostTable, is_disturbed, load_costs
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, expected_tokens, predict_all, starting_plan
-from ..shapes import name_of
-from ..training.sizing import CHEAP, choose_size
+from ..planning.sizing import CHEAP, choose_size
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
 """How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
@@ -50,7 +49,7 @@ def run() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
     plot = None if args.plot is None else check_plot(args.plot)
-    model, _, drafter = open_pair(args, args.model, args.drafter)
+    model, _, drafter = load_pair(args, args.model, args.drafter)
     report = diagnose(model, drafter, refresh=args.refresh)
     demo = {} if args.model else {"model": "demo", "drafter": args.drafter or "demo"}
     print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else "\n".join(format_report(report)))
@@ -118,7 +117,7 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
     weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
     quantized = any(key.endswith(".scales") for key in weights)
     weight_bytes = sum(array.nbytes for array in weights.values())
-    return {"name": name, "dtype": name_of(dtype), "quantized": quantized, "weight_bytes": weight_bytes}
+    return {"name": name, "dtype": dtype_name(dtype), "quantized": quantized, "weight_bytes": weight_bytes}
 
 
 def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
@@ -259,7 +258,7 @@ def format_report(report: dict[str, Any]) -> list[str]:
 
 def check_plot(name: str) -> Path:
     """The path of a PNG that can be written; anything else is refused before anything is measured."""
-    path = expanded(name)
+    path = expand_path(name)
     if path.suffix.lower() != ".png":
         raise RedrafterError(f"--plot: expected a name that ends in .png, got {name}")
     if why := why_not_writable(path) if path.parent.is_dir() else f"no folder {path.parent}":
@@ -282,5 +281,5 @@ def draw_plot(path: Path, report: dict[str, Any]) -> None:
     costs.set(xlabel="nodes of a forward", ylabel="plain steps", ylim=(0, None))
     speeds.set(xlabel="tokens per round of a chain of 4 drafted tokens", ylabel="predicted speed over plain decoding")
     speeds.legend()
-    with replacing(path) as partial:
+    with replace_file(path) as partial:
         figure.savefig(partial, dpi=120, format="png")

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
-from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
+from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find_model, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
 from ..engine.request_checks import check_request
@@ -21,7 +21,7 @@ from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
 from ..options import AUTO, default_depth
 from ..planning.costs import load_costs
-from ..session.memory import free
+from ..session.memory import free_memory
 from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
 from .jobs import DEFAULT
@@ -86,7 +86,7 @@ class Provider(ModelProvider):
         if key != self.model_key:
             kept: dict[str, Any] = {}
             try:
-                path = find(key[0])
+                path = find_model(key[0])
                 check_directory(path)
                 if key[1] is not None:
                     read_object(Path(key[1], "adapter_config.json"))
@@ -206,7 +206,7 @@ def local(name: str | Path) -> str:
 
 def has_room(path: Path) -> bool:
     """Whether a model's weights fit twice, as loading may copy them, beside what is loaded; not where nobody knows."""
-    room = free()
+    room = free_memory()
     return room is not None and 2 * sum(file.stat().st_size for file in path.glob(WEIGHTS)) < room
 
 
