@@ -9,10 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.machine import describe_machine
-from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
+from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
 
 from .oracle import Oracle, acceptance_of
 from .prompts import Prompt
@@ -62,7 +61,7 @@ def build(
         draft_model=None,
         draft_model_name=None,
         prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
-        chooser=Chooser(oracle, ()),
+        sampler=oracle,
     )
 
 

@@ -20,15 +20,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.cli.comparing import first_difference
-from mlx_redrafter.cli.prognosis import shape
+from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.decode import Settings, decode, planned, served
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.engine.wired_limit import wired
-from mlx_redrafter.generate import make_settings
-from mlx_redrafter.planning.planner import WARM_UP as PLAIN_STEPS
-from mlx_redrafter.planning.planner import Planner
+from mlx_redrafter.engine.wired_limit import wired_limit
+from mlx_redrafter.generate import decode_tokens, fit_plan
+from mlx_redrafter.options import Options
 
 from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt
@@ -43,12 +41,12 @@ PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "drafted, random drafter",
 )
 
-WARM_UP = PLAIN_STEPS + 12
-"""Tokens that every contestant decodes before anything counts: more than the plain steps that "auto" begins with."""
+WARM_UP = 16
+"""Tokens that every contestant decodes before anything counts."""
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """How everybody decodes."""
 
     max_tokens: int = 128
@@ -111,12 +109,12 @@ class Contestant:
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
     unplanned = "auto" if plan == "auto" else kind
-    told = shape(Plan(*plan)) if isinstance(plan, list) else unplanned
+    told = describe_plan(Plan(*plan)) if isinstance(plan, list) else unplanned
     return f"{told}, random drafter" if kind == RANDOM else told
 
 
 def contestants(
-    subject: Subject, plans: Sequence[Any], options: Options, *, mlx_lm: bool = True, random: bool = False
+    subject: Subject, plans: Sequence[Any], options: RunOptions, *, mlx_lm: bool = True, random: bool = False
 ) -> list[Contestant]:
     """Plain decoding first, then mlx-lm's, then each plan, none of them twice.
 
@@ -139,31 +137,23 @@ def contestants(
     return list({side.label: side for side in found}.values())
 
 
-def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: Options, kind: str) -> Contestant:
+def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: RunOptions, kind: str) -> Contestant:
     """Our loop, with a plan; the chain of it where the model takes no trees.
 
     Raises:
         RedrafterError: there is no such plan, or options out of range.
     """
-    settings: Settings = make_settings(drafter, temp=options.temp, seed=options.seed, plan=plan)
-    if isinstance(settings.plan, Plan):
-        settings = replace(settings, plan=served(subject.model, settings.plan, None))
-    if subject.chooser is not None:
-        settings = replace(settings, chooser=subject.chooser)
-    told = list(settings.plan) if isinstance(settings.plan, Plan) else plan
+    keywords: dict[str, Any] = {"seed": options.seed, "plan": plan}
+    keywords |= {"temp": options.temp} if subject.sampler is None else {"sampler": subject.sampler}
+    asked = Options(**keywords)
+    made = asked.resolve_plan(drafter)
+    if isinstance(made, Plan):
+        plan = list(fit_plan(subject.model, made))
 
     def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        chosen = lend_planner(subject, settings) if kind == RANDOM else settings.plan
-        return decode(prompt, subject.model, drafter, replace(settings, plan=chosen, max_tokens=max_tokens))
+        return decode_tokens(prompt, subject.model, drafter, replace(asked, max_tokens=max_tokens))
 
-    return Contestant(kind, told, steps)
-
-
-def lend_planner(subject: Subject, settings: Settings) -> Plan | Planner | None:
-    """What "auto" goes by with the subject's own drafter, for another one of its size: the same costs and acceptance,
-    so that nothing is measured again."""
-    assert subject.drafter is not None
-    return planned(subject.model, subject.drafter, settings)
+    return Contestant(kind, plan, steps)
 
 
 def ignorant(drafter: Drafter) -> Drafter:
@@ -186,12 +176,12 @@ def ignorant(drafter: Drafter) -> Drafter:
 
 def warmed(subject: Subject, side: Contestant) -> Run:
     """A contestant's first tokens of the first prompt, which do not count."""
-    with wired(subject.model):
+    with wired_limit(subject.model):
         return side.run(subject.prompts[0], WARM_UP)
 
 
 def hold(
-    subject: Subject, sides: Sequence[Contestant], options: Options, *, warm: bool = False
+    subject: Subject, sides: Sequence[Contestant], options: RunOptions, *, warm: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
     """The records of one prompt after another, a record for each contestant; the first one is plain decoding.
 
@@ -210,7 +200,7 @@ def hold(
     read = bytes_per_forward(subject.model)
     for side in () if warm else sides:
         warmed(subject, side)
-    with wired(subject.model):
+    with wired_limit(subject.model):
         for number, prompt in enumerate(subject.prompts):
             runs: dict[str, list[Run]] = defaultdict(list)
             for repeat in range(options.repeats):
@@ -222,7 +212,7 @@ def hold(
             yield [shared | about | told(side, runs[side.label], plain, read, options) for side in sides]
 
 
-def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, options: Options) -> dict[str, Any]:
+def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, options: RunOptions) -> dict[str, Any]:
     """What a record says of a contestant on a prompt; of the rounds, those of the turn that took the median's time.
 
     Args:
@@ -249,7 +239,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
         "ratio_quartiles": spread(ratios),
         "rounds": forwards,
         "tokens_per_round": None if stats is None else stats.tokens_per_round,
-        "plain_steps": None if stats is None else stats.skipped if stats.rounds else made,
+        "plain_steps": None if stats is None else stats.plain_steps if stats.rounds else made,
         "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
         "bandwidth_gb_s": None if read is None else read * forwards / middle.seconds / 1e9,

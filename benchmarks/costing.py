@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mlx_redrafter.engine.target import check_draftable
+from mlx_redrafter.engine.supported_models import check_draftable
 from mlx_redrafter.planning.costs import is_disturbed, load_costs, parse_costs
 from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, candidate_plans
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.atomic_files import expanded, why_not_writable
+from mlx_redrafter.atomic_files import expand_path, why_not_writable
 from mlx_redrafter.errors import RedrafterError
 
 from . import record
 from .common import positive, seed, shape
-from .contest import MLX_LM_DRAFT, Options, contestants, hold, label
+from .contest import MLX_LM_DRAFT, RunOptions, contestants, hold, label
 from .costing import costs_record, tell_disturbed
 from .stamp import stamp
 from .subject import Subject
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser, quick: str) -> None:
     Args:
         quick: what `--quick` does.
     """
-    default = Options()
+    default = RunOptions()
     parser.add_argument("--max-tokens", type=positive, help=f"in a turn (default: {default.max_tokens})")
     parser.add_argument("--repeats", type=positive, help=f"turns that everybody has (default: {default.repeats})")
     parser.add_argument("--seed", type=seed, default=default.seed, help="default: %(default)s")
@@ -50,7 +50,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, draft_model: bool = True) -
     Args:
         draft_model: whether mlx-lm's own speculation takes part.
     """
-    default = Options()
+    default = RunOptions()
     parser.add_argument("--temp", type=float, default=default.temp, help="sampling temperature (default: %(default)s)")
     if draft_model:
         parser.add_argument(
@@ -68,17 +68,17 @@ def plan(text: str) -> Any:
     return text if text == "auto" else shape(text)
 
 
-def options(args: argparse.Namespace) -> Options:
+def options(args: argparse.Namespace) -> RunOptions:
     """How everybody decodes.
 
     Raises:
         RedrafterError: there would be nothing on the clock.
     """
-    default = Options()
+    default = RunOptions()
     max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else default.max_tokens)
     if max_tokens < LEAST_TOKENS:
         raise RedrafterError(f"--max-tokens must be at least {LEAST_TOKENS}: the clock starts at the first one")
-    return Options(
+    return RunOptions(
         max_tokens,
         args.temp,
         args.seed,
@@ -130,7 +130,7 @@ def checked(path: Path) -> Path:
     Raises:
         RedrafterError: which, and why.
     """
-    place = expanded(path)
+    place = expand_path(path)
     if why := why_not_writable(place):
         raise RedrafterError(f"expected a file to write to, got {path}: {why}")
     return place

@@ -21,7 +21,7 @@ from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError, one_line
 
 from .building import build, weight_bytes
-from .contest import Options, Run, contestants, hold, warmed
+from .contest import Run, RunOptions, contestants, hold, warmed
 from .costing import costs_record, tell_disturbed
 from .measuring import PLANS, QUICK_PLANS, status_of
 from .record import SCHEMA, Record
@@ -207,7 +207,7 @@ def measured(item: Item, seconds: float) -> Iterator[list[Record]]:
     costs = costs_record(subject)
     tell_disturbed(costs)
     yield [costs]
-    options = Options(max_tokens=MOST_TOKENS)
+    options = RunOptions(max_tokens=MOST_TOKENS)
     sides = contestants(subject, item.plans, options, random=item.random)
     runs = []
     for number, side in enumerate(sides):
@@ -221,7 +221,7 @@ def measured(item: Item, seconds: float) -> Iterator[list[Record]]:
             left(f"{number} of {count} prompts")
 
 
-def fitting(runs: list[Run], lengths: list[int], seconds: float, options: Options) -> Options:
+def fitting(runs: list[Run], lengths: list[int], seconds: float, options: RunOptions) -> RunOptions:
     """The options with as many tokens and turns as there is time for.
 
     Args:

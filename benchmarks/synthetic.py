@@ -19,7 +19,7 @@ from mlx_redrafter.errors import RedrafterError
 
 from .building import DTYPES, build
 from .common import positive
-from .contest import Options
+from .contest import RunOptions
 from .measuring import PLANS, add_options, checked, measured, plan
 from .targets import TARGETS, TargetShape, target_of
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafter-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantises the drafter, too")
     parser.add_argument("--plans", type=plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
     add_options(parser, f"{QUICK_LAYERS} layers, {QUICK_TOKENS} tokens, plans auto and 1,3, once")
-    default = Options()
+    default = RunOptions()
     parser.set_defaults(random_drafter=False, temp=default.temp, num_draft_tokens=default.num_draft_tokens)
 
 

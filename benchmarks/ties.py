@@ -18,9 +18,9 @@ import mlx.nn as nn
 
 from mlx_redrafter.cli.comparing import Difference, distance, first_difference
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.trial import try_out
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import generate_step, make_settings
+from mlx_redrafter.generate import decode_prompts, generate_step
+from mlx_redrafter.options import Options
 
 from .building import quantize
 from .common import positive
@@ -82,8 +82,8 @@ def measure(
     """
     options: dict[str, Any] = {"temp": temp, "seed": seed}
     drafted_options = options | {"plan": plan}
-    plain = try_out(model, None, prompts, make_settings(None, max_tokens=max_tokens, **options))
-    drafted = try_out(model, drafter, prompts, make_settings(drafter, max_tokens=max_tokens, **drafted_options))
+    plain = decode_prompts(model, None, prompts, Options(max_tokens=max_tokens, **options))
+    drafted = decode_prompts(model, drafter, prompts, Options(max_tokens=max_tokens, **drafted_options))
     found = []
     for prompt, one, other in zip(prompts, plain.texts, drafted.texts, strict=True):
         if (at := first_difference(one, other)) is not None:

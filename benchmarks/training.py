@@ -21,15 +21,15 @@ import numpy as np
 
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.sizing import n_weights
 from mlx_redrafter.training.answers import AT_ONCE
 from mlx_redrafter.training.data import Text, collated
 from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_lesson, train_drafter
 from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
 from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import Batch, Heard, hear, new_drafter, untrained, vocabulary_of
-from mlx_redrafter.training.sizing import n_weights
 
 from .building import drafter_size, weight_bytes
 from .common import above_zero, positive
@@ -48,7 +48,7 @@ def cost(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.iters < LEAST_ITERATIONS:
         raise RedrafterError(f"--iters must be at least {LEAST_ITERATIONS}: neither the first two count nor the last")
     model = load_demo()[0]
-    hidden_size, vocab_size = sizes(model)
+    hidden_size, vocab_size = model_sizes(model)
     drafter = new_drafter(model, DrafterArgs(hidden_size, vocab_size, args.exit_dim, 1))
     recipe = Recipe(depth=args.draft_depth)
     rng = np.random.default_rng(0)

@@ -9,8 +9,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.recurrent import Drafter
-from ..engine.trial import try_out
-from ..generate import encode_chat, make_settings
+from ..generate import decode_prompts
+from ..generate import encode_chat
+from ..options import Options
 
 ROWS = 8
 PROMPTS = (
@@ -62,5 +63,5 @@ def difference(source: mx.array, result: mx.array) -> Difference:
 def tokens_per_round(model: nn.Module, tokenizer: Any, drafter: Drafter) -> float:
     """Greedy, drafting as deep as it says, pooled over a few prompts, through the chat template where there is one."""
     prompts = [encode_chat(tokenizer, text) for text in PROMPTS]
-    settings = make_settings(drafter, max_tokens=NEW_TOKENS, beam_width=1)
-    return try_out(model, drafter, prompts, settings, set(tokenizer.eos_token_ids)).stats.tokens_per_round
+    settings = Options(max_tokens=NEW_TOKENS, beam_width=1)
+    return decode_prompts(model, drafter, prompts, settings, set(tokenizer.eos_token_ids)).stats.tokens_per_round

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-from collections.abc import Container
 from typing import Any
 
-from .engine.plan import AUTO, DRAFT_DEPTH, OFF
 from .errors import RedrafterError
-from .generate import make_settings
+from .options import OPTION_FLAGS, add_options
 
-OPTIONS = (
-    ("max_tokens", int, "how many tokens to make; -1 for no limit"),
-    ("temp", float, "sampling temperature; 0 takes the likeliest token"),
-    ("top_p", float, "sampling top-p"),
-    ("min_p", float, "sampling min-p"),
-    ("min_tokens_to_keep", int, "tokens that min-p always keeps"),
-    ("top_k", int, "sampling top-k"),
-    ("xtc_probability", float, "probability of XTC at each token"),
-    ("xtc_threshold", float, "probability a token needs for XTC to remove it"),
-    ("seed", int, "equal seeds give equal text, with and without a drafter; drawn when not given"),
-    ("plan", str, "auto measures this machine once and chooses round by round; off decodes plainly"),
-    ("beam_width", int, "W, how many continuations are drafted, in every round instead of a plan"),
-    (
-        "draft_depth",
-        int,
-        f"K, how many tokens each continuation is long; then the drafter's own, or {DRAFT_DEPTH}, when not given",
-    ),
-    ("tree_size", int, "N, how many nodes the target verifies, the root included; then all when not given"),
-    ("prefill_step_size", int, "prompt tokens to read in one forward"),
-    ("max_kv_size", int, "rows of the KV cache at most, where the model leaves that open; the first 4 stay"),
-    ("kv_bits", int, "bits of a quantised KV cache; not quantised when not given"),
-    ("kv_group_size", int, "group size of the quantised KV cache"),
-    ("quantized_kv_start", int, "length from which the KV cache is quantised"),
-)
-"""(parameter of `make_settings`, type, help); the flag is the name with dashes."""
+OPTIONS = tuple((flag.name, flag.kind, flag.help) for flag in OPTION_FLAGS)
 
 
 def truth(text: str) -> bool:
@@ -45,7 +18,7 @@ def truth(text: str) -> bool:
 
 
 def add_pair(parser: argparse.ArgumentParser, otherwise: str, *, plain: bool = True) -> None:
-    """The flags that name a target and its drafter, as `pair.open_pair` takes them.
+    """The flags that name a target and its drafter, as `checkpoints.load_pair` takes them.
 
     Args:
         otherwise: what there is without `--drafter`, for the help.
@@ -114,15 +87,3 @@ def template_config(args: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(more, dict):
         raise RedrafterError(f"--chat-template-config must be a JSON object, got {args.chat_template_config}")
     return more
-
-
-def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
-    """The flags of `OPTIONS`, but those named in `without`, for a parser or a group of one."""
-    defaults = {name: p.default for name, p in inspect.signature(make_settings).parameters.items()}
-    for name, kind, text in OPTIONS:
-        if name in without:
-            continue
-        flags = [f"--{name.replace('_', '-')}"] + (["-m"] if name == "max_tokens" else [])
-        shown = "" if defaults[name] is None else f" (default: {defaults[name]})"
-        choices = (AUTO, OFF) if name == "plan" else None
-        parser.add_argument(*flags, type=kind, choices=choices, default=defaults[name], help=text + shown)

@@ -1,4 +1,4 @@
-"""The library: ids, a stream of responses, or a string; and `python -m mlx_redrafter.generate`."""
+"""The library: token ids, a stream of responses, or a string; and `python -m mlx_redrafter.generate`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from numbers import Integral
 from types import ModuleType
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,285 +24,53 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoints import check_fit
 from .drafters.recurrent import Drafter
-from .engine import kv_cache
-from .engine.decode import OnRound, Settings, Step, in_pieces, own_depth
-from .engine.plan import AUTO, Plan, make_plan, read_plan
-from .engine.prompts import check_prompt
-from .engine.round import Chooser, Processor
-from .engine.sampling import make_sampler
+from .engine.decode import FixedPlan, Planner, decode, on_stream, prefill
+from .engine.plan import Plan, chain_plan
+from .engine.request_checks import check_prompt, check_request
+from .engine.round import Chooser
 from .engine.stats import Stats
-from .engine.target import KVQuantization, check_ring
-from .engine.wired_limit import wired
+from .engine.supported_models import check_draftable, model_name
+from .engine.target import Target
+from .engine.wired_limit import wired_limit
 from .errors import RedrafterError
+from .options import AUTO, Options, default_depth, takes_options
+from .planning.planner import make_planner
 from .stop_strings import StopStrings
 
-SILENT_ROUNDS = 16
-"""After this many rounds without one accepted token the drafter is reported as useless."""
+USELESS_ROUNDS = 16
+"""After this many drafting rounds without one accepted token the drafter is reported as useless."""
 
-OPTIONAL = ("seed", "beam_width", "draft_depth", "tree_size", "max_kv_size", "kv_bits")
-"""The integers of `make_settings` that may be None."""
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `generate_step`, `stream_generate` and `generate`; see `make_settings`."""
-
-    max_tokens: int
-    temp: float
-    top_p: float
-    min_p: float
-    min_tokens_to_keep: int
-    top_k: int
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_special_tokens: Sequence[int]
-    seed: int | None
-    plan: str | Sequence[int]
-    beam_width: int | None
-    draft_depth: int | None
-    tree_size: int | None
-    sampler: Callable[[mx.array], mx.array] | None
-    logits_processors: Sequence[Processor] | None
-    prompt_cache: kv_cache.Cache | None
-    history: Sequence[int]
-    prefill_step_size: int
-    prompt_progress_callback: Callable[[int, int], None] | None
-    max_kv_size: int | None
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
-    on_drafter_failure: Callable[[Exception], None] | None
-    on_round: OnRound | None
+Prompt = str | Sequence[int] | mx.array
 
 
-def make_settings(
-    drafter: Drafter | None = None,
-    *,
-    max_tokens: int = 256,
-    temp: float = 0.0,
-    top_p: float = 0.0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] = (),
-    seed: int | None = None,
-    plan: str | Sequence[int] = AUTO,
-    beam_width: int | None = None,
-    draft_depth: int | None = None,
-    tree_size: int | None = None,
-    sampler: Callable[[mx.array], mx.array] | None = None,
-    logits_processors: Sequence[Processor] | None = None,
-    prompt_cache: kv_cache.Cache | None = None,
-    history: Sequence[int] = (),
-    prefill_step_size: int = 2048,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-    max_kv_size: int | None = None,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 5000,
-    on_drafter_failure: Callable[[Exception], None] | None = None,
-    on_round: OnRound | None = None,
-) -> Settings:
-    """Every keyword of the three functions, checked.
+class Step(NamedTuple):
+    """One decoded token.
 
-    Args:
-        drafter: None for plain decoding; the plan and the beam's three keywords then do not matter.
-        max_tokens: how many tokens to make; -1 for no limit.
-        temp: sampling temperature; 0 takes the likeliest token.
-        top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, xtc_special_tokens: mlx-lm's
-            filters, applied in mlx-lm's order.
-        seed: equal seeds give equal tokens, with and without a drafter. None draws one.
-        plan: "auto" measures this machine once and chooses round by round, plain decoding included; "off" decodes
-            plainly; (W, K) or (W, K, N) is the plan of every round.
-        beam_width: W, how many continuations are drafted; 1 where only the others are given.
-        draft_depth: K, how many tokens each is long; None for what the drafter's config says, or else DRAFT_DEPTH.
-        tree_size: N, how many nodes the target verifies, the root included; None for all 1 + W * K.
-        sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities.
-            Exact in law if it is a function of that row.
-        logits_processors: of mlx-lm's kind, each a function of (history, logits): it is called for every node, with
-            histories that may come to nothing. The tree is then not pruned.
-        prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards. A forward
-            that a Ctrl-C breaks off is taken back in all layers, so the cache may then lack tokens that were yielded,
-            or hold one that was about to be, and one that comes while rows are moved is not noticed: go on with a new
-            one (`Session` does).
-        history: the ids that `prompt_cache` holds, for processors to see, and for caches that do not count: without it
-            the noise of a sampled text behind such a cache starts at position 0.
-        prefill_step_size: prompt tokens in one forward.
-        prompt_progress_callback: called with (tokens read, tokens in all).
-        max_kv_size: how many rows the KV cache has at most, the first 4 of the text and the latest; as in mlx-lm, for
-            models that do not say themselves what caches they have, and without a `prompt_cache`.
-        kv_bits, kv_group_size, quantized_kv_start: quantisation of the KV cache from that length on.
-        on_drafter_failure: called once with what the drafter raises; plain decoding goes on from there, and no token is
-            lost. None passes it on. What fails only when it is computed, as memory does, is passed on in any case.
-        on_round: called with each round that drafted, before its first token is yielded: the `Tree`, whose arrays are
-            computed by then, the kept nodes from the root down, and the tokens of the round, one behind each of those.
-
-    Raises:
-        RedrafterError: a value out of its range.
+    Attributes:
+        token: its id.
+        logprobs: (V,) the target's log-probabilities where it was chosen, evaluated.
+        from_draft: whether the drafter had guessed it.
+        stats: the rounds so far, this token's included.
     """
-    check_integers(
-        max_tokens=max_tokens,
-        min_tokens_to_keep=min_tokens_to_keep,
-        top_k=top_k,
-        seed=seed,
-        beam_width=beam_width,
-        draft_depth=draft_depth,
-        tree_size=tree_size,
-        prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-    )
-    if prefill_step_size < 1:
-        raise RedrafterError(f"prefill_step_size must be at least 1, got {prefill_step_size}")
-    check_ring(max_kv_size)
-    check_callers(logits_processors, prompt_progress_callback, on_drafter_failure, prompt_cache, on_round)
-    chosen = make_sampler(
-        seed=fresh_seed() if seed is None else int(seed),
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        min_tokens_to_keep=min_tokens_to_keep,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        xtc_special_tokens=xtc_special_tokens,
-        sampler=sampler,
-    )
-    return Settings(
-        chooser=Chooser(chosen, tuple(logits_processors or ())),
-        plan=plan_of(drafter, read_plan(plan, beam_width, draft_depth, tree_size), ordered=bool(logits_processors)),
-        max_tokens=int(max_tokens),
-        prompt_cache=prompt_cache,
-        history=tuple(history),
-        max_kv_size=None if max_kv_size is None else int(max_kv_size),
-        prefill_step_size=int(prefill_step_size),
-        quantization=KVQuantization(
-            None if kv_bits is None else int(kv_bits), int(kv_group_size), int(quantized_kv_start)
-        ).check(),
-        prompt_progress_callback=prompt_progress_callback,
-        on_drafter_failure=on_drafter_failure,
-        on_round=on_round,
-    )
 
-
-def check_integers(**given: object) -> None:
-    """Refuses keywords that are no integers.
-
-    Raises:
-        RedrafterError: one is none, nor None where it may be.
-    """
-    for name, value in given.items():
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not whole and not (value is None and name in OPTIONAL):
-            raise RedrafterError(f"{name} must be an integer, got {value!r}")
-
-
-def check_callers(
-    logits_processors: object,
-    prompt_progress_callback: object,
-    on_drafter_failure: object,
-    prompt_cache: object,
-    on_round: object = None,
-) -> None:
-    """Refuses functions that cannot be called, and a cache that is none.
-
-    Raises:
-        RedrafterError: with what was expected.
-    """
-    if callable(logits_processors):
-        raise RedrafterError("logits_processors must be a list of functions, got one function")
-    if logits_processors is not None and not (
-        isinstance(logits_processors, Iterable) and all(callable(each) for each in logits_processors)
-    ):
-        raise RedrafterError(f"logits_processors must be a list of functions, got {logits_processors!r}")
-    told = {
-        "prompt_progress_callback": prompt_progress_callback,
-        "on_drafter_failure": on_drafter_failure,
-        "on_round": on_round,
-    }
-    for name, function in told.items():
-        if function is not None and not callable(function):
-            raise RedrafterError(f"{name} must be a function, got {function!r}")
-    if prompt_cache is not None and not isinstance(prompt_cache, list):
-        raise RedrafterError(
-            f"prompt_cache must be the list that make_prompt_cache returns, got {type(prompt_cache).__name__}"
-        )
-
-
-def plan_of(
-    drafter: Drafter | None, asked: tuple[int, int | None, int | None] | Literal["auto"] | None, *, ordered: bool
-) -> Plan | Literal["auto"] | None:
-    """The plan that is asked for, with the drafter's own depth where none is; None decodes plainly.
-
-    Args:
-        asked: see `read_plan`.
-        ordered: every node must be kept.
-
-    Raises:
-        RedrafterError: see `make_plan`; or the drafter is none.
-    """
-    if drafter is None:
-        return None
-    if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
-        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
-    if asked is None or asked == AUTO:
-        return asked
-    width, depth, size = asked
-    vocab_size = drafter.args.vocab_size
-    plan = make_plan(width, own_depth(drafter) if depth is None else depth, size, vocab_size)
-    return make_plan(plan.width, plan.depth, None, vocab_size) if ordered and plan.width > 1 else plan
-
-
-def fresh_seed() -> int:
-    """A random seed; where several processes share one model (`mlx.launch`), that of the first."""
-    seed = secrets.randbits(32)
-    group = mx.distributed.init()
-    if group.size() == 1:
-        return seed
-    halves = mx.array([seed >> 16, seed & 0xFFFF] if group.rank() == 0 else [0, 0], mx.int32)
-    high, low = cast(list[int], mx.distributed.all_sum(halves, group=group, stream=mx.cpu).tolist())
-    return (high << 16) | low
-
-
-def generate_step(
-    prompt: Sequence[int] | mx.array,
-    model: nn.Module,
-    drafter: Drafter | None = None,
-    **options: Unpack[Options],
-) -> Generator[tuple[int, mx.array, bool], None, None]:
-    """Yields (token, log-probabilities (V,), whether it was drafted), as mlx-lm's `speculative_generate_step`.
-
-    It does not stop at an end-of-text token. Closing the generator cancels.
-
-    Args:
-        prompt: (T,) token ids, T >= 1.
-        model: a model as `mlx_lm.load` returns it.
-        drafter: None decodes plainly.
-        options: see `make_settings`.
-
-    Raises:
-        RedrafterError: on the first `next`: bad settings, an unsupported model, or a drafter of another size.
-    """
-    with closing(_steps(prompt, model, drafter, make_settings(drafter, **options))) as steps:
-        for step in filter(None, steps):
-            yield step.token, step.logprobs, step.from_draft
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    stats: Stats
 
 
 @dataclass
 class GenerationResponse(MlxLmResponse):
-    """mlx-lm's response, and what speculation has done so far.
+    """mlx-lm's response, and what speculative decoding has done so far.
 
     Attributes:
-        rounds: forwards of the target behind the prompt's; the token chosen by the prefill belongs to none.
-        drafted: nodes verified, roots not counted.
-        accepted: drafted tokens kept.
+        rounds: forwards of the target after the prompt's, plain steps included: 1 + rounds + accepted tokens were made.
+        drafted: drafted nodes verified, roots not counted.
+        accepted: drafted tokens accepted.
         tokens_per_round: 1 + accepted / rounds.
-        acceptance_per_depth: share of rounds that kept a drafted token at depth 1, 2, ...
-        rows_per_round: tokens the target read in a round: root, drafted, and those it has to read again.
-        plain_steps: rounds that drafted nothing, because it did not pay.
+        acceptance_per_depth: share of drafting rounds that accepted a drafted token at depth 1, 2, ...
+        rows_per_round: tokens in a forward: root, drafted, and replayed ones.
+        plain_steps: rounds that drafted nothing.
         seed: the seed in use, also when it was drawn.
     """
 
@@ -317,14 +84,37 @@ class GenerationResponse(MlxLmResponse):
     seed: int = 0
 
 
+@takes_options
+def generate_step(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None = None, **options: Any
+) -> Generator[tuple[int, mx.array, bool], None, None]:
+    """Yields (token, log-probabilities (V,), whether it was drafted), as mlx-lm's `speculative_generate_step`.
+
+    It does not stop at an end-of-text token. Closing the generator cancels.
+
+    Args:
+        prompt: (T,) token ids, T >= 1.
+        model: a model as `mlx_lm.load` returns it.
+        drafter: None decodes plainly.
+        options: see `Options`.
+
+    Raises:
+        RedrafterError: on the first `next`: an option out of range, an unsupported model, a drafter of another size.
+    """
+    with closing(decode_tokens(prompt, model, drafter, Options(**options))) as steps:
+        for step in steps:
+            yield step.token, step.logprobs, step.from_draft
+
+
+@takes_options
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | Sequence[int] | mx.array,
+    prompt: Prompt,
     *,
     drafter: Drafter | None = None,
     stop: str | Sequence[str] | None = None,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """Yields a response for each token, as mlx-lm's `stream_generate`.
 
@@ -336,47 +126,73 @@ def stream_generate(
         prompt: text, token ids, or an array of them.
         drafter: None decodes plainly.
         stop: strings that end the text.
-        options: see `make_settings`.
+        options: see `Options`.
 
     Raises:
         RedrafterError: on the first `next`: see `generate_step`; also for max_tokens 0 and an empty stop string.
     """
-    with closing(stream_in_pieces(model, tokenizer, prompt, drafter=drafter, stop=stop, **options)) as responses:
+    with closing(stream_responses(model, tokenizer, prompt, drafter=drafter, stop=stop, **options)) as responses:
         yield from filter(None, responses)
 
 
-def stream_in_pieces(
+@takes_options
+def generate(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | Sequence[int] | mx.array,
+    prompt: Prompt,
     *,
     drafter: Drafter | None = None,
     stop: str | Sequence[str] | None = None,
-    **options: Unpack[Options],
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """The whole text, as mlx-lm's `generate`; `verbose` prints it as it is made, then a summary.
+
+    See `stream_generate`.
+    """
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=stop, **options):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print("\n" + "=" * 10 + "\n" + summary(response))
+    return text
+
+
+def stream_responses(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    drafter: Drafter | None = None,
+    stop: str | Sequence[str] | None = None,
+    **keywords: Any,
 ) -> Generator[GenerationResponse | None, None, None]:
-    """As `stream_generate`, and yields None between two pieces of the prompt; see `loop.in_pieces`."""
+    """As `stream_generate`, and yields None between two pieces of the prompt."""
     if not hasattr(tokenizer, "encode"):
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    options = completed(options, tokenizer)
-    settings = make_settings(drafter, **options)
-    if settings.max_tokens == 0:
-        raise RedrafterError("max_tokens must not be 0 (use -1 for no limit)")
+    options = Options(**keywords)
+    if options.max_tokens == 0:
+        raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
+    options = replace(options, seed=draw_seed() if options.seed is None else options.seed)
+    if options.xtc_probability and options.xtc_special_tokens is None:
+        options = replace(options, xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids])
     ids = encode(tokenizer, prompt)
-    watch = watch_for(stop)
+    stops = make_stop_strings(stop)
     detokenizer = tokenizer.detokenizer
     started = prompt_tps = 0.0
+    callback = options.prompt_progress_callback
 
     def progress(done: int, total: int) -> None:
-        """The prompt's time begins when it is read, behind what `plan="auto"` may measure first."""
         nonlocal started
-        started = time.perf_counter() if done == 0 else started
-        if settings.prompt_progress_callback is not None:
-            settings.prompt_progress_callback(done, total)
+        started = time.perf_counter() if done == 0 else started  # after what `plan="auto"` may measure first
+        if callback is not None:
+            callback(done, total)
 
-    def response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
-        """What is yielded for a step, the `count`-th, that adds `text`."""
+    def make_response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
         stats = step.stats
         return GenerationResponse(
             text=text,
@@ -395,15 +211,13 @@ def stream_in_pieces(
             tokens_per_round=stats.tokens_per_round,
             acceptance_per_depth=stats.acceptance_per_depth,
             rows_per_round=stats.rows_per_round,
-            plain_steps=stats.skipped,
-            seed=options["seed"] or 0,
+            plain_steps=stats.plain_steps,
+            seed=cast(int, options.seed),
         )
 
-    with (
-        wired(model),
-        closing(_steps(ids, model, drafter, replace(settings, prompt_progress_callback=progress))) as steps,
-    ):
-        count, last = 0, Stats()
+    options = replace(options, prompt_progress_callback=progress)
+    with wired_limit(model), closing(_decode_steps(ids, model, drafter, options)) as steps:
+        count, warned = 0, False
         for step in steps:
             if step is None:
                 yield None
@@ -412,35 +226,162 @@ def stream_in_pieces(
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
-            warn_if_useless(step.stats, last)
-            last, text = step.stats, ""
+            if not warned and step.stats.draft_rounds >= USELESS_ROUNDS:
+                warned = True
+                _warn_if_useless(step.stats)
+            text = ""
             if step.token in tokenizer.eos_token_ids:
                 break
             detokenizer.add_token(step.token)
-            text, found = watch.feed(detokenizer.last_segment)
+            text, found = stops.feed(detokenizer.last_segment)
             if found:
-                yield response(step, count, text, "stop")
+                yield make_response(step, count, text, "stop")
                 return
-            if count == settings.max_tokens:
+            if count == options.max_tokens:
                 break
-            yield response(step, count, text, None)
-        assert step is not None  # there is a token behind every prompt
+            yield make_response(step, count, text, None)
+        assert step is not None  # there is a token after every prompt
         detokenizer.finalize()
-        tail, found = watch.feed(detokenizer.last_segment)
-        ended = found or step.token in tokenizer.eos_token_ids
-        yield response(step, count, text + tail + ("" if found else watch.rest()), "stop" if ended else "length")
+        tail, found = stops.feed(detokenizer.last_segment)
+        reason = "stop" if found or step.token in tokenizer.eos_token_ids else "length"
+        yield make_response(step, count, text + tail + ("" if found else stops.rest()), reason)
 
 
-def completed(options: Options, tokenizer: TokenizerWrapper) -> Options:
-    """The options with a seed, and with the tokens that XTC spares, as mlx-lm's command has them."""
-    seed = options.get("seed")
-    found: Options = {**options, "seed": fresh_seed() if seed is None else seed}
-    if options.get("xtc_probability") and "xtc_special_tokens" not in options:
-        found["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    return found
+def decode_tokens(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, options: Options
+) -> Generator[Step, None, None]:
+    """Decodes after `prompt` until `max_tokens` (-1: for ever), or until the caller closes the generator.
+
+    A prompt cache of the caller's then holds the prompt and every token that was yielded, the last one included.
+
+    Raises:
+        RedrafterError: see `generate_step`.
+    """
+    with closing(_decode_steps(prompt, model, drafter, options)) as steps:
+        yield from filter(None, steps)
 
 
-def watch_for(stop: str | Sequence[str] | None) -> StopStrings:
+def _decode_steps(
+    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, options: Options
+) -> Generator[Step | None, None, None]:
+    """As `decode_tokens`: rounds flattened to tokens. Yields None between two pieces of the prompt."""
+    tokens = check_prompt(prompt)
+    target, chooser = _open_target(model, tokens, options)
+    planner = _open_planner(model, drafter, options)
+    if planner is None:
+        drafter, planner = None, FixedPlan(None)
+    reading: dict[str, Any] = {
+        "history": options.history,
+        "prefill_step_size": options.prefill_step_size,
+        "prompt_progress_callback": options.prompt_progress_callback,
+    }
+    if options.max_tokens == 0:
+        for _ in prefill(target, tokens, chooser, *reading.values(), want_hidden=False):
+            yield None
+        return
+    length, count, token, stats = target.length + tokens.shape[0], 0, 0, Stats()
+
+    def finish() -> None:
+        if count and options.prompt_cache is not None:
+            with on_stream():
+                target.finish(length + count, token)
+
+    rounds = decode(target, drafter, chooser, planner, tokens, on_drafter_failure=options.on_drafter_failure, **reading)
+    with closing(rounds):
+        try:
+            for each in rounds:
+                if not each.tokens:
+                    yield None
+                    continue
+                room = len(each.tokens) if options.max_tokens == -1 else options.max_tokens - count
+                taken = each.tokens[:room]
+                n_accepted = len(taken) - 1
+                if not each.is_prompt:
+                    drafted, depth = (each.plan.size - 1, each.plan.depth) if each.plan else (0, 0)
+                    stats = stats.add_round(drafted, n_accepted, depth, each.replayed)
+                if options.on_round is not None and each.tree is not None:
+                    options.on_round(each.tree, list(each.path[:room]), taken)
+                for i, token in enumerate(taken):
+                    count += 1
+                    yield Step(token, each.logprobs[i], i < n_accepted, stats)
+                if count == options.max_tokens:
+                    break
+        except GeneratorExit:
+            finish()
+            raise
+        finish()
+
+
+def _open_target(model: nn.Module, tokens: mx.array, options: Options) -> tuple[Target, Chooser]:
+    """A target after `options.history`, and what chooses its tokens; what cannot be decoded is refused here.
+
+    Raises:
+        RedrafterError: see `check_request` and `Sampler.check`; or the cache holds another number of tokens.
+    """
+    if not isinstance(model, nn.Module):
+        raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
+    cache, history = options.prompt_cache, options.history
+    vocab_size = check_request(model, tokens, cache, options.quantization, options.max_kv_size)
+    sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
+    sampler.check(vocab_size)
+    with on_stream():
+        target = Target(model, cache, options.quantization, options.max_kv_size)
+    if history and target.length not in (0, len(history)):
+        raise RedrafterError(f"the prompt cache holds {target.length} tokens, its history is {len(history)}")
+    target.length = len(history) or target.length
+    return target, Chooser(sampler, tuple(options.logits_processors or ()))
+
+
+def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options) -> Planner | None:
+    """What decides about each round; None for plain decoding.
+
+    Raises:
+        RedrafterError: the drafter does not fit the model, or the plan does not fit the drafter.
+        UnsupportedModelError: see `check_draftable`.
+    """
+    if drafter is None:
+        return None
+    if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
+        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
+    check_fit(drafter, model)
+    plan = options.resolve_plan(drafter)
+    if plan is None:
+        return None
+    if plan == AUTO:
+        trees = check_draftable(model, tree=True, cache=options.prompt_cache) is None
+        if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
+            return FixedPlan(chain_plan(default_depth(drafter)))  # what other ranks measure is not known here
+        return make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
+    assert isinstance(plan, Plan)
+    return FixedPlan(fit_plan(model, plan, options.prompt_cache))
+
+
+def fit_plan(model: nn.Module, plan: Plan, cache: list[Any] | None = None) -> Plan:
+    """The plan, or its chain where the model takes no trees, with a warning that says why.
+
+    Raises:
+        UnsupportedModelError: see `check_draftable`.
+    """
+    reason = check_draftable(model, tree=plan.width > 1, cache=cache)
+    if reason is None:
+        return plan
+    # The line that is pointed to is the one that called a public function.
+    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=6)
+    return chain_plan(plan.depth)
+
+
+def draw_seed() -> int:
+    """A random seed; where several processes share one model (`mlx.launch`), that of the first."""
+    seed = secrets.randbits(32)
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return seed
+    halves = mx.array([seed >> 16, seed & 0xFFFF] if group.rank() == 0 else [0, 0], mx.int32)
+    high, low = cast(list[int], mx.distributed.all_sum(halves, group=group, stream=mx.cpu).tolist())
+    return (high << 16) | low
+
+
+def make_stop_strings(stop: str | Sequence[str] | None) -> StopStrings:
     """What ends a text at one of these.
 
     Raises:
@@ -451,47 +392,23 @@ def watch_for(stop: str | Sequence[str] | None) -> StopStrings:
     return StopStrings([stop] if isinstance(stop, str) else stop or ())
 
 
-def generate(
-    model: nn.Module,
-    tokenizer: Any,
-    prompt: str | Sequence[int] | mx.array,
-    *,
-    drafter: Drafter | None = None,
-    stop: str | Sequence[str] | None = None,
-    verbose: bool = False,
-    **options: Unpack[Options],
-) -> str:
-    """The whole text, as mlx-lm's `generate`; `verbose` prints it as it is made, then a summary.
-
-    See `stream_generate`.
-    """
-    text = ""
-    for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=stop, **options):
-        if verbose:
-            print(response.text, end="", flush=True)
-        text += response.text
-    if verbose:
-        print("\n" + "=" * 10 + "\n" + summary(response))
-    return text
-
-
 def summary(last: GenerationResponse) -> str:
-    """What mlx-lm prints at the end, and the rounds if there were any."""
+    """What mlx-lm prints at the end, and the rounds if any drafted."""
     lines = [
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
         f"Peak memory: {last.peak_memory:.3f} GB",
     ]
-    if last.rounds:
+    if last.drafted:
         depths = " ".join(f"{share:.2f}" for share in last.acceptance_per_depth)
         lines.append(
-            f"Rounds: {last.rounds}, {last.tokens_per_round:.2f} tokens per round, {last.rows_per_round:.1f} read; "
-            f"{last.accepted} of {last.drafted} drafted nodes accepted" + (f"; per depth {depths}" if depths else "")
+            f"Rounds: {last.rounds}, {last.plain_steps} of them plain steps, {last.tokens_per_round:.2f} tokens per "
+            f"round; {last.accepted} of {last.drafted} drafted tokens accepted; per depth {depths}"
         )
     return "\n".join(lines)
 
 
-def encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
+def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Token ids of a prompt. Special tokens are added to a text unless it begins with the first of them."""
     if not isinstance(prompt, str):
         return cast(list[int], check_prompt(prompt).tolist())
@@ -512,29 +429,61 @@ def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8; what a shell passes on of other bytes cannot."""
+    """Whether it can be written as UTF-8; other bytes that a shell passes on cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def warn_if_useless(stats: Stats, before: Stats) -> None:
-    """Says once that nothing is being accepted: at the token with which enough rounds have drafted."""
-    if before.tried < SILENT_ROUNDS <= stats.tried and stats.accepted == 0:
+class PromptRuns(NamedTuple):
+    """What decoding several prompts gave.
+
+    Attributes:
+        stats: of all prompts together.
+        texts: the token ids that were made, for each prompt.
+        seconds: from each prompt's first token to its last, added up.
+    """
+
+    stats: Stats
+    texts: tuple[tuple[int, ...], ...]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After the first token of each prompt; 0 when there is no more than that."""
+        made = sum(len(text) - 1 for text in self.texts)
+        return made / self.seconds if self.seconds else 0.0
+
+
+def decode_prompts(
+    model: nn.Module,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    eos_token_ids: Collection[int] = (),
+) -> PromptRuns:
+    """Decodes every prompt, one after the other; `drafter` None decodes plainly."""
+    stats, texts, seconds = Stats(), [], 0.0
+    for prompt in prompts:
+        text: list[int] = []
+        started = time.perf_counter()
+        for step in decode_tokens(prompt, model, drafter, options):
+            text.append(step.token)
+            if len(text) == 1:
+                started = time.perf_counter()
+            if step.token in eos_token_ids:
+                break
+        seconds += time.perf_counter() - started
+        stats += step.stats
+        texts.append(tuple(text))
+    return PromptRuns(stats, tuple(texts), seconds)
+
+
+def _warn_if_useless(stats: Stats) -> None:
+    if stats.accepted == 0:
         warnings.warn(
-            f"the drafter has guessed no token right in {SILENT_ROUNDS} rounds. "
+            f"the drafter has guessed no token right in {USELESS_ROUNDS} rounds. "
             "Is it trained for this model, and are its weights sound in this dtype?",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _steps(
-    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, settings: Settings
-) -> Generator[Step | None, None, None]:
-    """The loop's steps, and pieces of the prompt, for models that have been looked at."""
-    if not isinstance(model, nn.Module):
-        raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
-    if drafter is not None:
-        check_fit(drafter, model)
-    return in_pieces(prompt, model, drafter, settings)
 
 
 class _CallableModule(ModuleType):

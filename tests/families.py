@@ -20,8 +20,7 @@ from toys import Scripted
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.anatomy import anatomy
-from mlx_redrafter.engine.tree_attention import Tap
+from mlx_redrafter.engine.supported_models import OutputRecorder, find_parts
 from mlx_redrafter.engine.types import Tree
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -76,7 +75,7 @@ class Follower(Scripted):
         self, model: nn.Module, text: Sequence[int], heard: Sequence[mx.array], ranks: Sequence[int], width: int
     ) -> None:
         self._text, self._ranks, self._width = mx.array(text), mx.array(ranks), width
-        table, _ = anatomy(model)
+        table, _ = find_parts(model)
         with overheard(model) as once:
             vocab = model(mx.array([[0]])).shape[-1]
         last = heard[len(once) - 1 :: len(once)]  # some models go through their final norm more than once
@@ -92,11 +91,11 @@ class Follower(Scripted):
 @contextmanager
 def overheard(model: nn.Module) -> Iterator[list[mx.array]]:
     """What the final norm of every forward meanwhile gives, (1, T, D) each."""
-    parent, name = anatomy(model).tap
+    parent, name = find_parts(model).final_norm
     child = parent[name]
-    tap = parent[name] = Tap(child)
+    tap = parent[name] = OutputRecorder(child)
     try:
-        yield tap.kept
+        yield tap.outputs
     finally:
         parent[name] = child
 
@@ -138,7 +137,7 @@ def contents(cache: kv_cache.Cache) -> list[mx.array]:
             kept = min(c.keep, seen)
             for x in (c._temporal_order(c.keys), c._temporal_order(c.values)):
                 found += [x[..., :kept, :], x[..., x.shape[-2] - (seen - kept) :, :]]
-        elif isinstance(c, kv_cache.LINEAR):
+        elif isinstance(c, kv_cache.TRIMMABLE):
             rows = c.offset - getattr(c, "start_position", 0)
             flat: Any = tree_flatten([c.keys, c.values])
             found += [x[..., :rows, :] for _, x in flat]

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 
 from mlx_redrafter.demo import DIRECTORY, load_demo
-from mlx_redrafter.engine.decode import decode
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
 
@@ -21,10 +21,10 @@ def loaded(group: mx.distributed.Group) -> dict[str, list[int]]:
     whole, tokenizer, drafter = load_demo()
     prompt = tokenizer.encode("def main(")
     beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.0, "max_tokens": 12}
-    plain = [step.token for step in decode(prompt, whole, None, make_settings(temp=0.0, max_tokens=12))]
+    plain = [step.token for step in decode_tokens(prompt, whole, None, Options(temp=0.0, max_tokens=12))]
     model, _ = sharded_load(str(DIRECTORY / "target"), tensor_group=group)
     model.set_dtype(mx.float32)
-    drafted = [step.token for step in decode(prompt, model, drafter, make_settings(drafter, **beam))]
+    drafted = [step.token for step in decode_tokens(prompt, model, drafter, Options(**beam))]
     return {"demo": plain, "demo sharded": drafted}
 
 
@@ -32,14 +32,14 @@ def main() -> None:
     """Prints the tokens of one rank alone, of all ranks with a drafter, and those of a seed that nobody gave."""
     group = mx.distributed.init()
     whole, model = make_family("deepseek_v3"), make_family("deepseek_v3")
-    alone = [step.token for step in decode(PROMPT, whole, None, make_settings(max_tokens=30, temp=0.8, seed=1))]
+    alone = [step.token for step in decode_tokens(PROMPT, whole, None, Options(max_tokens=30, temp=0.8, seed=1))]
     model.shard(group)
     mx.eval(model.parameters())
     heard = read_again(model, PROMPT + alone, 9, make_prompt_cache(model))
     drafter = Follower(model, PROMPT + alone, heard, script("half", 39, 2), 2)
     beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.8, "max_tokens": 24}
-    together = list(decode(PROMPT, model, drafter, make_settings(drafter, seed=1, **beam)))
-    unseeded = [step.token for step in decode(PROMPT, model, drafter, make_settings(drafter, **beam))]
+    together = list(decode_tokens(PROMPT, model, drafter, Options(seed=1, **beam)))
+    unseeded = [step.token for step in decode_tokens(PROMPT, model, drafter, Options(**beam))]
     said = {
         "rank": group.rank(),
         "size": group.size(),

@@ -1,4 +1,4 @@
-"""The README's list of models, made from `served.py`: `python tests/supported.py` writes it."""
+"""The list of models in docs/models.md, made from `supported_models.py`: `python tests/supported.py` writes it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from families import modules
 
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: made by tests/supported.py -->\n", "<!-- models: end -->\n"
 
-REPLAY_NOTE = "its states cannot forget: what was accepted behind the last whole round is read again, 8 tokens at most"
+REPLAY_NOTE = "its states cannot be trimmed: accepted tokens are replayed after a rejection, at most 8"
 METAL_NOTE = "untested: runs on Metal kernels only"
 NEW_NOTE = "untested: new in mlx-lm"
 
@@ -42,7 +42,7 @@ def table() -> str:
 
 
 def placed(text: str) -> str:
-    """A README with the table in its place."""
+    """The page with the table in its place."""
     head, rest = text.split(BEGIN)
     return head + BEGIN + table() + END + rest.split(END)[1]
 

@@ -17,12 +17,12 @@ from benchmarks.oracle import Oracle, acceptance_of
 from benchmarks.subject import Subject
 from benchmarks.synthetic import add_arguments, asked
 from benchmarks.targets import TARGETS, Experts, TargetShape, target_of
-from mlx_redrafter.engine.decode import decode
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
 from mlx_redrafter.planning.planner import Acceptance, expected_tokens
 from tests.small import small_drafter, small_llama
 
@@ -32,7 +32,7 @@ V = 512
 def decoded(found: Subject, plan: Any, count: int) -> tuple[list[int], Stats]:
     """The tokens of a subject's first prompt, and its rounds; without a plan, of plain decoding."""
     drafter = None if plan is None else found.drafter
-    settings = make_settings(drafter, plan="off" if plan is None else plan, seed=0, max_tokens=count)
+    settings = Options(plan="off" if plan is None else plan, seed=0, max_tokens=count)
     assert found.chooser is not None
     steps = list(decode(found.prompts[0].ids, found.model, drafter, replace(settings, chooser=found.chooser)))
     return [step.token for step in steps], steps[-1].stats
@@ -45,8 +45,8 @@ def tiny(acceptance: Acceptance) -> tuple[Any, Any, Chooser]:
 
 def rounds_of(acceptance: Acceptance, plan: tuple[int, ...], count: int) -> Stats:
     model, drafter, chooser = tiny(acceptance)
-    settings = replace(make_settings(drafter, plan=plan, seed=0, max_tokens=count), chooser=chooser)
-    *_, last = decode([1, 2, 3], model, drafter, settings)
+    settings = replace(Options(plan=plan, seed=0, max_tokens=count), chooser=chooser)
+    *_, last = decode_tokens([1, 2, 3], model, drafter, settings)
     return last.stats
 
 
@@ -79,10 +79,8 @@ def test_another_seed_draws_anew_and_the_same_seed_does_not() -> None:
     model, drafter, _ = tiny([[0.5]])
     kept = []
     for seed in (0, 0, 1):
-        settings = replace(
-            make_settings(drafter, plan=(1, 3), seed=0, max_tokens=30), chooser=Chooser(Oracle([[0.5]], seed), ())
-        )
-        kept.append([step.from_draft for step in decode([1, 2], model, drafter, settings)])
+        settings = replace(Options(plan=(1, 3), seed=0, max_tokens=30), chooser=Chooser(Oracle([[0.5]], seed), ()))
+        kept.append([step.from_draft for step in decode_tokens([1, 2], model, drafter, settings)])
     assert kept[0] == kept[1] != kept[2]
 
 

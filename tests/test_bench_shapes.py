@@ -13,9 +13,9 @@ from benchmarks.acceptance import Ranked
 from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape, target_of
-from mlx_redrafter.engine.trial import try_out
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training.sizing import candidates
+from mlx_redrafter.generate import decode_prompts
+from mlx_redrafter.planning.sizing import candidates
 from tests.bench_records import MACHINE, flags
 from tests.small import small_drafter, small_llama
 
@@ -53,7 +53,7 @@ def test_another_ranking_keeps_the_text(pair: Subject, monkeypatch: pytest.Monke
     texts, samplers = [], []
 
     def kept(model: Any, drafter: Any, prompts: Any, settings: Any) -> Any:
-        trial = try_out(model, drafter, prompts, settings)
+        trial = decode_prompts(model, drafter, prompts, settings)
         texts.append(trial.texts)
         samplers.append(type(settings.chooser.sampler))
         return trial

@@ -26,8 +26,7 @@ from toys import (
 
 from mlx_redrafter import generate_step, stream_generate
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.anatomy import anatomy
-from mlx_redrafter.engine.tree_attention import tapped
+from mlx_redrafter.engine.supported_models import capture_output, find_parts
 
 PROMPT = make_prompt(9)
 BEAMS = {
@@ -68,22 +67,9 @@ def started(cache: kv_cache.Cache, beam: str | None, **options: Any) -> Iterator
     return generate_step(PROMPT, make_model(), drafter_of(BEAMS[beam]["beam_width"]), **BEAMS[beam], **more)
 
 
-def interrupted(steps: Any) -> list[int]:
-    """The tokens until somebody raises `Interruption`."""
-    tokens: list[int] = []
-    with pytest.raises(Interruption):
-        for token, _, _ in steps:
-            tokens.append(token)
-    return tokens
-
-
-class Interruption(Exception):
-    """Raised by a part that is not the engine's."""
-
-
 @pytest.mark.parametrize("quantized", QUANTIZED)
 @pytest.mark.parametrize("beam", BEAMS)
-@pytest.mark.parametrize("end", ["max_tokens", "close", "throw", "abandon"])
+@pytest.mark.parametrize("end", ["max_tokens", "close", "abandon"])
 def test_the_cache_holds_the_prompt_and_every_yielded_token_wherever_it_ends(
     end: str, beam: str, quantized: str
 ) -> None:
@@ -97,9 +83,6 @@ def test_the_cache_holds_the_prompt_and_every_yielded_token_wherever_it_ends(
             assert list(steps) == []
         elif end == "close":
             steps.close()
-        elif end == "throw":
-            with pytest.raises(Interruption):
-                steps.throw(Interruption())
         else:
             del steps
             gc.collect()
@@ -116,59 +99,6 @@ def test_no_tokens_at_all_leave_the_prompt_or_nothing(beam: str) -> None:
     assert cache[0].offset == 0, "a generator that was never started has done nothing"
     assert list(started(cache, beam, max_tokens=0)) == []
     assert_same_cache(cache, plain_cache(()))
-
-
-@pytest.mark.parametrize("quantized", QUANTIZED)
-@pytest.mark.parametrize("beam", [*BEAMS, None])
-def test_a_processor_that_raises_leaves_the_prompt_and_every_yielded_token(beam: str | None, quantized: str) -> None:
-    before = snapshot(make_model())
-    for length in range(len(PROMPT) + 1, len(PROMPT) + 12):
-
-        def processor(history: mx.array, logits: mx.array, length: int = length) -> mx.array:
-            if history.size >= length:
-                raise Interruption
-            return logits
-
-        cache = make_prompt_cache(make_model())
-        tokens = interrupted(started(cache, beam, logits_processors=[processor], **QUANTIZED[quantized]))
-        assert_same_cache(cache, plain_cache(tuple(tokens), quantized))
-        assert snapshot(make_model()) == before
-
-
-@pytest.mark.parametrize("beam", [*BEAMS, None])
-def test_a_sampler_that_raises_leaves_the_prompt_and_every_yielded_token(beam: str | None) -> None:
-    for calls in range(1, 40, 3) if beam else range(1, 10):
-        left = iter(range(calls))
-
-        def sampler(logprobs: mx.array, left: Iterator[int] = left) -> mx.array:
-            if next(left, None) is None:
-                raise Interruption
-            return mx.argmax(logprobs, axis=-1)
-
-        cache = make_prompt_cache(make_model())
-        tokens = interrupted(started(cache, beam, sampler=sampler))
-        assert_same_cache(cache, plain_cache(tuple(tokens)))
-
-
-@pytest.mark.parametrize("beam", BEAMS)
-def test_a_drafter_that_raises_leaves_the_prompt_and_every_yielded_token(
-    beam: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter, before = drafter_of(BEAMS[beam]["beam_width"]), snapshot(make_model())
-    real = drafter.logits
-    for calls in range(0, 30, 3):
-        left = iter(range(calls))
-
-        def logits(hidden: mx.array, state: mx.array, left: Iterator[int] = left) -> mx.array:
-            if next(left, None) is None:
-                raise Interruption
-            return real(hidden, state)
-
-        monkeypatch.setattr(drafter, "logits", logits)
-        cache = make_prompt_cache(make_model())
-        tokens = interrupted(started(cache, beam))
-        assert_same_cache(cache, plain_cache(tuple(tokens)))
-        assert snapshot(make_model()) == before
 
 
 @pytest.mark.parametrize("quantized", QUANTIZED)
@@ -214,5 +144,5 @@ def test_other_rows_are_seen_in_a_cache() -> None:
 def test_a_wrapped_module_is_seen_in_a_snapshot() -> None:
     model = make_model()
     before = snapshot(model)
-    assert tapped(anatomy(model).tap, lambda: snapshot(model))[0] != before
+    assert capture_output(find_parts(model).final_norm, lambda: snapshot(model))[0] != before
     assert snapshot(model) == before

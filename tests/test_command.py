@@ -26,7 +26,6 @@ from mlx_redrafter.cli.comparing import Difference, distance
 from mlx_redrafter.cli.main import run_module
 from mlx_redrafter.engine import wired_limit as wiring
 from mlx_redrafter.flags import OPTIONS, make_parser
-from mlx_redrafter.generate import make_settings
 from mlx_redrafter.planning.autopilot import TIMES
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -15,8 +15,7 @@ from mlx_redrafter import generate_step, load_demo, stream_generate
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.anatomy import dtype_of
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import compute_dtype
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generate import encode
 
@@ -50,7 +49,7 @@ def test_another_drafter_of_the_demos_target_decodes_in_the_demos_dtype(
     other = Drafter(DrafterArgs(*sizes(demo[0]), exit_dim=32, num_draft_layers=0))
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
-    assert drafter.args.exit_dim == 32 and drafter.dtype == dtype_of(model) == mx.float32
+    assert drafter.args.exit_dim == 32 and drafter.dtype == compute_dtype(model) == mx.float32
     save_drafter(tmp_path / "wide", Drafter(DrafterArgs(64, 99, exit_dim=32, num_draft_layers=0)))
     with pytest.raises(CheckpointError, match="the target has"):
         load_demo(tmp_path / "wide")

@@ -25,7 +25,7 @@ from toys import (
 )
 
 from mlx_redrafter import RedrafterError, stream_generate
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.options import Options
 
 PROMPT = make_prompt(9)
 COUNT = 20
@@ -117,4 +117,4 @@ def test_without_somebody_to_tell_the_error_is_raised(monkeypatch: pytest.Monkey
 
 def test_somebody_to_tell_must_be_a_function() -> None:
     with pytest.raises(RedrafterError, match="on_drafter_failure must be a function, got 3"):
-        make_settings(on_drafter_failure=3)  # type: ignore[arg-type]
+        Options(on_drafter_failure=3)  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ from toys import (
 from mlx_redrafter import UnsupportedModelError
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine import round as rounds
-from mlx_redrafter.engine.decode import Step
 from mlx_redrafter.engine.types import Tree, Verdict
+from mlx_redrafter.generate import Step
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temp 0.7": {"temp": 0.7},

@@ -11,9 +11,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from toys import assert_same_cache, ids, make_model, make_prompt, run, with_plain
 
 from mlx_redrafter import RedrafterError
-from mlx_redrafter.engine.decode import decode
 from mlx_redrafter.engine.types import Tree
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
 
 PROMPT = make_prompt(9)
 COUNT = 24
@@ -70,7 +70,7 @@ def test_it_is_told_before_its_first_token_is_yielded() -> None:
     model = make_model()
     drafter = with_plain(model, PROMPT, COUNT, "right", width=1)[1]
     told = Told()
-    steps = decode(PROMPT, model, drafter, make_settings(drafter, max_tokens=COUNT, on_round=told, **BEAMS["chain"]))
+    steps = decode_tokens(PROMPT, model, drafter, Options(max_tokens=COUNT, on_round=told, **BEAMS["chain"]))
     seen = [len(told) for _ in steps]
     assert seen[:7] == [0, 1, 1, 1, 1, 1, 2]
 
@@ -84,7 +84,7 @@ def test_rounds_that_draft_nothing_are_not_told() -> None:
     told = Told()
     steps = run(model, PROMPT, drafter, max_tokens=COUNT, on_round=told, **BEAMS["chain"])
     last = steps[-1].stats
-    assert ids(steps) == plain[:COUNT] and last.skipped > 0 and len(told) == last.rounds - last.skipped
+    assert ids(steps) == plain[:COUNT] and last.plain_steps > 0 and len(told) == last.rounds - last.plain_steps
     told = Told()
     run(model, PROMPT, max_tokens=COUNT, on_round=told)
     run(model, PROMPT, drafter, max_tokens=COUNT, on_round=told, plan="off")
@@ -102,9 +102,9 @@ def test_what_it_raises_comes_through_and_the_cache_holds_what_was_yielded(beam:
         if len(told) == 3:
             raise KeyError("enough")
 
-    settings = make_settings(drafter, max_tokens=COUNT, prompt_cache=cache, on_round=third, **BEAMS[beam])
+    settings = Options(max_tokens=COUNT, prompt_cache=cache, on_round=third, **BEAMS[beam])
     with pytest.raises(KeyError, match="enough"):
-        for step in decode(PROMPT, model, drafter, settings):
+        for step in decode_tokens(PROMPT, model, drafter, settings):
             got.append(step)
     expected = make_prompt_cache(model)
     run(model, PROMPT, max_tokens=len(got), prompt_cache=expected)
@@ -114,4 +114,4 @@ def test_what_it_raises_comes_through_and_the_cache_holds_what_was_yielded(beam:
 
 def test_it_must_be_a_function() -> None:
     with pytest.raises(RedrafterError, match="on_round must be a function, got 3"):
-        make_settings(on_round=3)  # type: ignore[arg-type]
+        Options(on_round=3)  # type: ignore[arg-type]

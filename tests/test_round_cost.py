@@ -13,13 +13,13 @@ import pytest
 from small import small_drafter, small_llama
 
 from mlx_redrafter.engine import decode as loop
-from mlx_redrafter.engine.decode import Step, decode
 from mlx_redrafter.engine.plan import make_plan
 from mlx_redrafter.engine.round import Chooser, make_draft, step, verify
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.generate import Step, decode_tokens
+from mlx_redrafter.options import Options
 
 PROMPT = [1, 2, 3, 4, 5]
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
@@ -60,7 +60,7 @@ def decoding(drafted: bool, **options: Any) -> Iterator[Step]:
     """Endless decoding by small models with heads wide enough for a quantised cache."""
     model = small_llama(head_dim=32)
     drafter = small_drafter() if drafted else None
-    return decode(PROMPT, model, drafter, make_settings(drafter, max_tokens=-1, **options))
+    return decode_tokens(PROMPT, model, drafter, Options(max_tokens=-1, **options))
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -17,9 +17,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, make_tokenizer, run, scripted, snapshot
 
 from mlx_redrafter import generate_step, stream_generate
-from mlx_redrafter.engine.anatomy import anatomy
-from mlx_redrafter.engine.positions import Nodes, by_node
-from mlx_redrafter.engine.tree_attention import tapped
+from mlx_redrafter.engine.supported_models import capture_output, find_parts
+from mlx_redrafter.engine.tree_attention import Nodes
 
 COUNT = 16
 PROMPT = make_prompt(9)
@@ -152,8 +151,10 @@ def test_another_thread_may_run_a_batch_while_a_tree_is_being_built() -> None:
     expected = batch()
     nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
     with workers(1) as (other,):
-        told, kept = tapped(anatomy(model).tap, lambda: by_node(nodes, lambda: other.submit(batch).result()))
-    assert told == (expected, []) and not kept
+        built, kept = capture_output(
+            find_parts(model).final_norm, lambda: build_with_nodes([], nodes, lambda _: other.submit(batch).result())
+        )
+    assert (built.result, built.calls, kept) == (expected, [], [])
 
 
 @pytest.mark.parametrize("width", [0, 1, 3])

@@ -13,8 +13,8 @@ from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random
 
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import search
-from mlx_redrafter.engine.positions import Nodes
 from mlx_redrafter.engine.tree import chain, grow, prune
+from mlx_redrafter.engine.tree_attention import Nodes
 from mlx_redrafter.engine.types import Beams, Tree
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]

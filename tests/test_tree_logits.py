@@ -37,8 +37,7 @@ def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
     target = Target(make_model(kind), None, KVQuantization(bits, GROUP, 0))
     if prefix:
         target.forward(mx.array(make_prompt(prefix, seed=seed)), want_hidden=False)
-    target.advance_(prefix)
-    target.evaluate()
+    target.finish(prefix, 0)
     return target
 
 

@@ -22,9 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.decode import Step, decode
 from mlx_redrafter.engine.types import Beams
-from mlx_redrafter.generate import make_settings
+from mlx_redrafter.generate import Step, decode_tokens
+from mlx_redrafter.options import Options
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -93,7 +93,7 @@ def make_prompt(length: int, *, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any) -> list[Step]:
     """Every step of one generation."""
-    return list(decode(prompt, model, drafter, make_settings(drafter, **options)))
+    return list(decode_tokens(prompt, model, drafter, Options(**options)))
 
 
 def plainly(model: nn.Module, prompt: tuple[int, ...], count: int, **options: Any) -> list[Step]:

@@ -22,7 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter import load, load_drafter
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.generate import encode
 from mlx_redrafter.training.distill import Recipe
 
@@ -70,7 +70,7 @@ def make_drafter(out: Path, steps: int) -> None:
         return
     model, _ = trained(out)
     texts = drafter.write_texts(model, np.load(out / "train.npy"), out / "texts")
-    args = DrafterArgs(*sizes(model), exit_dim=160, num_draft_layers=1)
+    args = DrafterArgs(*model_sizes(model), exit_dim=160, num_draft_layers=1)
     phase = drafter.Phase(steps, Recipe(labels="distribution", learning_rate=4e-3))
     drafter.train(model, texts, args, [phase], ROWS_PER_STEP, out / "drafter")
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from mlx_redrafter import load_drafter
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.target import sizes
+from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.training.distill import Recipe
 from mlx_redrafter.training.lessons import LABELS
-from mlx_redrafter.training.sizing import draft_milliseconds, plain_milliseconds
+from mlx_redrafter.planning.sizing import draft_milliseconds, plain_milliseconds
 
 from . import drafter, report
 from .recipe import trained
@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = trained(args.output)
     args_of_drafter = DrafterArgs(
-        *sizes(model), args.exit_dim, args.num_draft_layers, draft_vocab_size=args.draft_vocab_size
+        *model_sizes(model), args.exit_dim, args.num_draft_layers, draft_vocab_size=args.draft_vocab_size
     )
     place = args.output / args.name
     if not (place / "model.safetensors").exists():

@@ -16,7 +16,7 @@ from mlx_lm.chat import setup_arg_parser
 from ..errors import RedrafterError, one_line
 from ..flags import OPTIONS, add_drafter, add_options, add_template, template_config
 from ..flags import make_parser as generate_parser
-from ..generate import Options, make_settings
+from ..generate import Options
 from ..session.chat_template import Message
 from ..session.session import Session
 from .generate import check, progress, read_models
@@ -27,7 +27,7 @@ def run() -> int:
     """Chats as `sys.argv` says; the exit status."""
     args = read_flags()
     options: Options = {name: getattr(args, name) for name, _, _ in OPTIONS}  # type: ignore[assignment]
-    make_settings(**options)  # what is wrong with them is said before anything is loaded
+    Options(**options)  # what is wrong with them is said before anything is loaded
     model, tokenizer, drafter = read_models(args, {})
     session = Session(model, tokenizer, drafter, chat_template_config=template_config(args), **options)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):

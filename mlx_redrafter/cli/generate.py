@@ -18,14 +18,14 @@ from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
+from ..checkpoints import load_pair
 from ..drafters.recurrent import Drafter
-from ..engine.plan import AUTO
 from ..errors import RedrafterError
 from ..flags import OPTIONS, make_parser, template_config
 from ..generate import GenerationResponse, Options, is_text, stream_generate, summary
-from ..pair import open_pair
+from ..options import AUTO
 from ..planning.machine import PACKAGES
-from ..session.chat_template import rendered
+from ..session.chat_template import render
 from .comparing import Difference, distance, first_difference
 
 DEMO_PROMPT = "def main("
@@ -118,7 +118,7 @@ def read_models(args: argparse.Namespace, metadata: dict[str, str]) -> tuple[nn.
     if metadata.get("model") not in (None, name):
         raise RedrafterError(f"the prompt cache was made with {metadata['model']}, got --model {name}")
     args.model = name
-    model, tokenizer, drafter = open_pair(args, name, args.drafter, tokenizer_config(args, metadata))
+    model, tokenizer, drafter = load_pair(args, name, args.drafter, tokenizer_config(args, metadata))
     if args.verbose and name is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
     elif args.verbose and drafter is None and not args.no_drafter:
@@ -172,11 +172,11 @@ def through_template(args: argparse.Namespace, tokenizer: Any, text: str, *, is_
     if prefilled:
         messages.append({"role": "assistant", "content": args.prefill_response})
 
-    whole = rendered(tokenizer, messages, more, prefilled=prefilled)
+    whole = render(tokenizer, messages, more, prefilled=prefilled)
     if not is_suffix:
         return whole
     user["content"] = "<query>"
-    return whole[rendered(tokenizer, messages, more, prefilled=prefilled).index("<query>") :]
+    return whole[render(tokenizer, messages, more, prefilled=prefilled).index("<query>") :]
 
 
 @contextmanager

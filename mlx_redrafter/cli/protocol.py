@@ -9,7 +9,7 @@ from typing import IO, Any
 from ..errors import one_line
 from ..flags import OPTIONS
 from ..generate import OPTIONAL, is_text
-from ..session.session import OF_CACHE
+from ..options import CACHE_OPTIONS
 
 PROTOCOL = 1
 """Of the schema; another number means other lines."""
@@ -39,7 +39,7 @@ FIELDS: dict[str, dict[str, type]] = {
 WORDS: dict[type, str] = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 """Types in JSON's words."""
 
-KINDS: dict[str, tuple[type, ...]] = {name: (kind,) for name, kind, _ in OPTIONS if name not in OF_CACHE} | {
+KINDS: dict[str, tuple[type, ...]] = {name: (kind,) for name, kind, _ in OPTIONS if name not in CACHE_OPTIONS} | {
     "plan": (str, list),
     "stop": (str, list),
     "tools": (list,),

@@ -19,9 +19,9 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
+from ..checkpoints import load_pair
 from ..errors import RedrafterError, one_line
 from ..flags import OPTIONS, add_options, add_pair, add_template, template_config
-from ..pair import open_pair
 from ..session.session import Session
 from . import parent
 from .protocol import PROTOCOL, USAGE, Refused, Request, requests
@@ -221,7 +221,7 @@ def run() -> int:
     gone = threading.Event()
     threading.Thread(target=watch, args=(gone,), daemon=True).start()
     events = Events(own_stdout())
-    model, tokenizer, drafter = open_pair(args, args.model, args.drafter)
+    model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
     settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
     settings |= {"stop": list(args.stop), "memory_budget": args.memory_budget, "when_full": args.when_full}
     settings["chat_template_config"] = template_config(args)

@@ -12,7 +12,7 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
 
     The target has chosen a token after every node, without looking at the draft. A node is kept when the choice
     at its parent is that node's token, and all its ancestors are kept. Siblings differ, so the kept nodes are one
-    path, and what it spells is what the target alone would have said::
+    path, and its tokens are those that plain decoding would have made::
 
         target says: after the -> cat, after cat -> ran, after ran -> away
         kept: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
@@ -34,18 +34,18 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
 
 
 def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
-    """The same of a line, in fewer operations: it is kept up to the first node on which the two do not agree.
+    """The same for a chain, in fewer operations: it is kept up to the first node on which the two disagree.
 
     Args:
-        tree: 1 + K nodes in a line.
+        tree: 1 + K nodes in a chain.
         target_tokens: (1 + K,) int32, the target's choice after each node.
         limit: the most drafted tokens that may be kept.
     """
-    n_accepted = leading(target_tokens[:-1] == tree.tokens[1:], limit)
+    n_accepted = count_leading(target_tokens[:-1] == tree.tokens[1:], limit)
     return Verdict(n_accepted, mx.minimum(tree.depths, n_accepted))
 
 
-def confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.array:
+def count_confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.array:
     """() int32, how many drafted tokens are kept up to where the choice proper differs from what was guessed.
 
     Normalising logits rounds them: two that differ may then tie, and the choice between them fall to the other.
@@ -55,9 +55,9 @@ def confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.a
         guessed: (1 + K,) int32, chosen after each node on the path before normalising.
         chosen: (1 + K,) int32, chosen there by log-probabilities, as in plain decoding.
     """
-    return leading((guessed == chosen)[:-1], n_accepted)
+    return count_leading((guessed == chosen)[:-1], n_accepted)
 
 
-def leading(matched: mx.array, most: mx.array | int) -> mx.array:
+def count_leading(matched: mx.array, most: mx.array | int) -> mx.array:
     """() int32, how many of `matched` (K,) are true before the first that is not, and `most` of them at most."""
     return mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), most)

@@ -1,4 +1,4 @@
-"""What a round does to a model's cache: keep the accepted path's rows and drop the rest, or go back to a mark."""
+"""What a round does to a model's KV cache: keep the accepted rows and drop the rest, or roll back to a snapshot."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from mlx_lm.models.cache import (
 Cache = list[Any]
 """What mlx-lm's `make_prompt_cache` returns: one cache a layer, or a `CacheList` of several."""
 
-LINEAR = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
-"""Caches whose last rows can be dropped."""
-
-TRIMMABLE = (*LINEAR, RotatingKVCache)
-"""Caches that can forget the rows of the last forward, if it had several: a ring keeps what those pushed out."""
+TRIMMABLE = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
+"""Caches whose last rows can be dropped; a rotating one only those of its last forward, if that had several."""
 
 KNOWN = (*TRIMMABLE, ArraysCache)
 
@@ -43,40 +40,40 @@ def length(cache: Cache) -> int:
 
 
 def unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
-    """The names of the classes among a cache's leaves that are none of `known`, sorted."""
+    """The names of the classes among a cache's leaves that are not in `known`, sorted."""
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
 def has_ring(cache: Cache) -> bool:
-    """Whether there is a ring among a cache's leaves."""
+    """Whether one of its leaves is a `RotatingKVCache`."""
     return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
 def snapshot(cache: Cache) -> list[dict[str, Any]]:
-    """What every leaf is now. No array is copied: a forward of several rows makes new ones, or writes behind them."""
-    return [copied(vars(c)) for c in leaves(cache)]
+    """The state of every leaf. No array is copied: a forward of several rows makes new arrays, or writes after them."""
+    return [_copy(vars(c)) for c in leaves(cache)]
 
 
 def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
-    """`snapshot`, safe from forwards of one row too: in a ring those write over the oldest row, so rings are copied."""
-    marks = snapshot(cache)
-    for c, state in zip(leaves(cache), marks, strict=True):
+    """`snapshot`, safe from forwards of one row too: those overwrite a ring's oldest row, so rings are copied."""
+    states = snapshot(cache)
+    for c, state in zip(leaves(cache), states, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
             state["keys"], state["values"] = mx.array(c.keys), mx.array(c.values)
-    return marks
+    return states
 
 
-def restore(cache: Cache, marks: list[dict[str, Any]]) -> None:
-    """Makes every leaf what it was."""
-    for c, state in zip(leaves(cache), marks, strict=True):
-        vars(c).update(copied(state))
+def restore(cache: Cache, states: list[dict[str, Any]]) -> None:
+    """Rolls every leaf back to a snapshot, which can be used again."""
+    for c, state in zip(leaves(cache), states, strict=True):
+        vars(c).update(_copy(state))
 
 
-def copied(tree: Any) -> Any:
-    """Its dictionaries and lists anew, with the same things in them."""
+def _copy(tree: Any) -> Any:
+    """Its dictionaries and lists copied, with the same objects in them."""
     if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    return [copied(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: _copy(value) for key, value in tree.items()}
+    return [_copy(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
@@ -85,28 +82,24 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
         prefix . . .   the  cat  ran
 
-    Nothing moves for nodes that are in place already, as in a chain.
+    Rows that are in place already, as in a chain, are not moved.
 
     Args:
         cache: its leaves are `TRIMMABLE`.
+        count: rows of the last forward, at least 2.
         path: nodes from the root down.
     """
-    still = next((i for i, node in enumerate(path) if node != i), len(path))
+    in_place = next((i for i, node in enumerate(path) if node != i), len(path))
     for c in leaves(cache):
         if c.keys is None:
             continue  # a layer that does without
-        if count == 1 and isinstance(c, RotatingKVCache):
-            # A single row took the place of the oldest, which no later token sees: the next one takes that place too.
-            c._idx += len(path) - 1
-            c.offset += len(path) - 1
-            continue
-        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))
+        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))  # its arrays hold no spare rows
         first = c.keys.shape[-2] - count if exact else c.offset - getattr(c, "start_position", 0) - count
         end = first + len(path)
-        if still < len(path):
-            rows = mx.array([first + node for node in path[still:]])
-            for x in (*tensors(c.keys), *tensors(c.values)):
-                x[..., first + still : end, :] = mx.take(x, rows, axis=-2)
+        if in_place < len(path):
+            rows = mx.array([first + node for node in path[in_place:]])
+            for x in (*_arrays(c.keys), *_arrays(c.values)):
+                x[..., first + in_place : end, :] = mx.take(x, rows, axis=-2)
         if exact:
             c.keys, c.values = c.keys[..., :end, :], c.values[..., :end, :]
         if isinstance(c, RotatingKVCache):
@@ -114,13 +107,13 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
         c.offset += len(path) - count
 
 
-def tensors(x: Any) -> tuple[mx.array, ...]:
-    """The arrays that a cache's keys or values are: one, or three where they are quantised."""
+def _arrays(x: Any) -> tuple[mx.array, ...]:
+    """Keys or values: one array, or three where they are quantized."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
 def rows_in_order(ring: RotatingKVCache) -> int:
-    """How many rows a ring has before it is told to drop some: those it holds, in the order of their positions."""
+    """How many rows a ring holds in the order of their positions, before it drops some."""
     if ring.keys is None:
         return 0
     held: int = ring.keys.shape[-2]

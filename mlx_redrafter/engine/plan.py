@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from numbers import Integral
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..errors import RedrafterError
 
 MAX_REPLAY = 8
-"""How many committed tokens a round may read again and verify: behind more it is a plain step, and marks move on."""
+"""The most tokens that a verify forward replays, on a cache that cannot be trimmed; a plain step replays more."""
 
 DRAFT_DEPTH = 3
 """K, when neither the caller nor the drafter says."""
@@ -17,18 +15,8 @@ DRAFT_DEPTH = 3
 MAX_DRAFT_DEPTH = 256
 """The deepest draft: a round's graph grows with it."""
 
-
-AUTO: Literal["auto"] = "auto"
-"""Chosen round by round, from what was measured."""
-
-OFF = "off"
-"""Plain decoding, though there is a drafter."""
-
-SHAPE = ("beam_width", "draft_depth", "tree_size")
-"""The options that say how large a tree is."""
-
-BEAM = ("plan", *SHAPE)
-"""Those that say what a round drafts."""
+MAX_NODES = 2048
+"""The largest beam, W * K: the memory of its tree grows with the square."""
 
 
 class Plan(NamedTuple):
@@ -45,12 +33,12 @@ class Plan(NamedTuple):
 
 
 def chain_plan(depth: int) -> Plan:
-    """The plan of a single continuation, so many tokens deep."""
+    """The plan of a single continuation of `depth` tokens."""
     return Plan(1, depth, 1 + depth)
 
 
 def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int) -> Plan:
-    """The plan of these settings.
+    """The plan of these options.
 
     Args:
         beam_width: W >= 1.
@@ -65,35 +53,12 @@ def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_si
         raise RedrafterError(f"beam_width must be from 1 to the vocabulary's {vocab_size}, got {beam_width}")
     if not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
-    largest = 1 + beam_width * draft_depth
-    size = largest if tree_size is None else tree_size
-    if not 2 <= size <= largest:
+    nodes = beam_width * draft_depth
+    if nodes > MAX_NODES:
+        raise RedrafterError(f"beam_width * draft_depth must be at most {MAX_NODES}, got {nodes}")
+    size = 1 + nodes if tree_size is None else tree_size
+    if not 2 <= size <= 1 + nodes:
         raise RedrafterError(
-            f"tree_size counts the root and must be from 2 to 1 + beam_width * draft_depth = {largest}, got {size}"
+            f"tree_size counts the root and must be from 2 to 1 + beam_width * draft_depth = {1 + nodes}, got {size}"
         )
-    if beam_width == 1:
-        draft_depth = size - 1
-    return Plan(beam_width, draft_depth, size)
-
-
-def read_plan(
-    plan: str | Sequence[int], beam_width: int | None, draft_depth: int | None, tree_size: int | None
-) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-    """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding.
-
-    Raises:
-        RedrafterError: none of these, or a plan and a beam at once.
-    """
-    beam_width, draft_depth, tree_size = (None if n is None else int(n) for n in (beam_width, draft_depth, tree_size))
-    beam = {"beam_width": beam_width, "draft_depth": draft_depth, "tree_size": tree_size}
-    given = [name for name, value in beam.items() if value is not None]
-    if plan == AUTO:
-        return (1 if beam_width is None else beam_width, draft_depth, tree_size) if given else AUTO
-    if given:
-        raise RedrafterError(f"give either plan or {given[0]}, got plan {plan!r} and {given[0]} {beam[given[0]]}")
-    if plan == OFF:
-        return None
-    numbers = list(plan) if isinstance(plan, Sequence) and not isinstance(plan, str) else []
-    if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
-        raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
-    return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
+    return chain_plan(size - 1) if beam_width == 1 else Plan(beam_width, draft_depth, size)

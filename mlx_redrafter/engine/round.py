@@ -1,20 +1,20 @@
-"""One round, stage by stage: draft, grow, prune | verify, choose, accept. Everything here is enqueued, nothing read.
+"""One round of speculative decoding: draft, verify, accept. Everything here is enqueued, only `Outcome.read` waits.
 
-    tip --draft--> beams --grow, prune--> tree --verify--> logits --choose--> tokens --accept--> path --> next tip
+    tip --make_draft--> tree --verify--> logits --choose--> tokens --accept--> path --> next tip
 
-Shapes follow from the plan alone, so the graph is the same each round.
+Shapes follow from the plan alone, so the graph is the same each round. A plain step is a round without a draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from ..drafters.recurrent import Drafter
 from . import beam_search
-from .accept import accept, accept_chain, confirmed
+from .accept import accept, accept_chain, count_confirmed
 from .plan import Plan
 from .sampling import Draws, Sampler
 from .target import Target
@@ -30,7 +30,7 @@ class Draft(NamedTuple):
 
     Attributes:
         tree: N nodes.
-        draws: the noise of the K + 1 positions behind the root; None when choosing needs none.
+        draws: the noise of the K + 1 positions after the root; None when choosing needs none.
     """
 
     tree: Tree
@@ -42,14 +42,25 @@ class Outcome(NamedTuple):
 
     Attributes:
         report: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it.
-            The one array of a round that the host reads. Plain decoding: (1,), the choice.
-        logprobs: K + 1 arrays (V,), the log-probabilities behind those choices.
+            The one array of a round that the host reads. Of a plain step: (1,), the choice.
+        logprobs: K + 1 arrays (V,), the log-probabilities of those choices.
         tip: where the next round starts; None when the hidden state was not asked for.
     """
 
     report: mx.array
     logprobs: list[mx.array]
     tip: Tip | None
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """(the accepted path, the token chosen after each node on it): the host read of a round, which waits for it.
+
+        A plain step has the path [0] of its one token.
+        """
+        report = cast(list[int], self.report.tolist())
+        if len(report) == 1:
+            return [0], report
+        count, choices = report[0] + 1, 1 + len(report) // 2
+        return report[1 : 1 + count], report[choices : choices + count]
 
 
 class Chooser(NamedTuple):
@@ -61,7 +72,7 @@ class Chooser(NamedTuple):
     """
 
     sampler: Sampler
-    processors: tuple[Processor, ...]
+    processors: tuple[Processor, ...] = ()
 
 
 def make_draft(
@@ -73,13 +84,12 @@ def make_draft(
     the draw itself rather than the likeliest token.
 
     Args:
-        position: () int32, the absolute position behind the root.
+        position: () int32, the absolute position after the root.
         ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
     """
     hidden = tip.hidden.astype(drafter.dtype)
 
     def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        """(logits, state) behind `tokens`."""
         state = drafter.advance(target.embed(tokens).astype(drafter.dtype), state)
         return drafter.logits(hidden, state), state
 
@@ -93,87 +103,78 @@ def make_draft(
 
 
 def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | None, plan: Plan, limit: int) -> Outcome:
-    """One target forward over the tree, and what it means.
+    """One target forward over the tree, and which path of it is accepted.
 
     Args:
         history: (T,) tokens before the root, for the processors.
-        limit: the most drafted tokens this round may keep.
+        limit: the most drafted tokens this round may accept.
     """
     tree = draft.tree
     logits, hidden = target.verify(tree, branched=plan.width > 1)
     assert hidden is not None
-    logits = processed(chooser.processors, history, tree, logits, plan)
+    if chooser.processors:
+        logits = _process_nodes(chooser.processors, history, tree, logits, plan)
     sampler = chooser.sampler
     early = plan.width > 1 and not sampler.wants_logprobs
-    logprobs = logits if early else normalised(logits)
+    logprobs = logits if early else log_softmax(logits)
     chosen = sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
     verdict = accept_chain(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
     (n_accepted, path), on_path = verdict, chosen[verdict.path]
     last: mx.array | int = -1
     logprobs = logprobs[path]
-    if early:  # most nodes are not kept, and their log-probabilities never made
-        logprobs = normalised(logprobs)
-        proper = sampler.choose(logprobs, draft.draws, tree.depths[path]).astype(mx.int32)
-        last = n_accepted = confirmed(n_accepted, on_path, proper)
-        on_path = proper
+    if early:  # only the accepted nodes' log-probabilities are made
+        logprobs = log_softmax(logprobs)
+        confirmed = sampler.choose(logprobs, draft.draws, tree.depths[path]).astype(mx.int32)
+        last = n_accepted = count_confirmed(n_accepted, on_path, confirmed)
+        on_path = confirmed
     report = mx.concatenate([n_accepted.reshape(1), path, on_path])
     rows = list(mx.split(logprobs.reshape(-1), plan.depth + 1))
     return Outcome(report, rows, Tip(hidden[path[last]], on_path[last]))
 
 
-def normalised(logits: mx.array) -> mx.array:
+def step(
+    target: Target, tokens: mx.array, chooser: Chooser, history: mx.array | None, *, want_hidden: bool = False
+) -> Outcome:
+    """One step of plain decoding: the target on `tokens` (T,), all of whose rows are kept, and its choice at the end.
+
+    Args:
+        history: (T',) tokens before `tokens`, for the processors.
+        want_hidden: whether the tip's hidden state is wanted; without, there is no tip.
+    """
+    logits, hidden = target.forward(tokens, want_hidden=want_hidden)
+    row = logits[-1:]
+    if chooser.processors:
+        row = _process(chooser.processors, extend(history, tokens.astype(mx.int32)), row)
+    logprobs = log_softmax(row)
+    draws = chooser.sampler.draws(mx.array(target.length), 1, logprobs.shape[-1])
+    chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
+    return Outcome(chosen, [logprobs[0]], None if hidden is None else Tip(hidden[-1], chosen[0]))
+
+
+def log_softmax(logits: mx.array) -> mx.array:
     """Log-probabilities of logits (N, V)."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def step(
-    target: Target, token: mx.array, chooser: Chooser, history: mx.array | None, *, want_hidden: bool = False
-) -> Outcome:
-    """One step of plain decoding: the target on `token` (T,), all of whose rows are kept, and its choice at the end.
-
-    If a processor or the sampler raises, nothing is kept.
-
-    Args:
-        history: (T',) tokens before `token`, for the processors.
-        tapped: whether the tip's hidden state is wanted; without, there is no tip.
-    """
-    try:
-        logits, hidden = target.forward(token, want_hidden=want_hidden)
-        row = logits[-1:]
-        if chooser.processors:
-            row = apply(chooser.processors, extended(history, token.astype(mx.int32)), row)
-        logprobs = normalised(row)
-        draws = chooser.sampler.draws(mx.array(target.length + token.shape[0]), 1, logprobs.shape[-1])
-        chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
-    except BaseException:
-        target.forget_()
-        raise
-    target.advance_(token.shape[0])
-    return Outcome(chosen, [logprobs[0]], None if hidden is None else Tip(hidden[-1], chosen[0]))
+def extend(history: mx.array | None, tokens: mx.array) -> mx.array:
+    """`history` with `tokens` appended."""
+    return tokens if history is None else mx.concatenate([history, tokens])
 
 
-def apply(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
-    """`row` (1, V) after every processor."""
+def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
     for processor in processors:
         row = processor(history, row)
     return row
 
 
-def extended(history: mx.array | None, tokens: mx.array) -> mx.array:
-    """`history` with `tokens` behind it."""
-    return tokens if history is None else mx.concatenate([history, tokens])
-
-
-def processed(
+def _process_nodes(
     processors: tuple[Processor, ...], history: mx.array | None, tree: Tree, logits: mx.array, plan: Plan
 ) -> mx.array:
-    """Logits (N, V) after the processors, each node with the tokens on its own path for history."""
-    if not processors:
-        return logits
-    lineage = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.depth + 1), axis=1)
+    """Logits (N, V) after the processors, each node with the tokens on its own path as history."""
+    ancestors_first = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.depth + 1), axis=1)
     rows = []
     for node in range(plan.size):
         depth = 0 if node == 0 else (node - 1) // plan.width + 1
-        path = tree.tokens[lineage[node, : depth + 1]]
-        rows.append(apply(processors, extended(history, path), logits[node : node + 1]))
+        path = tree.tokens[ancestors_first[node, : depth + 1]]
+        rows.append(_process(processors, extend(history, path), logits[node : node + 1]))
     return mx.concatenate(rows)

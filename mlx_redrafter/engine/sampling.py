@@ -7,21 +7,15 @@ have used there, and the same seed gives the same text with and without a drafte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from numbers import Integral, Real
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from ..errors import RedrafterError
 
-SMALLEST_TEMP = 1e-30
-"""Below it 1 / temp is no float32."""
-
-
-SMALLEST_TOP_P = 1e-30
+MIN_TOP_P = 1e-30
 """It keeps the likeliest token alone; far below it mlx-lm's filter would keep none."""
 
 
@@ -37,58 +31,39 @@ class Draws(NamedTuple):
     coin: mx.array
 
 
-class Sampler(Protocol):
-    """Chooses a token after each of N nodes.
+class Sampler:
+    """Chooses a token after each of N nodes; this one greedily, the base of the others.
 
     Attributes:
-        wants_logprobs: False where it may be given logits: a constant added to a row changes no choice, but for
-            rounding.
+        wants_logprobs: False where logits do, to which log-probabilities add a constant in each row.
     """
-
-    wants_logprobs: bool
-
-    def check(self, vocab_size: int) -> None:
-        """Refuses a vocabulary that its settings do not fit.
-
-        Raises:
-            RedrafterError: with the setting.
-        """
-
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
-        """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
-
-    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
-
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
-
-
-class Greedy:
-    """The likeliest token, as mlx-lm's `greedy_sampler`."""
 
     wants_logprobs = False
 
     def check(self, vocab_size: int) -> None:
-        """See `Sampler.check`."""
+        """Refuses a vocabulary that its options do not fit.
 
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
-        """None: there is no noise."""
+        Raises:
+            RedrafterError: naming the option.
+        """
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
+        """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
         return None
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """See `Sampler.choose`."""
+        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
         return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """See `Sampler.adjust`."""
+        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
         return logits
 
 
-class PerNode:
+class PerNode(Sampler):
     """A user's own mlx-lm sampler, called once for each node with a (1, V) array.
 
-    Exact in law when the sampler is a function of that row (and of randomness of its own).
+    Exact in distribution when the sampler is a function of that row (and of randomness of its own).
     """
 
     wants_logprobs = True
@@ -96,33 +71,21 @@ class PerNode:
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
 
-    def check(self, vocab_size: int) -> None:
-        """See `Sampler.check`."""
-
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
-        """None: its randomness is its own."""
-        return None
-
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
         """See `Sampler.choose`."""
-        with random_kept():
-            chosen = [self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])]
-        return mx.concatenate(chosen)
-
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """See `Sampler.adjust`."""
-        return logits
+        return mx.concatenate([self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])])
 
 
-class ByPosition:
-    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position)."""
+class PositionSampler(Sampler):
+    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position).
+
+    Filters want log-probabilities; without them choosing twice, with noise, takes more operations than it saves.
+    """
 
     wants_logprobs = True
-    """Filters do; without them choosing twice, with noise, takes more operations than it saves."""
 
     def __init__(
         self,
-        *,
         seed: int,
         temp: float,
         top_p: float,
@@ -133,26 +96,26 @@ class ByPosition:
         xtc_threshold: float,
         xtc_special_tokens: Sequence[int],
     ) -> None:
-        self._words = _mix(seed)
+        self._words = _mix_seed(seed)
         self._temp = temp
-        self._most = {"top_k": top_k + 1, "min_tokens_to_keep": min_tokens_to_keep}
-        self._special = list(xtc_special_tokens)
+        self._limits = {"top_k": top_k + 1, "min_tokens_to_keep": min_tokens_to_keep}
+        self._special = special = list(xtc_special_tokens)
         self._filters: list[Callable[[mx.array, mx.array], mx.array]] = []
         if 0 < top_p < 1:
-            self._filters.append(lambda x, coin: apply_top_p(x, max(top_p, SMALLEST_TOP_P)))
+            self._filters.append(lambda x, coin: apply_top_p(x, max(top_p, MIN_TOP_P)))
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
-            # Asked for with certainty, mlx-lm's XTC leaves the coin to us. (It still draws one from mx.random.)
+            # With probability 1, mlx-lm's XTC leaves the coin to us. (It still draws one from mx.random.)
             self._filters.append(
-                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, self._special))
+                lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
             )
         if top_k > 0:
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
 
     def check(self, vocab_size: int) -> None:
         """See `Sampler.check`."""
-        for name, value in self._most.items():
+        for name, value in self._limits.items():
             if value > vocab_size:
                 below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
                 raise RedrafterError(f"{name} must be{below} the vocabulary's {vocab_size}, got {got}")
@@ -170,40 +133,22 @@ class ByPosition:
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
         """See `Sampler.choose`."""
         assert draws is not None
-        scaled = self._scaled(logprobs.astype(mx.float32), draws.coin[rows])
+        scaled = self._filter_and_scale(logprobs.astype(mx.float32), draws.coin[rows])
         return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
         """See `Sampler.adjust`."""
         if self._filters:  # they want log-probabilities; a rank does not
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return self._scaled(logits, draws.coin[row]) + draws.gumbel[row]
+        return self._filter_and_scale(logits, draws.coin[row]) + draws.gumbel[row]
 
-    def _scaled(self, logprobs: mx.array, coin: mx.array) -> mx.array:
-        if self._filters:
-            with random_kept():
-                for keep in self._filters:
-                    logprobs = keep(logprobs, coin)
+    def _filter_and_scale(self, logprobs: mx.array, coin: mx.array) -> mx.array:
+        for keep in self._filters:
+            logprobs = keep(logprobs, coin)
         return logprobs * (1 / self._temp)
 
 
-@contextmanager
-def random_kept() -> Iterator[None]:
-    """Gives mx.random its key back when what is within is broken off.
-
-    mlx-lm's filters are compiled with that key as an input and an output, each time they meet a new shape. Broken off
-    meanwhile, they leave a placeholder in its place, and nothing in the process could be drawn any more.
-    """
-    (key,) = cast(list[mx.array], mx.random.state)
-    try:
-        yield
-    except BaseException:
-        high, low = cast(list[int], key.tolist())
-        mx.random.seed(high << 32 | low)
-        raise
-
-
-def _mix(seed: int) -> tuple[int, int]:
+def _mix_seed(seed: int) -> tuple[int, int]:
     """Two 32-bit words that differ in every bit for neighbouring seeds (splitmix64)."""
     z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
@@ -216,59 +161,24 @@ def make_sampler(
     *,
     seed: int,
     temp: float = 0.0,
-    top_p: float = 0.0,
+    top_p: float = 1.0,
     min_p: float = 0.0,
     min_tokens_to_keep: int = 1,
     top_k: int = 0,
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] | None = (),
-    sampler: Callable[[mx.array], mx.array] | None = None,
+    xtc_special_tokens: Sequence[int] = (),
+    sampler: Callable[[mx.array], mx.array] | Sampler | None = None,
 ) -> Sampler:
-    """The sampler of these settings, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
+    """The sampler of these options, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
 
     Args:
         seed: any integer; equal seeds give equal tokens.
-        sampler: a sampler of the caller's own instead; goes with temp = 0 only.
-
-    Raises:
-        RedrafterError: a setting out of its range, or both `sampler` and `temp`.
+        sampler: a sampler of the caller's own instead, of mlx-lm's kind or a `Sampler`.
     """
-    for name, value, low, high in (
-        ("temp", temp, 0, float("inf")),
-        ("top_p", top_p, 0, 1),
-        ("min_p", min_p, 0, 1),
-        ("min_tokens_to_keep", min_tokens_to_keep, 1, float("inf")),
-        ("top_k", top_k, 0, float("inf")),
-        ("xtc_probability", xtc_probability, 0, 1),
-        ("xtc_threshold", xtc_threshold, 0, 0.5),
-    ):
-        if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
-            bound = f"from {low} to {high}" if high != float("inf") else f"at least {low}"
-            raise RedrafterError(f"{name} must be {bound}, got {value!r}")
-    if temp and not SMALLEST_TEMP <= temp <= 1 / SMALLEST_TEMP:
-        raise RedrafterError(f"temp must be 0, or from {SMALLEST_TEMP} to {1 / SMALLEST_TEMP}, got {temp}")
-    special = [] if xtc_special_tokens is None else xtc_special_tokens
-    if isinstance(special, str) or not all(isinstance(token, Integral) for token in special):
-        raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
     if sampler is not None:
-        if not callable(sampler):
-            raise RedrafterError(f"sampler must be a function, got {type(sampler).__name__}")
-        given = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k, "xtc_probability": xtc_probability}
-        if also := [f"{name}={value}" for name, value in given.items() if value]:
-            raise RedrafterError(f"give either a sampler or {also[0].split('=')[0]}, got both ({also[0]})")
-        return PerNode(sampler)
+        return PerNode(sampler) if callable(sampler) else sampler
     if temp == 0:
-        return Greedy()
-    # Plain numbers: mlx-lm's compiled filters take no others, and leave mx.random broken when they refuse one.
-    return ByPosition(
-        seed=seed,
-        temp=float(temp),
-        top_p=float(top_p),
-        min_p=float(min_p),
-        min_tokens_to_keep=int(min_tokens_to_keep),
-        top_k=int(top_k),
-        xtc_probability=float(xtc_probability),
-        xtc_threshold=float(xtc_threshold),
-        xtc_special_tokens=[int(token) for token in special],
-    )
+        return Sampler()
+    xtc = xtc_probability, xtc_threshold, [int(token) for token in xtc_special_tokens]
+    return PositionSampler(seed, temp, top_p, min_p, min_tokens_to_keep, top_k, *xtc)

@@ -1,61 +1,144 @@
-"""Several nodes at once on an unmodified model, through the three things it asks its cache: mask, offset, update.
+"""Tree attention on an unmodified model: each node of a tree gets its own position and sees only its ancestors.
 
-While one forward pass is being built, the model's cache is a `View` of the real one, each node has its own position
-(`positions.py`), and the final norm is tapped. That lasts only as long as the Python call: what stays behind is an
-ordinary lazy graph, and the model object is as it was.
+mlx-lm's models ask their cache for a mask and an offset. What they do with the offset ends in `mx.fast.rope`, in
+`mx.arange`, or is added to one; a mask that they make themselves ends in `mx.fast.scaled_dot_product_attention`.
+While a forward is being built, the model's cache is a `View` of the real one and those three functions answer per
+node. That lasts only as long as the Python call: what remains is an ordinary lazy graph, and everything is as before.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache
 
 from ..errors import UnsupportedModelError
 from . import kv_cache
-from .locks import alone
-from .positions import Nodes, Offsets, by_node
 
 T = TypeVar("T")
+Function = Callable[..., mx.array]
 
-_building = threading.RLock()
-"""Held while a model is wrapped, so that two threads may decode with one model."""
+MODEL_LOCK = threading.RLock()
+"""Held while a forward is built on a wrapped model, so that two threads may decode with one model."""
+
+REPLACED: tuple[tuple[Any, str], ...] = (
+    (mx.fast, "rope"),
+    (mx, "arange"),
+    (mx.fast, "scaled_dot_product_attention"),
+)
+"""The functions that answer per node: (owner, name)."""
+
+
+class Nodes(NamedTuple):
+    """Several tokens that one forward reads after a prefix, each with its own history.
+
+    Attributes:
+        prefix: S, how many tokens stand before them.
+        depths: (N,) int32, how far after the prefix each stands.
+        ancestors: (N, N) bool, who attends to whom among them, itself included.
+        branched: whether they are more than a chain.
+    """
+
+    prefix: int
+    depths: mx.array
+    ancestors: mx.array
+    branched: bool
+
+    def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
+        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, as far back as the window goes::
+
+                   prefix . . .   the  cat  dog  sat  ran
+            the      1  1  1  1    1    .    .    .    .
+            dog      1  1  1  1    1    .    1    .    .
+            ran      1  1  1  1    1    1    .    .    1
+
+        Args:
+            columns: (C,) int32, the positions of the prefix rows.
+            window: how many positions a node sees, its own included; None for all.
+            kept: positions below this are seen whatever the window.
+        """
+        before = mx.ones((self.depths.shape[0], columns.shape[0]), mx.bool_)
+        among = self.ancestors
+        if window is not None:
+            own = (self.depths + self.prefix)[:, None]
+            before = (own - columns[None] < window) | (columns[None] < kept)
+            among = among & (self.depths[:, None] - self.depths[None] < window)
+        return mx.concatenate([before, among], axis=1)
+
+
+class Offsets:
+    """The first of the nodes' positions, and what it was added up to, as a number that knows where each node stands.
+
+    As an array it is the row of what a chain's first position would have to be for each node: added to `arange(N)` it
+    gives their positions.
+
+    Args:
+        nodes: those of the forward.
+        added: to the first position.
+    """
+
+    def __init__(self, nodes: Nodes, added: int = 0) -> None:
+        self._nodes, self._added = nodes, added
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """(N,) int32, the nodes' positions and what was added."""
+        return self._nodes.depths + (self._nodes.prefix + self._added)
+
+    def __add__(self, other: int) -> Offsets:
+        return Offsets(self._nodes, self._added + other) if isinstance(other, int) else NotImplemented
+
+    __radd__ = __add__
+
+    def __mlx_array__(self) -> mx.array:
+        return self.positions - mx.arange(self.positions.shape[0])
+
+    def columns(self, first: int) -> mx.array:
+        """(C + N,) int32: the positions of the rows from `first` on, then the nodes' own.
+
+        Raises:
+            UnsupportedModelError: this is not the position after the last node.
+        """
+        nodes = self._nodes
+        if self._added != nodes.depths.shape[0]:
+            raise UnsupportedModelError(f"it counts to {self._added} beyond its cache, not to the last node")
+        return mx.concatenate([mx.arange(first, nodes.prefix), nodes.depths + nodes.prefix])
 
 
 class View:
     """A cache as the model sees it while one forward of several nodes is built.
 
     It answers the three questions that mlx-lm's models ask of a cache: the mask, the offset, and keys and values; the
-    last by the real cache, which receives those of the nodes behind its own, in node order.
+    last by the real cache, which receives those of the nodes after its own, in node order.
 
     Args:
         cache: the real cache.
-        nodes: what is read.
-        first: their offset, if they are branched.
-        made: gets the masks that were made of them.
+        nodes: those of the forward.
+        offsets: their positions, if they are branched.
+        masks: receives the masks that are made of them.
     """
 
-    def __init__(self, cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> None:
-        vars(self).update(_cache=cache, _nodes=nodes, _first=first, _made=made, offsets_read=0)
+    def __init__(self, cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> None:
+        vars(self).update(_cache=cache, _nodes=nodes, _offsets=offsets, _masks=masks, offsets_read=0)
 
     @property
     def offset(self) -> Any:
-        """The first position; in a tree one that knows where each node stands."""
+        """The first position; in a tree one that knows each node's."""
         self.offsets_read += 1
-        return self._first if self._nodes.branched else self._cache.offset
+        return self._offsets if self._nodes.branched else self._cache.offset
 
     def make_mask(self, N: int = 0, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """The nodes' mask, as an array."""
         if isinstance(self._cache, RotatingKVCache):
-            mask = self._nodes.mask(*ring_columns(self._cache, window_size))
+            mask = self._nodes.mask(*_ring_columns(self._cache, window_size))
         else:
             first = getattr(self._cache, "start_position", 0)
             mask = self._nodes.mask(mx.arange(first, self._cache.offset), window_size)
-        self._made.append(mask)
+        self._masks.append(mask)
         return mask
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +151,7 @@ class View:
             setattr(self._cache, name, value)
 
 
-class Views:
+class ListView:
     """A `CacheList` as the model sees it.
 
     Args:
@@ -86,41 +169,64 @@ class Views:
         return getattr(self._cache, name)
 
 
-def viewed(cache: Any, nodes: Nodes, first: Offsets, made: list[mx.array]) -> Any:
-    """A view of one layer's cache; see `View`."""
-    if isinstance(cache, CacheList):
-        return Views(cache, [viewed(part, nodes, first, made) for part in cache.caches])
-    return View(cache, nodes, first, made) if isinstance(cache, kv_cache.TRIMMABLE) else cache
+class Built(NamedTuple, Generic[T]):
+    """A forward that was built with `build_with_nodes`.
+
+    Attributes:
+        result: what the call returned.
+        views: the cache as the model saw it.
+        masks: those that the views made.
+        calls: what was answered per node: "rope", "arange" or "mask" for each time.
+    """
+
+    result: T
+    views: list[Any]
+    masks: list[mx.array]
+    calls: list[str]
 
 
-def reading(
-    cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[Any]], T]
-) -> tuple[T, list[Any], list[mx.array], list[str]]:
-    """Has a model read `nodes` while `call` runs it.
+def build_with_nodes(cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[Any]], T]) -> Built[T]:
+    """Builds a forward in which the model sees `nodes`.
+
+    What other threads ask of the replaced functions meanwhile passes through.
 
     Args:
-        call: is given the cache as the model should see it.
-
-    Returns:
-        What `call` returns, that cache, the masks that it made, and what the model asked by node.
-    """
-    made: list[mx.array] = []
-    first = Offsets(nodes)
-    views = [viewed(c, nodes, first, made) for c in cache]
-    if not nodes.branched:
-        return alone(_building, lambda: call(views)), views, made, []
-    result, calls = alone(_building, lambda: by_node(nodes, lambda: call(views), made))
-    return result, views, made, calls
-
-
-def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
-    """(positions of the rows that a ring will hold before the nodes', the window, how many first positions it keeps).
-
-    A ring of M rows that is told of several more keeps M - 1 of its own. One by one it would have dropped the oldest
-    for each, except for the first ones that it keeps for good: so the window is what it would have left.
+        call: runs the model; is given the cache as the model should see it.
 
     Raises:
-        UnsupportedModelError: rows kept for good, and a window on top of that.
+        UnsupportedModelError: from within the model, when a layer needs its tokens in a chain.
+    """
+    masks: list[mx.array] = []
+    calls: list[str] = []
+    offsets = Offsets(nodes)
+    views = [_view_layer(c, nodes, offsets, masks) for c in cache]
+    with MODEL_LOCK:
+        if not nodes.branched:
+            return Built(call(views), views, masks, calls)
+        originals = [getattr(owner, name) for owner, name in REPLACED]
+        try:
+            _replace(_functions_per_node(nodes, masks, calls, *originals))
+            return Built(call(views), views, masks, calls)
+        finally:
+            _replace(originals)
+
+
+def _view_layer(cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> Any:
+    if isinstance(cache, CacheList):
+        return ListView(cache, [_view_layer(part, nodes, offsets, masks) for part in cache.caches])
+    return View(cache, nodes, offsets, masks) if isinstance(cache, kv_cache.TRIMMABLE) else cache
+
+
+def _replace(functions: Sequence[Function]) -> None:
+    for (owner, name), function in zip(REPLACED, functions, strict=True):
+        setattr(owner, name, function)
+
+
+def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
+    """(positions of the rows that a ring will hold before the nodes', the window, how many first positions it keeps).
+
+    A ring of M rows that receives several more keeps M - 1 of its own. One by one it would have dropped the oldest for
+    each, except for the first ones that it always keeps: so the window is what it would have left.
     """
     if ring.keep and window is not None and window < ring.max_size:
         raise UnsupportedModelError(
@@ -133,55 +239,53 @@ def ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, i
     return columns, min(window or ring.max_size, ring.max_size) - ring.keep, ring.keep
 
 
-class Tap(nn.Module):
-    """Passes its module's output on, and keeps it when the thread that made the tap calls."""
+def _functions_per_node(
+    nodes: Nodes, own_masks: Sequence[mx.array], calls: list[str], rope: Function, arange: Function, attention: Function
+) -> list[Function]:
+    """The functions that replace the three of `REPLACED` in this thread.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.kept: list[mx.array] = []
-        self._thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        out = self.module(*args, **kwargs)
-        if threading.get_ident() == self._thread:
-            self.kept.append(out)
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        return getattr(self["module"], name) if "module" in self else super().__getattr__(name)
-
-
-class Slot(NamedTuple):
-    """The place of a child module."""
-
-    parent: nn.Module
-    name: str
-
-
-def tapped(place: Slot, call: Callable[[], T]) -> tuple[T, list[mx.array]]:
-    """Puts a `Tap` around the child in its place while `call` runs, and the child back, wherever a Ctrl-C lands.
-
-    The dictionary entry is replaced, not the attribute set: a module's order of parameters stays as it was.
-
-    Returns:
-        What `call` returns, and what the child made meanwhile.
+    `mx.fast.rope` takes a vector of positions only along the batch, so the nodes go there and come back: the same
+    arithmetic, to the bit. A number that it is given is the root's position. A mask that the model makes for a chain is
+    cut down to each node's ancestors.
     """
+    thread, count = threading.get_ident(), nodes.depths.shape[0]
+    cut: dict[int, tuple[mx.array, mx.array]] = {}
 
-    def heard() -> tuple[T, list[mx.array]]:
-        """Nobody else wraps the model now."""
-        parent, name = place
-        child = parent[name]
-        tap = Tap(child)
-        try:
-            try:
-                parent[name] = tap
-                return call(), tap.kept
-            finally:
-                parent[name] = child
-        finally:
-            parent[name] = child  # once more: a Ctrl-C may have come before the line above
+    def rope_per_node(x: mx.array, *args: Any, offset: Any, **kwargs: Any) -> mx.array:
+        if threading.get_ident() != thread or x.shape[-2] != count:
+            return rope(x, *args, offset=offset, **kwargs)
+        calls.append("rope")
+        if isinstance(offset, Offsets):
+            positions = offset.positions
+        elif isinstance(offset, mx.array) and offset.ndim:  # it was an `Offsets`
+            positions = offset + mx.arange(count)
+        else:
+            positions = offset + nodes.depths
+        moved = mx.swapaxes(x, 0, -2)
+        return mx.swapaxes(rope(moved, *args, offset=positions, **kwargs), 0, -2)
 
-    return alone(_building, heard)
+    def arange_per_node(*args: Any, **kwargs: Any) -> mx.array:
+        if threading.get_ident() != thread or not any(isinstance(arg, Offsets) for arg in args):
+            return arange(*args, **kwargs)
+        calls.append("arange")
+        start, stop = args
+        return start.positions if isinstance(start, Offsets) else stop.columns(start)
+
+    def attention_per_node(*args: Any, mask: Any = None, **kwargs: Any) -> mx.array:
+        if threading.get_ident() == thread:
+            if isinstance(mask, str):
+                raise UnsupportedModelError(f"one of its layers asks for a {mask} mask")
+            if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and mask.ndim == 2:
+                mask = mask_ancestors(mask)
+        return attention(*args, mask=mask, **kwargs)
+
+    def mask_ancestors(mask: mx.array) -> mx.array:
+        if any(mask is own for own in own_masks):  # which are so already
+            return mask
+        calls.append("mask")
+        if id(mask) not in cut:
+            before = mx.ones((count, mask.shape[1] - count), mx.bool_)
+            cut[id(mask)] = mask, mask & mx.concatenate([before, nodes.ancestors], axis=1)
+        return cut[id(mask)][1]
+
+    return [rope_per_node, arange_per_node, attention_per_node]

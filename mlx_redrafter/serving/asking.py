@@ -9,13 +9,12 @@ from typing import Any
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
 from ..drafters.recurrent import Drafter
-from ..engine.decode import Settings
-from ..engine.plan import AUTO, BEAM, MAX_DRAFT_DEPTH, Plan, make_plan, read_plan
-from ..generate import make_settings
+from ..engine.plan import MAX_DRAFT_DEPTH, Plan, make_plan
+from ..options import PLAN_OPTIONS, Options
 from .bodies import LARGEST, Refusal
 
 CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-"""Flags of mlx-lm's server that are keywords of `make_settings`; no request has them."""
+"""Flags of mlx-lm's server that are keywords of `Options`; no request has them."""
 
 
 def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vocab_size: int) -> None:
@@ -37,36 +36,36 @@ def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vo
         raise Refusal(f"top_logprobs must be at most the vocabulary's {vocab_size}, got {args.top_logprobs}")
 
 
-def fixed_plan(asked: dict[str, Any], own_depth: int, vocab_size: int) -> Plan | None:
+def fixed_plan(asked: dict[str, Any], default_depth: int, vocab_size: int) -> Plan | None:
     """The plan of every round, where one is asked for.
 
     Args:
-        asked: some of `BEAM`, or none.
-        own_depth: K, where it names none.
+        asked: some of `PLAN_OPTIONS`, or none.
+        default_depth: K, where it names none.
 
     Raises:
-        RedrafterError: no plan at all; see `read_plan` and `make_plan`.
+        RedrafterError: no plan at all; see `Options` and `make_plan`.
     """
-    plan, *beam = (asked.get(name) for name in BEAM)
-    shape = read_plan(AUTO if plan is None else plan, *beam)
+    given = {name: asked[name] for name in PLAN_OPTIONS if asked.get(name) is not None}
+    shape = Options(**given).plan_shape()
     if not isinstance(shape, tuple):
         return None
     width, depth, size = shape
-    return make_plan(width, own_depth if depth is None else depth, size, vocab_size)
+    return make_plan(width, default_depth if depth is None else depth, size, vocab_size)
 
 
-def check_beam(asked: dict[str, Any], own_depth: int, most: int, vocab_size: int) -> None:
+def check_beam(asked: dict[str, Any], default_depth: int, most: int, vocab_size: int) -> None:
     """Bounds what a round may draft for one client, while others wait.
 
     Args:
-        asked, own_depth: see `fixed_plan`.
+        asked, default_depth: see `fixed_plan`.
         most: nodes of a tree, the root included, before any are left out.
 
     Raises:
         Refusal: more than that.
         RedrafterError: see `fixed_plan`.
     """
-    plan = fixed_plan(asked, own_depth, vocab_size)
+    plan = fixed_plan(asked, default_depth, vocab_size)
     if plan is not None and (nodes := 1 + plan.width * plan.depth) > most:
         raise Refusal(
             f"1 + beam_width * draft_depth must be at most {most} here, got {nodes} for {plan.width} * {plan.depth}"
@@ -74,26 +73,28 @@ def check_beam(asked: dict[str, Any], own_depth: int, most: int, vocab_size: int
 
 
 def beam_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The command line's beam: those of `BEAM` that it gives."""
-    return {name: value for name in BEAM if (value := getattr(flags, name)) is not None}
+    """The command line's beam: those of `PLAN_OPTIONS` that it gives."""
+    return {name: value for name in PLAN_OPTIONS if (value := getattr(flags, name)) is not None}
 
 
-def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: Drafter | None = None) -> Settings:
+def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: Drafter | None = None) -> Options:
     """What a request gets that says nothing: no client shall be blamed for it.
 
     Args:
         vocab_size, drafter: of the models, once they are loaded; until then only what fits none is refused.
 
     Raises:
-        RedrafterError: see `make_settings`.
+        RedrafterError: see `Options`.
     """
     beam = beam_of(flags)
     given = {name: getattr(flags, name) for name in (*CACHE, "max_tokens", "temp", "top_p", "top_k", "min_p")}
-    settings = make_settings(drafter, **given, **beam)
-    settings.chooser.sampler.check(vocab_size)
+    options = Options(**given, **beam)
+    options.make_sampler(seed=0).check(vocab_size)
     if drafter is None:
         fixed_plan(beam, MAX_DRAFT_DEPTH, vocab_size)
-    return settings
+    else:
+        options.resolve_plan(drafter)
+    return options
 
 
 def options(args: GenerationArguments, flags: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mlx_lm.server import (
 )
 
 from ..errors import one_line
-from ..generate import GenerationResponse, stream_in_pieces
+from ..generate import GenerationResponse, stream_responses
 from .asking import check, options
 from .bodies import Refusal
 from .drafts import Watch
@@ -109,7 +109,7 @@ class Decoding(ResponseGenerator):
             answers.put((done, total))
             self._go_on(job, context)
 
-        steps = stream_in_pieces(
+        steps = stream_responses(
             model,
             tokenizer,
             rest,

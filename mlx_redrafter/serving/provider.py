@@ -13,15 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
-from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
+from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find_model, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
-from ..engine.decode import own_depth
-from ..engine.plan import AUTO
-from ..engine.target import check_draftable, check_request
+from ..engine.request_checks import check_request
+from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
+from ..options import AUTO, default_depth
 from ..planning.costs import load_costs
-from ..session.memory import free
+from ..session.memory import free_memory
 from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
 from .jobs import DEFAULT
@@ -86,7 +86,7 @@ class Provider(ModelProvider):
         if key != self.model_key:
             kept: dict[str, Any] = {}
             try:
-                path = find(key[0])
+                path = find_model(key[0])
                 check_directory(path)
                 if key[1] is not None:
                     read_object(Path(key[1], "adapter_config.json"))
@@ -129,8 +129,8 @@ class Provider(ModelProvider):
         self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # built, not computed
         self.home = self.home or self.model_key
         if self.model_key == self.home:
-            settings = check_flags(self.cli_args, self.vocab_size)
-            check_request(model, mx.zeros((1,), mx.int32), None, settings.quantization)
+            flags = check_flags(self.cli_args, self.vocab_size)
+            check_request(model, mx.zeros((1,), mx.int32), None, flags.quantization)
             self.drafters = self.load_drafters(model)
 
     def load_drafters(self, model: nn.Module) -> dict[str, Drafter]:
@@ -190,7 +190,7 @@ class Provider(ModelProvider):
         """
         args = self.cli_args
         if asked and self.drafters:
-            depth = max(map(own_depth, self.drafters.values()))
+            depth = max(map(default_depth, self.drafters.values()))
             check_beam(asked, depth, args.max_tree_size, self.vocab_size)
         return asked or beam_of(args)
 
@@ -206,7 +206,7 @@ def local(name: str | Path) -> str:
 
 def has_room(path: Path) -> bool:
     """Whether a model's weights fit twice, as loading may copy them, beside what is loaded; not where nobody knows."""
-    room = free()
+    room = free_memory()
     return room is not None and 2 * sum(file.stat().st_size for file in path.glob(WEIGHTS)) < room
 
 

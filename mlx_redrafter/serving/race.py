@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo import DIRECTORY
-from ..engine.plan import AUTO
+from ..options import AUTO
 from .asking import beam_of
 from .command import checked, serve
 from .flags import Parser, make_parser, read_flags

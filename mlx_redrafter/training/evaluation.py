@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.recurrent import Drafter
-from ..engine.trial import Trial, try_out
-from ..generate import make_settings
+from ..generate import PromptRuns, decode_prompts
+from ..options import Options
 from .data import Text, collated
 from .distill import Recipe, make_lesson
 from .lessons import hear, vocabulary_of
@@ -115,7 +115,7 @@ def decoded(
     prompts: Sequence[Sequence[int]],
     shape: Sequence[int],
     manner: Manner,
-) -> Trial:
+) -> PromptRuns:
     """Real decoding of these prompts.
 
     Args:
@@ -124,5 +124,5 @@ def decoded(
     beam: dict[str, Any] = {"beam_width": shape[0], "draft_depth": shape[1]}
     if len(shape) > 2:
         beam["tree_size"] = shape[2]
-    settings = make_settings(drafter, max_tokens=manner.max_tokens, temp=manner.temp, seed=manner.seed, **beam)
-    return try_out(model, drafter, prompts, settings, manner.ends)
+    settings = Options(max_tokens=manner.max_tokens, temp=manner.temp, seed=manner.seed, **beam)
+    return decode_prompts(model, drafter, prompts, settings, manner.ends)

@@ -9,8 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.recurrent import Drafter, DrafterArgs
-from ..engine.anatomy import anatomy
-from ..engine.tree_attention import tapped
+from ..engine.supported_models import capture_output, find_parts
 from ..errors import RedrafterError
 from .loss import Lesson
 
@@ -86,8 +85,8 @@ def hear(model: nn.Module, batch: Batch) -> Heard:
         UnsupportedModelError: see `anatomy`.
     """
     tokens = batch.ids[:, :-1]
-    table, place = anatomy(model)
-    logits, kept = tapped(place, lambda: model(tokens))
+    table, place = find_parts(model)
+    logits, kept = capture_output(place, lambda: model(tokens))
     return Heard(batch, kept[-1], table(tokens), logits)
 
 
@@ -188,7 +187,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
         ids: see `untrained`.
     """
     drafter = untrained(args, ids)
-    embed = anatomy(model).embedding
+    embed = find_parts(model).embedding
     guessed = mx.arange(args.vocab_size) if ids is None else drafter.draft_ids
     parts = [guessed[start : start + 4096] for start in range(0, guessed.size, 4096)]
     mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))

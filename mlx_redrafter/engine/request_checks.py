@@ -1,0 +1,86 @@
+"""What can be refused before a prompt is read: the prompt itself, the prompt cache, its quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..errors import RedrafterError
+from . import kv_cache
+from .target import KVQuantization
+
+
+def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
+    """The prompt as (T,) int32.
+
+    Raises:
+        RedrafterError: it is empty, or not one sequence of integers.
+    """
+    expected = "the prompt must be one sequence of token ids"
+    if not isinstance(prompt, mx.array):
+        if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Iterable):
+            raise RedrafterError(f"{expected}, got {type(prompt).__name__} {prompt!r}")
+        try:
+            ids = np.array(list(prompt))
+            prompt = mx.array(ids.astype(np.int64) if ids.dtype.kind in "iu" else ids)
+        except (ValueError, TypeError):
+            raise RedrafterError(f"{expected}, got {prompt!r:.100}") from None
+    if prompt.size == 0:
+        raise RedrafterError("the prompt is empty: expected at least one token")
+    if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
+        raise RedrafterError(f"{expected}, got shape {prompt.shape} of {prompt.dtype}")
+    if (largest := cast(int, mx.abs(prompt).max().item())) >= 2**31:
+        raise RedrafterError(f"{expected}, got {largest}")
+    return prompt.astype(mx.int32)
+
+
+def check_request(
+    model: nn.Module,
+    tokens: mx.array,
+    cache: kv_cache.Cache | None,
+    quantization: KVQuantization,
+    max_kv_size: int | None = None,
+) -> int:
+    """Refuses what would fail, or give wrong tokens, only while the prompt is read; returns the vocabulary's size.
+
+    What the model's outputs and its cache look like is read off a forward that is built but never computed.
+
+    Args:
+        tokens: (T,) the prompt.
+        cache: a prompt cache of the caller's.
+        max_kv_size: most rows of a new one.
+
+    Raises:
+        RedrafterError: rings to be quantized, token ids outside the vocabulary, a cache of another model, or a KV group
+            size that does not divide the head size.
+    """
+    probe = make_prompt_cache(model, max_kv_size)
+    if quantization.bits is not None and kv_cache.has_ring(probe if cache is None else cache):
+        raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantize a RotatingKVCache")
+    if cache is not None:
+        _check_cache(cache, probe)
+    vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
+    ids = cast(list[int], tokens.tolist())
+    if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
+        raise RedrafterError(f"token ids must be from 0 to {vocab_size - 1}, got {wrong[0]}")
+    for c in probe if quantization.bits is not None else []:
+        arrays = (getattr(c, "keys", None), getattr(c, "values", None))
+        sizes = [x.shape[-1] for x in arrays if isinstance(x, mx.array)]
+        if hasattr(c, "to_quantized") and (odd := [size for size in sizes if size % quantization.group_size]):
+            raise RedrafterError(f"kv_group_size must divide the head size {odd[0]}, got {quantization.group_size}")
+    return vocab_size
+
+
+def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache) -> None:
+    if len(cache) != len(probe):
+        raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
+    if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
+        raise RedrafterError(f"the prompt cache must hold one of mlx-lm's caches a layer, got {type(odd[0]).__name__}")
+    own = tuple({type(c) for c in kv_cache.leaves(probe)})
+    if unknown := kv_cache.unknown_types(cache, (*kv_cache.KNOWN, *own)):
+        raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(unknown)}")

@@ -1,0 +1,269 @@
+"""Every decoding option, declared once: type, default, range and help. Flags, signatures and checks derive from it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import mlx.core as mx
+
+from .engine.kv_cache import Cache
+from .engine.plan import DRAFT_DEPTH, Plan, make_plan
+from .engine.round import Processor
+from .engine.sampling import Sampler, make_sampler
+from .engine.target import MIN_RING_SIZE, KVQuantization
+from .engine.types import Tree
+from .errors import RedrafterError
+
+AUTO: Literal["auto"] = "auto"
+OFF: Literal["off"] = "off"
+
+PLAN_OPTIONS = ("plan", "beam_width", "draft_depth", "tree_size")
+"""The options that say what a round drafts."""
+
+CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
+"""The options that say how a prompt cache is made."""
+
+OnRound = Callable[[Tree, list[int], list[int]], None]
+"""Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class OptionFlag(NamedTuple):
+    """An option that is a command-line flag: numbers and strings."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[Any, ...] | None
+
+    @property
+    def optional(self) -> bool:
+        """Whether it may be None."""
+        return self.default is None
+
+
+def _flag(
+    kind: type,
+    default: Any,
+    text: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+) -> Any:
+    metadata = {"kind": kind, "help": text, "minimum": minimum, "maximum": maximum, "choices": choices}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keywords of `generate_step`, `stream_generate` and `generate`. Names are mlx-lm's where it has one.
+
+    Options that are not flags:
+
+    Attributes:
+        xtc_special_tokens: token ids that XTC never removes; None for the newline and the end-of-text tokens.
+        sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities. Exact
+            in distribution if it is a function of that row.
+        logits_processors: of mlx-lm's kind, each a function of (history, logits): called for every node, also with
+            histories that are rejected afterwards. The tree is then not pruned.
+        prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards, also when
+            the generator is closed early. After an exception, `KeyboardInterrupt` included, its contents are undefined.
+        history: the ids that `prompt_cache` holds already, for processors to see, and for caches that do not count
+            tokens: without it the noise of a sampled text after such a cache starts at position 0.
+        prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
+        on_drafter_failure: called once with what the drafter raises; plain decoding goes on from there, and no token is
+            lost. None passes the exception on.
+        on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
+
+    Raises:
+        RedrafterError: a value of the wrong type or out of its range.
+    """
+
+    max_tokens: int = _flag(int, 256, "how many tokens to make; -1 for no limit")
+    temp: float = _flag(float, 0.0, "sampling temperature; 0 takes the likeliest token", 0)
+    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", 0, 1)
+    min_p: float = _flag(float, 0.0, "sampling min-p", 0, 1)
+    min_tokens_to_keep: int = _flag(int, 1, "tokens that min-p always keeps", 1)
+    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", 0)
+    xtc_probability: float = _flag(float, 0.0, "probability of XTC at each token", 0, 1)
+    xtc_threshold: float = _flag(float, 0.1, "probability a token needs for XTC to remove it", 0, 0.5)
+    seed: int | None = _flag(int, None, "equal seeds give equal text, with and without a drafter; drawn if not given")
+    plan: str | Sequence[int] = _flag(
+        str, AUTO, "auto measures this machine once, chooses round by round; off decodes plainly", choices=(AUTO, OFF)
+    )
+    beam_width: int | None = _flag(int, None, "W, how many continuations every round drafts; 1 if only K or N is given")
+    draft_depth: int | None = _flag(
+        int, None, f"K, how many tokens each continuation is long; the drafter's own or {DRAFT_DEPTH} if not given"
+    )
+    tree_size: int | None = _flag(int, None, "N, how many nodes the target verifies, root included; all if not given")
+    prefill_step_size: int = _flag(int, 2048, "prompt tokens in one forward", 1)
+    max_kv_size: int | None = _flag(
+        int, None, "most rows of the KV cache, where the model leaves that open; the first 4 stay", MIN_RING_SIZE
+    )
+    kv_bits: int | None = _flag(
+        int, None, "bits of a quantized KV cache; not quantized if not given", choices=(2, 3, 4, 5, 6, 8)
+    )
+    kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", choices=(32, 64, 128))
+    quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", 0)
+    xtc_special_tokens: Sequence[int] | None = None
+    sampler: Callable[[mx.array], mx.array] | Sampler | None = None
+    logits_processors: Sequence[Processor] | None = None
+    prompt_cache: Cache | None = None
+    history: Sequence[int] = ()
+    prompt_progress_callback: Callable[[int, int], None] | None = None
+    on_drafter_failure: Callable[[Exception], None] | None = None
+    on_round: OnRound | None = None
+
+    def __post_init__(self) -> None:
+        for flag in OPTION_FLAGS:
+            if flag.name != "plan":  # which may be a tuple
+                object.__setattr__(self, flag.name, _checked(flag, getattr(self, flag.name)))
+        if self.max_tokens < -1:
+            raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
+        if self.temp and not 1e-30 <= self.temp <= 1e30:  # beyond it 1 / temp is not a float32
+            raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
+        self._check_sampler()
+        self._check_arguments()
+        self.plan_shape()
+
+    def _check_sampler(self) -> None:
+        special = self.xtc_special_tokens or ()
+        if isinstance(special, str) or not all(isinstance(token, Integral) for token in special):
+            raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
+        if self.sampler is None:
+            return
+        if not callable(self.sampler) and not hasattr(self.sampler, "choose"):
+            raise RedrafterError(f"sampler must be a function, got {type(self.sampler).__name__}")
+        for name in ("temp", "top_p", "min_p", "top_k", "xtc_probability"):
+            if (value := getattr(self, name)) != DEFAULTS[name] and value:
+                raise RedrafterError(f"give either a sampler or {name}, got both ({name}={value})")
+
+    def _check_arguments(self) -> None:
+        processors = self.logits_processors
+        if callable(processors):
+            raise RedrafterError("logits_processors must be a list of functions, got one function")
+        if processors is not None and not (isinstance(processors, Iterable) and all(map(callable, processors))):
+            raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")
+        for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
+            if (function := getattr(self, name)) is not None and not callable(function):
+                raise RedrafterError(f"{name} must be a function, got {function!r}")
+        if self.prompt_cache is not None and not isinstance(self.prompt_cache, list):
+            raise RedrafterError(
+                f"prompt_cache must be the list that make_prompt_cache returns, got {type(self.prompt_cache).__name__}"
+            )
+
+    def make_sampler(self, seed: int) -> Sampler:
+        """The sampler of these options; `seed` stands for one that was not given."""
+        return make_sampler(
+            seed=seed if self.seed is None else self.seed,
+            temp=self.temp,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            min_tokens_to_keep=self.min_tokens_to_keep,
+            top_k=self.top_k,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_special_tokens=self.xtc_special_tokens or (),
+            sampler=self.sampler,
+        )
+
+    @property
+    def quantization(self) -> KVQuantization:
+        """Of the KV cache."""
+        return KVQuantization(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+
+    def plan_shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
+        """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding."""
+        plan = self.plan
+        given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
+        if isinstance(plan, str) and plan == AUTO:
+            width = 1 if self.beam_width is None else self.beam_width
+            return (width, self.draft_depth, self.tree_size) if given else AUTO
+        if given:
+            name, value = next(iter(given.items()))
+            raise RedrafterError(f"give either plan or {name}, got plan {plan!r} and {name} {value}")
+        if isinstance(plan, str) and plan == OFF:
+            return None
+        numbers = list(plan) if isinstance(plan, Sequence) and not isinstance(plan, str) else []
+        if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
+            raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
+        return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
+
+    def resolve_plan(self, drafter: Any) -> Plan | Literal["auto"] | None:
+        """The plan of every round, "auto", or None for plain decoding.
+
+        With logits processors no node may be pruned: each node's depth must be known beforehand.
+
+        Raises:
+            RedrafterError: a plan out of range for the drafter's vocabulary.
+        """
+        shape = self.plan_shape()
+        if shape is None or drafter is None:
+            return None
+        if shape == AUTO:
+            return AUTO
+        width, depth, size = shape
+        depth = default_depth(drafter) if depth is None else depth
+        plan = make_plan(width, depth, size, drafter.args.vocab_size)
+        return Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
+
+
+def default_depth(drafter: Any) -> int:
+    """K for a drafter when nothing else is asked for."""
+    return drafter.args.draft_depth or DRAFT_DEPTH
+
+
+OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
+    OptionFlag(each.name, default=each.default, **each.metadata) for each in fields(Options) if each.metadata
+)
+"""The options that are flags, in the order of their declaration."""
+
+DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Options)}
+
+
+def _checked(flag: OptionFlag, value: Any) -> Any:
+    """`value` as a plain Python number: NumPy's would not go through mlx-lm's compiled filters."""
+    if value is None and flag.optional:
+        return None
+    if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
+        raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
+    low = float("-inf") if flag.minimum is None else flag.minimum
+    high = float("inf") if flag.maximum is None else flag.maximum
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= float(value) <= high:
+        bounds = f"at least {flag.minimum}" if flag.maximum is None else f"from {flag.minimum} to {flag.maximum}"
+        raise RedrafterError(f"{flag.name} must be {bounds}, got {value!r}")
+    if flag.choices is not None and value not in flag.choices:
+        raise RedrafterError(f"{flag.name} must be one of {', '.join(map(str, flag.choices))}, got {value}")
+    return flag.kind(value)
+
+
+def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
+    """Adds the flags of the options, but those named in `without`, to a parser or a group of one."""
+    for flag in OPTION_FLAGS:
+        if flag.name in without:
+            continue
+        names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
+        shown = "" if flag.optional else " (default: %(default)s)"
+        choices = flag.choices if flag.kind is str else None
+        parser.add_argument(*names, type=flag.kind, choices=choices, default=flag.default, help=flag.help + shown)
+
+
+def takes_options(function: F) -> F:
+    """Shows the options in the signature of a function that takes them as `**options`."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(Options)
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    return function
