@@ -221,13 +221,13 @@ class _Bench:
                 rows: list[Any] = [c.keys, c.values]
                 c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
         mx.eval([c.state for c in cache])
-        self.context, self.drafter, self.model, self.cache = context, drafter, model, cache
-        self.target = Target(model, cache)
+        self.model, self.drafter, self.context, self.cache = model, drafter, context, cache
         self.chooser = Chooser(make_sampler(seed=0), ())
         self.tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), mx.zeros((), mx.int32))
         self.tokens = (mx.arange(MAX_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
         mx.eval(self.tip, self.tokens)
         self.snapshot = kv_cache.snapshot(cache)
+        self.rewind()
 
     def rewind(self) -> None:
         kv_cache.restore(self.cache, self.snapshot)
@@ -311,7 +311,7 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     plain = tuple(found["plain", at, 1] / IN_A_ROW for at in range(len(contexts)))
     level = tuple(found["level", 0, width] / IN_A_ROW for width in widths)
     per_row = max(0.0, (verify_ms[0][-1] - verify_ms[0][0]) / (counts[-1] - 1))
-    again = per_row if kv_cache.unknown_types(first.target.cache, kv_cache.TRIMMABLE) else 0.0
+    again = per_row if kv_cache.unknown_types(first.cache, kv_cache.TRIMMABLE) else 0.0
     costs = CostTable(contexts, counts, verify_ms, plain, widths, level, (0.0, 0.0), again)
     parts = [found["verify", 0, plan.size] + costs.draft_ms(plan) for plan in plans]
     rest = [found["round", 0, plan.size] / IN_A_ROW - ms for plan, ms in zip(plans, parts, strict=True)]
