@@ -1,198 +1,144 @@
-"""Sessions over lines of JSON: a program holds this one as a child process, and needs no Python of its own.
+"""`stdio`: sessions for another program, over lines of JSON; docs/stdio.schema.json has every request and event.
 
-Requests come on stdin, events go to stdout, an object a line; docs/stdio.schema.json has every one of them. The main
-thread loads, reads prompts and decodes, in the order of the requests; another one reads stdin, so that a request can be
-cancelled while it is answered. When stdin ends, what was asked is finished; when the parent is gone, nothing is.
+Requests come on stdin, events go to stdout. The main thread loads and answers in the order of the requests; another one
+reads stdin, so that a request can be cancelled while it is answered. When stdin ends, the requests before are finished;
+when the parent process is gone, this one ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
 from ..errors import RedrafterError, one_line
-from ..flags import OPTIONS, add_options, add_pair, add_template, template_config
-from ..pair import open_pair
+from ..generate import is_text
+from ..options import CACHE_OPTIONS, OPTION_FLAGS, add_options
 from ..session.session import Session
-from . import parent
-from .protocol import PROTOCOL, USAGE, Refused, Request, requests
+from .arguments import Parser, add_model_flags, load_models, read_options, read_template_config
 
-WATCHED, PATIENCE = 0.5, 3.0
-"""Seconds between two looks at the parent, and from its end to ours."""
+PROTOCOL = 1
+"""Of the schema; another number means other lines."""
+
+MAX_LINE = 8 * 2**20
+"""Bytes of a request's line."""
+
+PARENT = os.getppid()
+"""The process that has started this one; noted before a model is loaded, which takes seconds."""
 
 MAIN = "main"
-"""The session that is there from the beginning."""
+"""The session that is open from the beginning."""
+
+USAGE = (
+    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
+    "tokens_per_round", "peak_memory", "seed",
+)  # fmt: skip
+"""The fields of the last response that `done` has."""
+
+FIELDS: dict[str, dict[str, type]] = {
+    "send": {"session": str, "text": str, "messages": list, "options": dict},
+    "cancel": {},
+    "open": {"session": str},
+    "reset": {"session": str},
+    "fork": {"session": str, "as": str},
+    "save": {"session": str, "path": str},
+    "load": {"session": str, "path": str},
+    "close": {"session": str},
+    "ping": {},
+}
+"""What a request of each type may have beside its type and its id."""
+
+REQUIRED = {"fork": "as", "save": "path", "load": "path"}
+"""The field that a request of a type must have."""
+
+TYPES: dict[str, tuple[type | None, ...]] = {
+    flag.name: (flag.kind, None) if flag.optional else (flag.kind,)
+    for flag in OPTION_FLAGS
+    if flag.name not in CACHE_OPTIONS
+} | {"plan": (str, list), "stop": (str, list, None), "tools": (list, None), "chat_template_config": (dict, None)}
+"""The options of a turn, and what each may be; None is null."""
+
+ITEM_TYPES: dict[str, type] = {"stop": str, "tools": dict}
+"""What the arrays among them may have."""
+
+JSON_TYPES: dict[type | None, str] = {
+    int: "integer", float: "number", str: "string", list: "array", dict: "object", None: "null"
+}  # fmt: skip
+
+Request = dict[str, Any]
 
 
-class Events:
-    """Where events go, whole lines from any thread.
+class RequestError(Exception):
+    """A line that is not a request; `id` is the request's, if it has one."""
 
-    Args:
-        stream: binary.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._lock = stream, threading.Lock()
-
-    def tell(self, kind: str, name: str | None, **fields: Any) -> None:
-        """One event.
-
-        Raises:
-            OSError: nobody reads any more.
-        """
-        line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
-        with self._lock:
-            self._stream.write(line)
-            self._stream.flush()
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.id = name
 
 
-class Desk:
-    """Takes requests and answers them.
+def run() -> int:
+    """Loads as `sys.argv` says, and answers until stdin ends."""
+    args = make_parser().parse_args()
+    settings = read_options(args) | {"chat_template_config": read_template_config(args), "stop": list(args.stop)}
+    settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    stdout = take_stdout()
+    model, tokenizer, drafter = load_models(args, verbose=False)
 
-    Args:
-        events: where answers go.
-        make: makes a session; given a path, one that was saved.
-        gone: set once nobody wants answers any more.
-    """
+    def make_session(path: str | None) -> Session:
+        if path is None:
+            return Session(model, tokenizer, drafter, **settings)
+        return Session.load(path, model, tokenizer, drafter, **settings)
 
-    def __init__(self, events: Events, make: Callable[[str | None], Session], gone: threading.Event) -> None:
-        self._events, self._make = events, make
-        self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._waiting: set[str] = set()
-        self._cancelled: set[str] = set()
-        self._lock = threading.Lock()
-        self.gone = gone
-        self.sessions: dict[str, Session] = {}
-
-    def listen(self, stream: IO[bytes]) -> None:
-        """Reads requests until there are no more; in a thread of its own."""
-        try:
-            for request in requests(stream):
-                self.take(request)
-        except OSError:
-            self.gone.set()
-        finally:
-            self._queue.put(None)
-
-    def take(self, request: Request | Refused) -> None:
-        """Puts a request in the queue, or does at once what cannot wait.
-
-        Raises:
-            OSError: nobody reads any more.
-        """
-        if isinstance(request, Refused):
-            self._events.tell("error", request.id, message=str(request))
-            return
-        name, kind = request["id"], request["type"]
-        with self._lock:
-            known = name in self._waiting
-            if kind == "cancel" and known:
-                self._cancelled.add(name)
-            elif not known and kind not in ("cancel", "ping"):
-                self._waiting.add(name)
-        if kind == "ping":
-            self._events.tell("ok", name)
-        elif kind == "cancel":
-            if not known:
-                self._events.tell("error", name, message="nothing of this id is waiting or being answered")
-        elif known:
-            self._events.tell("error", name, message="a request of this id is waiting or being answered")
-        else:
-            self._queue.put(request)
-
-    def work(self) -> None:
-        """Answers requests in their order until there are no more."""
-        while (request := self._queue.get()) is not None and not self.gone.is_set():
-            name = request["id"]
-            try:
-                last = self.answer(request)
-            except (RedrafterError, ValueError, TypeError) as error:
-                last = {"kind": "error", "message": one_line(error)}
-            except OSError:
-                raise  # nobody reads any more
-            except Exception as error:  # as when memory runs out: the conversation is what it was
-                last = {"kind": "error", "message": f"{type(error).__name__}: {one_line(error)}"}
-            with self._lock:  # whoever has read the last event may use its id again
-                self._waiting.discard(name)
-                self._cancelled.discard(name)
-            self._events.tell(name=name, **last)
-
-    def answer(self, request: Request) -> dict[str, Any]:
-        """Does what one request asks for; its last event.
-
-        Raises:
-            RedrafterError: it cannot be done.
-            OSError: nobody reads any more.
-        """
-        kind, place = request["type"], request.get("session", MAIN)
-        new = place if kind in ("open", "load") else request.get("as")
-        if new in self.sessions and kind != "load":
-            raise RedrafterError(f"there is a session {new!r} already")
-        if kind in ("open", "load"):
-            self.sessions[place] = self._make(request.get("path"))
-        elif place not in self.sessions:
-            raise RedrafterError(f"there is no session {place!r}, only {', '.join(map(repr, self.sessions)) or 'none'}")
-        elif kind == "send":
-            return self.say(self.sessions[place], request)
-        elif kind == "reset":
-            self.sessions[place].reset()
-        elif kind == "fork":
-            self.sessions[request["as"]] = self.sessions[place].fork()
-        elif kind == "save":
-            self.sessions[place].save(request["path"])
-        elif kind == "close":
-            del self.sessions[place]
-        return {"kind": "ok"}
-
-    def say(self, session: Session, request: Request) -> dict[str, Any]:
-        """A turn, token by token; its last event.
-
-        Raises:
-            RedrafterError: see `Session.stream`.
-            OSError: nobody reads any more.
-        """
-        name, text, last = request["id"], "", None
-
-        def look(done: int = 0, total: int = 0) -> None:
-            """Passes on that an answer is no longer wanted."""
-            if self.gone.is_set() or name in self._cancelled:
-                session.cancel()
-
-        if name in self._cancelled:
-            return {"kind": "done", "text": "", "finish_reason": "cancelled", "usage": {}}
-        turn = request.get("options", {}) | {"prompt_progress_callback": look}
-        with closing(
-            session.stream(request["text"] if "text" in request else request["messages"], **turn)
-        ) as responses:
-            for last in responses:
-                text += last.text
-                self._events.tell("token", name, text=last.text, token=last.token, from_draft=last.from_draft)
-                look()
-        reason = None if last is None else last.finish_reason
-        fields = {} if last is None else {field: getattr(last, field) for field in USAGE}
-        return {"kind": "done", "text": text, "finish_reason": reason or "cancelled", "usage": fields}
+    server, status = SessionServer(stdout, make_session), 0
+    names = {"model": args.model or "demo", "drafter": None if drafter is None else args.drafter or "demo"}
+    try:
+        server.write("ready", None, protocol=PROTOCOL, version=__version__, **names)
+        threading.Thread(target=server.read_requests, args=(sys.stdin.buffer,), daemon=True).start()
+        server.answer_requests()
+    except OSError:
+        pass  # nobody reads any more
+    except KeyboardInterrupt:
+        status = 130
+    sys.stderr.flush()
+    os._exit(status)  # Python's own exit would wait for the thread that reads, and abort
 
 
-def watch(gone: threading.Event) -> None:
+def make_parser() -> Parser:
+    """The parser."""
+    description = "Sessions for another program: lines of JSON on stdin and stdout."
+    parser = Parser(prog="mlx_redrafter.stdio", description=description)
+    add_model_flags(parser, "the packaged one with the packaged demo, or plain decoding")
+    parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
+    parser.add_argument(
+        "--memory-budget", type=int, help="bytes a session's cache may take; all that is free if not given"
+    )
+    parser.add_argument(
+        "--when-full",
+        choices=("refuse", "trim"),
+        default="refuse",
+        help="what a turn without room does: it is refused, or the oldest messages are dropped (default: %(default)s)",
+    )
+    add_options(parser)
+    return parser
+
+
+def exit_with_parent() -> None:
     """Ends the process when its parent is gone; in a thread of its own."""
-    while os.getppid() == parent.noted():
-        time.sleep(WATCHED)
-    gone.set()
-    time.sleep(PATIENCE)
-    os._exit(0)  # what is still at work would speak to nobody
+    while os.getppid() == PARENT:
+        time.sleep(0.5)
+    os._exit(0)
 
 
-def own_stdout() -> IO[bytes]:
-    """The real stdout for events alone; what anything else prints goes to stderr from now on."""
+def take_stdout() -> IO[bytes]:
+    """The real stdout, for events alone; what anything else prints goes to stderr from now on."""
     sys.stdout.flush()
     for number in (0, 1):
         os.set_blocking(number, True)  # else "nothing yet" and "no room yet" would be taken for the end
@@ -201,48 +147,192 @@ def own_stdout() -> IO[bytes]:
     return events
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m mlx_redrafter.stdio`."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_redrafter.stdio", description="Sessions for another program: lines of JSON on stdin and stdout."
-    )
-    add_pair(parser, "the packaged one with the packaged demo, or plain decoding")
-    parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
-    parser.add_argument("--memory-budget", type=int, help="bytes a session's cache may take; then what the machine has")
-    parser.add_argument("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room")
-    add_template(parser)
-    add_options(parser)
-    return parser
+class SessionServer:
+    """Reads requests and answers them.
+
+    Args:
+        events: where events are written.
+        make_session: makes a session; given a path, one that was saved.
+    """
+
+    def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
+        self._events, self._make_session = events, make_session
+        self._queue: SimpleQueue[Request | None] = SimpleQueue()
+        self._pending: dict[str, bool] = {}
+        """The ids of requests that wait or are answered, and whether each was cancelled."""
+        self._lock = threading.Lock()
+        self._sessions = {MAIN: make_session(None)}
+
+    def write(self, kind: str, name: str | None, **fields: Any) -> None:
+        """Writes an event, from any thread.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
+        with self._lock:
+            self._events.write(line)
+            self._events.flush()
+
+    def read_requests(self, stream: IO[bytes]) -> None:
+        """Queues requests until there are no more, and does at once what cannot wait; in a thread of its own."""
+        try:
+            for request in parse_requests(stream):
+                if isinstance(request, RequestError):
+                    self.write("error", request.id, message=str(request))
+                    continue
+                name, kind = request["id"], request["type"]
+                with self._lock:
+                    is_pending = name in self._pending
+                    if kind not in ("cancel", "ping") or is_pending:
+                        self._pending[name] = self._pending.get(name, False) or kind == "cancel"
+                if kind == "ping":
+                    self.write("ok", name)
+                elif is_pending and kind != "cancel":
+                    self.write("error", name, message="a request of this id is waiting or being answered")
+                elif not is_pending and kind == "cancel":
+                    self.write("error", name, message="nothing of this id is waiting or being answered")
+                elif kind != "cancel":
+                    self._queue.put(request)
+        except OSError:
+            pass  # nobody reads any more, as the next event will find
+        finally:
+            self._queue.put(None)
+
+    def answer_requests(self) -> None:
+        """Answers requests in their order until there are no more.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        while (request := self._queue.get()) is not None:
+            name, fields = request["id"], {}
+            try:
+                kind, fields = self._answer(request)
+            except (RedrafterError, ValueError, TypeError) as error:
+                kind, fields = "error", {"message": one_line(error)}
+            except OSError:
+                raise
+            except Exception as error:  # as when memory runs out: the conversation is what it was
+                kind, fields = "error", {"message": f"{type(error).__name__}: {one_line(error)}"}
+            with self._lock:
+                del self._pending[name]  # who has read the last event may use its id again
+            self.write(kind, name, **fields)
+
+    def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """Does what a request asks for; type and fields of its last event."""
+        kind, name = request["type"], request.get("session", MAIN)
+        sessions = self._sessions
+        new = name if kind == "open" else request.get("as")
+        if new in sessions:
+            raise RedrafterError(f"there is a session {new!r} already")
+        if kind in ("open", "load"):
+            sessions[name] = self._make_session(request.get("path"))
+        elif name not in sessions:
+            raise RedrafterError(f"there is no session {name!r}, only {', '.join(map(repr, sessions)) or 'none'}")
+        elif kind == "send":
+            return "done", self._send(sessions[name], request)
+        elif kind == "reset":
+            sessions[name].reset()
+        elif kind == "fork":
+            sessions[request["as"]] = sessions[name].fork()
+        elif kind == "save":
+            sessions[name].save(request["path"])
+        elif kind == "close":
+            del sessions[name]
+        return "ok", {}
+
+    def _send(self, session: Session, request: Request) -> dict[str, Any]:
+        """A turn, an event for every token; the fields of `done`."""
+        name, text, last = request["id"], "", None
+
+        def cancel_if_asked(*progress: int) -> None:
+            if self._pending[name]:
+                session.cancel()
+
+        if not self._pending[name]:
+            options = request.get("options", {}) | {"prompt_progress_callback": cancel_if_asked}
+            given = request["text"] if "text" in request else request["messages"]
+            with closing(session.stream(given, **options)) as responses:
+                for last in responses:
+                    text += last.text
+                    self.write("token", name, text=last.text, token=last.token, from_draft=last.from_draft)
+                    cancel_if_asked()
+        usage = {} if last is None else {field: getattr(last, field) for field in USAGE}
+        reason = None if last is None else last.finish_reason
+        return {"text": text, "finish_reason": reason or "cancelled", "usage": usage}
 
 
-def run() -> int:
-    """Reads the flags, loads, and answers until stdin ends."""
-    args = make_parser().parse_args()
-    gone = threading.Event()
-    threading.Thread(target=watch, args=(gone,), daemon=True).start()
-    events = Events(own_stdout())
-    model, tokenizer, drafter = open_pair(args, args.model, args.drafter)
-    settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
-    settings |= {"stop": list(args.stop), "memory_budget": args.memory_budget, "when_full": args.when_full}
-    settings["chat_template_config"] = template_config(args)
+def parse_requests(stream: IO[bytes]) -> Iterator[Request | RequestError]:
+    """The requests of a stream, or what is wrong with a line."""
+    while line := stream.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_LINE)
+            yield RequestError(f"a request must have at most {MAX_LINE} bytes")
+        elif line.strip():
+            try:
+                yield parse_request(line)
+            except RequestError as error:
+                yield error
 
-    def make(path: str | None) -> Session:
-        """A session of these flags."""
-        if path is None:
-            return Session(model, tokenizer, drafter, **settings)
-        return Session.load(path, model, tokenizer, drafter, **settings)
 
-    desk = Desk(events, make, gone)
-    desk.sessions[MAIN] = make(None)
-    told = None if drafter is None else args.drafter or "demo"
+def parse_request(line: bytes) -> Request:
+    """The request of a line.
+
+    Raises:
+        RequestError: it is not a request.
+    """
     try:
-        events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=args.model or "demo", drafter=told)
-        threading.Thread(target=desk.listen, args=(sys.stdin.buffer,), daemon=True).start()
-        desk.work()
-        status = 0
-    except OSError:
-        status = 0  # nobody reads any more
-    except KeyboardInterrupt:
-        status = 130
-    sys.stderr.flush()
-    os._exit(status)  # Python's own end would wait for the thread that reads, and abort
+        request = json.loads(line.decode("utf-8"), parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON: {one_line(error)}") from error
+    if not isinstance(request, dict):
+        raise RequestError(f"a request must be an object, got {type(request).__name__}")
+    name, kind = request.get("id"), request.get("type")
+    if not isinstance(name, str) or not name or not is_text(name):
+        raise RequestError(f"id must be a string that is not empty, got {name!r:.100}")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise RequestError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}", name)
+    fields = {"id": str, "type": str, **FIELDS[kind]}
+    for field, value in request.items():
+        if field not in fields:
+            raise RequestError(f"{kind} has no {field!r:.100}", name)
+        if not isinstance(value, fields[field]):
+            raise RequestError(f"{field} must be a JSON {JSON_TYPES[fields[field]]}, got {value!r:.100}", name)
+        if isinstance(value, str) and not is_text(value):
+            raise RequestError(f"{field} is not UTF-8", name)
+    if kind == "send" and ("text" in request) is ("messages" in request):
+        raise RequestError("send has either a text or messages", name)
+    if kind in REQUIRED and REQUIRED[kind] not in request:
+        raise RequestError(f"{kind} needs {REQUIRED[kind]!r}", name)
+    for option, value in request.get("options", {}).items():
+        request["options"][option] = parse_option(option, value, name)
+    return request
+
+
+def parse_option(option: str, value: Any, name: str) -> Any:
+    """An option's value as the library takes it: to JSON, 3.0 is an integer.
+
+    Raises:
+        RequestError: of the request of that name: it is of another type.
+    """
+    if option not in TYPES:
+        raise RequestError(f"{option!r:.100} is not an option of a turn: {', '.join(sorted(TYPES))}", name)
+    types = [each for each in TYPES[option] if each is not None]
+    if value is None and None in TYPES[option]:
+        return None
+    if int in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, (*types, int) if float in types else tuple(types)) or isinstance(value, bool):
+        expected = " or ".join(JSON_TYPES[each] for each in TYPES[option])
+        raise RequestError(f"{option} must be a JSON {expected}, got {value!r:.100}", name)
+    item = ITEM_TYPES.get(option, object)
+    if isinstance(value, list) and not all(isinstance(each, item) for each in value):
+        raise RequestError(f"{option} must be a JSON array of {JSON_TYPES[item]}s, got {value!r:.100}", name)
+    return value
+
+
+def refuse_constant(text: str) -> None:
+    """Refuses NaN and infinities, which are not JSON."""
+    raise ValueError(f"{text} is not a JSON number")
