@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.beam_search import keep_top
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.generate import decode_prompts
@@ -28,7 +27,17 @@ from .shapes import add_shapes, show
 from .subject import drafter_of, open_subject
 
 
-class Ranked:
+def keep_top(logits: mx.array, count: int) -> mx.array:
+    """`logits` (W, V) less each row's maximum, and -50,000 wherever fewer than `count` entries reach (ties stay).
+
+    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
+    """
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
+    return mx.where(logits < threshold, -50000.0, logits)
+
+
+class Ranked(Sampler):
     """A sampler whose noise the drafter does not use, which ranks by the `count` likeliest tokens, or by all.
 
     Args:
@@ -37,8 +46,15 @@ class Ranked:
 
     def __init__(self, sampler: Sampler, count: int) -> None:
         self._sampler, self._count = sampler, count
-        self.choose, self.check = sampler.choose, sampler.check
         self.wants_logprobs = sampler.wants_logprobs
+
+    def check(self, vocab_size: int) -> None:
+        """The sampler's."""
+        self._sampler.check(vocab_size)
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """The sampler's."""
+        return self._sampler.choose(logprobs, draws, rows)
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """The sampler's noise, or none in the form of some."""

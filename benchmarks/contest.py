@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.cli.comparing import first_difference
-from mlx_redrafter.cli.prognosis import shape
+from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
@@ -109,7 +109,7 @@ class Contestant:
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
     unplanned = "auto" if plan == "auto" else kind
-    told = shape(Plan(*plan)) if isinstance(plan, list) else unplanned
+    told = describe_plan(Plan(*plan)) if isinstance(plan, list) else unplanned
     return f"{told}, random drafter" if kind == RANDOM else told
 
 

@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoints import check_fit
 from .drafters.recurrent import Drafter
-from .engine.decode import FixedPlan, Planner, decode, on_stream, prefill
+from .engine.decode import Planner, decode, on_stream, prefill
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
@@ -269,7 +269,7 @@ def _decode_steps(
     target, chooser = _open_target(model, tokens, options)
     planner = _open_planner(model, drafter, options)
     if planner is None:
-        drafter, planner = None, FixedPlan(None)
+        drafter, planner = None, Planner(None)
     reading: dict[str, Any] = {
         "history": options.history,
         "prefill_step_size": options.prefill_step_size,
@@ -350,10 +350,10 @@ def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options) -
     if plan == AUTO:
         trees = check_draftable(model, tree=True, cache=options.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
-            return FixedPlan(chain_plan(default_depth(drafter)))  # what other ranks measure is not known here
+            return Planner(chain_plan(default_depth(drafter)))  # what other ranks measure is not known here
         return make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
     assert isinstance(plan, Plan)
-    return FixedPlan(fit_plan(model, plan, options.prompt_cache))
+    return Planner(fit_plan(model, plan, options.prompt_cache))
 
 
 def fit_plan(model: nn.Module, plan: Plan, cache: list[Any] | None = None) -> Plan:

@@ -15,7 +15,7 @@ from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape, target_of
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_prompts
-from mlx_redrafter.training.sizing import candidates
+from mlx_redrafter.planning.sizing import candidates
 from tests.bench_records import MACHINE, flags
 from tests.small import small_drafter, small_llama
 

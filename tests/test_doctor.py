@@ -19,7 +19,7 @@ from mlx.utils import tree_map
 from small import small_drafter, small_llama
 from toys import make_model, snapshot
 
-from mlx_redrafter.atomic_files import PARTLY
+from mlx_redrafter.atomic_files import PARTIAL
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.advice import has_fast_blas, notes
 from mlx_redrafter.cli.diagnosis import Diagnosis, diagnose
@@ -585,7 +585,7 @@ def test_a_picture_is_drawn_beside_the_page(measured: list[bool], run: Any, tmp_
     path = tmp_path / "new" / "curve.png"
     status, out, err = run("--plot", path, "--json")
     assert status == 0 and json.loads(out) and f"drawn: {path}" in err
-    assert path.read_bytes().startswith(b"\x89PNG") and not list(tmp_path.rglob(f"*{PARTLY}*"))
+    assert path.read_bytes().startswith(b"\x89PNG") and not list(tmp_path.rglob(f"*{PARTIAL}*"))
 
 
 def test_what_is_kept_is_measured_anew_when_asked(measured: list[bool], run: Any) -> None:
@@ -597,7 +597,7 @@ def test_models_of_a_users_own_are_examined(
     measured: list[bool], run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_llama(vocab=64)
-    monkeypatch.setattr("mlx_redrafter.pair.load", lambda name, **options: (model, None))
+    monkeypatch.setattr("mlx_redrafter.checkpoints.load", lambda name, **options: (model, None))
     status, out, err = run("--model", "mine")
     assert status == 0 and "no drafter given: a random one" in err and "random, it stands in" in " ".join(out.split())
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
@@ -614,7 +614,7 @@ def test_models_of_a_users_own_are_examined(
     [
         (["--plot", "curve.pdf"], "expected a name that ends in .png, got curve.pdf"),
         (["--plot", "{tmp}/folder.png"], "cannot write to {tmp}/folder.png: {tmp}/folder.png is a directory"),
-        (["--plot", "{tmp}/file/curve.png"], "{tmp}/file is no directory"),
+        (["--plot", "{tmp}/file/curve.png"], "{tmp}/file is not a directory"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--quantize-activations"], "--quantize-activations needs --model"),
         (["--model", "{tmp}/nothing"], "nothing"),

@@ -408,7 +408,7 @@ def test_it_goes_when_its_parent_goes_while_it_loads() -> None:
     )
     slow = (
         "import sys, time; from mlx_redrafter import lines, parent; parent.note()\n"
-        "lines.open_pair = lambda *of: print('loading', flush=True) or time.sleep(600)\n"
+        "lines.load_pair = lambda *of: print('loading', flush=True) or time.sleep(600)\n"
         "sys.argv[1:] = []; lines.run()"
     )
     ours, theirs = os.pipe()

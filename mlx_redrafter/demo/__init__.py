@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoints import load, load_drafter
+from ..checkpoints import evaluate, load, load_drafter
 from ..drafters.recurrent import Drafter
 
 DIRECTORY = Path(__file__).parent
@@ -30,7 +30,7 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
     loaded = load_drafter(DIRECTORY / "drafter" if drafter is None else drafter, model)
     for module in (model, loaded):
         module.set_dtype(mx.float32)
-        mx.eval(module.parameters())
+    evaluate(model, loaded)
     return model, tokenizer, loaded
 
 

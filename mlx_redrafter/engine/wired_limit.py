@@ -36,7 +36,8 @@ def wired_limit(model: nn.Module) -> Iterator[None]:
             _previous = maybe_set_recommended_wired_limit()
         _users += 1
     try:
-        _warn_if_large(model)
+        if _previous is not None:
+            _warn_if_large(model)
         yield
     finally:
         if _previous is not None:
@@ -48,8 +49,6 @@ def wired_limit(model: nn.Module) -> Iterator[None]:
 
 
 def _warn_if_large(model: nn.Module) -> None:
-    if _previous is None:
-        return
     arrays = cast(list[tuple[str, Any]], tree_flatten(model))
     size = sum(array.nbytes for _, array in arrays if isinstance(array, mx.array))
     limit = int(mx.device_info()["max_recommended_working_set_size"])

@@ -1,0 +1,20 @@
+"""Worker threads that use MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import mlx.core as mx
+
+
+@contextmanager
+def workers(count: int) -> Iterator[list[ThreadPoolExecutor]]:
+    """Pools of one thread each. A thread that has used MLX must clear its streams before it ends: otherwise the process
+    may abort at exit (with mlx-lm alone as well)."""
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(count)]
+        for pool in pools:
+            stack.callback(lambda pool=pool: pool.submit(mx.clear_streams).result())
+        yield pools
