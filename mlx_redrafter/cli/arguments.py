@@ -23,20 +23,28 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
-def add_model_flags(parser: argparse.ArgumentParser, without_drafter: str = "plain decoding") -> None:
-    """The flags that `load_models` reads.
+def add_model_flags(
+    parser: argparse.ArgumentParser, without_drafter: str = "plain decoding", *, plain: bool = True
+) -> None:
+    """The flags that name a target and its drafter.
 
     Args:
-        without_drafter: what happens without `--drafter`, for the help.
+        without_drafter: what there is without `--drafter`, for the help.
+        plain: whether there is a flag for plain decoding.
     """
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
     add("--drafter", help=f"local directory or Hugging Face repo of its drafter; {without_drafter} if not given")
-    add("--no-drafter", action="store_true", help="decode plainly")
+    if plain:
+        add("--no-drafter", action="store_true", help="decode plainly")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
-    add("--chat-template-config", help="JSON object of more arguments for the chat template")
+
+
+def add_template_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag that `read_template_config` reads."""
+    parser.add_argument("--chat-template-config", help="JSON object of more arguments for the chat template")
 
 
 def load_models(

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
 from types import FrameType
-from typing import Self
 
 import mlx.core as mx
 from mlx_lm.cli_ui import ChatUI, _make_theme, print_chat_help, print_header_panel
@@ -20,7 +19,7 @@ from ..errors import RedrafterError, one_line
 from ..generate import GenerationResponse
 from ..options import add_options
 from ..session.session import Session
-from .arguments import Parser, add_model_flags, load_models, read_options, read_template_config
+from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
 from .generate import show_prompt_progress
 
 TINT, UNTINT = "\x1b[36m", "\x1b[39m"
@@ -64,6 +63,7 @@ def make_parser() -> Parser:
     description = "Chat with a model, with speculative decoding; with the packaged demo where no --model is given."
     parser = Parser(prog="mlx_redrafter.chat", description=description)
     add_model_flags(parser)
+    add_template_flag(parser)
     parser.add_argument("--system-prompt", help="system prompt for the chat template")
     parser.add_argument(
         "--show-accepted", action="store_true", help="tint what was drafted and accepted, in a terminal with colours"

@@ -26,10 +26,10 @@ from ..generate import GenerationResponse, is_text, stream_generate, summary
 from ..options import AUTO, Options, add_options
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
-from .arguments import Parser, add_model_flags, load_models, read_options, read_template_config
+from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
 
 DEMO_PROMPT = "def main("
-NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short. python -m mlx_redrafter.doctor measures the costs"
+NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"
 WARM_UP_TOKENS = 16
 """What `--compare` decodes on each side before it measures."""
 
@@ -78,6 +78,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="mlx_redrafter.generate", description=description)
     add = parser.add_argument
     add_model_flags(parser)
+    add_template_flag(parser)
     add("--prompt", "-p", help="the prompt; '-' reads from stdin")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
@@ -162,7 +163,7 @@ def unescape(text: str) -> str:
 
 
 class Decoded(NamedTuple):
-    """A whole text; `row` has the log-probabilities (V,) where it first differs from the expected tokens, or is None."""
+    """A whole text; `row`: the log-probabilities (V,) where it first differs from the expected tokens, or None."""
 
     tokens: list[int]
     text: str
@@ -187,7 +188,7 @@ def decode(
         label: of a progress bar over the tokens; None for no bar.
         expected: see `Decoded`.
     """
-    tokens, text, row = [], "", None
+    tokens, text, row = list[int](), "", None
     with show_prompt_progress() as callback:
         responses = stream(drafter=drafter, prompt_progress_callback=callback, **options)
         first = next(responses)  # then the prompt's bar is gone
@@ -316,7 +317,7 @@ def judge_difference(
     margin = max(1e-3, 4 * mx.finfo(rows[0].dtype).eps * spread)
     draws = sampler.draws(mx.array(position), 1, one.size)
     scores = [row[both] if draws is None else sampler.adjust(row[None], draws, 0)[0, both] for row in (one, other)]
-    last_bits = 4 * mx.finfo(mx.float32).eps * max(mx.abs(score).min().item() for score in scores)
+    last_bits = 4 * mx.finfo(mx.float32).eps * mx.abs(mx.concatenate(scores)).min()
     is_best = scores[0][0] >= scores[0][1] - last_bits and scores[1][1] >= scores[1][0] - last_bits
     return Difference(token, distance, margin, rounding=distance <= margin and bool(is_best))
 

@@ -12,29 +12,43 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
 from ..errors import RedrafterError, one_line
-from ..generate import is_text
 from ..options import CACHE_OPTIONS, OPTION_FLAGS, add_options
 from ..session.session import Session
-from .arguments import Parser, add_model_flags, load_models, read_options, read_template_config
+from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
 
 PROTOCOL = 1
 """Of the schema; another number means other lines."""
 
-MAX_LINE = 8 * 2**20
-"""Bytes of a request's line."""
-
-PARENT = os.getppid()
-"""The process that has started this one; noted before a model is loaded, which takes seconds."""
-
 MAIN = "main"
 """The session that is open from the beginning."""
+
+PARENT = os.getppid()
+"""The process that has started this one, before a model is loaded, which takes seconds."""
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "send": ("session", "text", "messages", "options"),
+    "cancel": (),
+    "open": ("session",),
+    "reset": ("session",),
+    "fork": ("session", "as"),
+    "save": ("session", "path"),
+    "load": ("session", "path"),
+    "close": ("session",),
+    "ping": (),
+}
+"""What a request of each type may have besides its type and its id; "as" and "path" it must have."""
+
+OPTIONS = {flag.name: flag.kind for flag in OPTION_FLAGS if flag.name not in CACHE_OPTIONS} | {
+    "stop": list, "tools": list, "chat_template_config": dict,
+}  # fmt: skip
+"""The options of a turn; the session refuses values that do not fit."""
 
 USAGE = (
     "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
@@ -42,41 +56,11 @@ USAGE = (
 )  # fmt: skip
 """The fields of the last response that `done` has."""
 
-FIELDS: dict[str, dict[str, type]] = {
-    "send": {"session": str, "text": str, "messages": list, "options": dict},
-    "cancel": {},
-    "open": {"session": str},
-    "reset": {"session": str},
-    "fork": {"session": str, "as": str},
-    "save": {"session": str, "path": str},
-    "load": {"session": str, "path": str},
-    "close": {"session": str},
-    "ping": {},
-}
-"""What a request of each type may have beside its type and its id."""
-
-REQUIRED = {"fork": "as", "save": "path", "load": "path"}
-"""The field that a request of a type must have."""
-
-TYPES: dict[str, tuple[type | None, ...]] = {
-    flag.name: (flag.kind, None) if flag.optional else (flag.kind,)
-    for flag in OPTION_FLAGS
-    if flag.name not in CACHE_OPTIONS
-} | {"plan": (str, list), "stop": (str, list, None), "tools": (list, None), "chat_template_config": (dict, None)}
-"""The options of a turn, and what each may be; None is null."""
-
-ITEM_TYPES: dict[str, type] = {"stop": str, "tools": dict}
-"""What the arrays among them may have."""
-
-JSON_TYPES: dict[type | None, str] = {
-    int: "integer", float: "number", str: "string", list: "array", dict: "object", None: "null"
-}  # fmt: skip
-
 Request = dict[str, Any]
 
 
 class RequestError(Exception):
-    """A line that is not a request; `id` is the request's, if it has one."""
+    """A line is not a request; `id` is the request's, if it has one."""
 
     def __init__(self, message: str, name: str | None = None) -> None:
         super().__init__(message)
@@ -90,15 +74,13 @@ def run() -> int:
     settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
     threading.Thread(target=exit_with_parent, daemon=True).start()
     stdout = take_stdout()
-    model, tokenizer, drafter = load_models(args, verbose=False)
+    models = load_models(args, verbose=False)
 
     def make_session(path: str | None) -> Session:
-        if path is None:
-            return Session(model, tokenizer, drafter, **settings)
-        return Session.load(path, model, tokenizer, drafter, **settings)
+        return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)
 
     server, status = SessionServer(stdout, make_session), 0
-    names = {"model": args.model or "demo", "drafter": None if drafter is None else args.drafter or "demo"}
+    names = {"model": args.model or "demo", "drafter": None if models[2] is None else args.drafter or "demo"}
     try:
         server.write("ready", None, protocol=PROTOCOL, version=__version__, **names)
         threading.Thread(target=server.read_requests, args=(sys.stdin.buffer,), daemon=True).start()
@@ -116,16 +98,11 @@ def make_parser() -> Parser:
     description = "Sessions for another program: lines of JSON on stdin and stdout."
     parser = Parser(prog="mlx_redrafter.stdio", description=description)
     add_model_flags(parser, "the packaged one with the packaged demo, or plain decoding")
-    parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
-    parser.add_argument(
-        "--memory-budget", type=int, help="bytes a session's cache may take; all that is free if not given"
-    )
-    parser.add_argument(
-        "--when-full",
-        choices=("refuse", "trim"),
-        default="refuse",
-        help="what a turn without room does: it is refused, or the oldest messages are dropped (default: %(default)s)",
-    )
+    add_template_flag(parser)
+    add = parser.add_argument
+    add("--stop", nargs="+", default=(), help="strings that end an answer")
+    add("--memory-budget", type=int, help="bytes that a session's cache may take; the free memory if not given")
+    add("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room (default: %(default)s)")
     add_options(parser)
     return parser
 
@@ -158,8 +135,7 @@ class SessionServer:
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
         self._events, self._make_session = events, make_session
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._pending: dict[str, bool] = {}
-        """The ids of requests that wait or are answered, and whether each was cancelled."""
+        self._pending: dict[str, bool] = {}  # ids that wait or are answered, and whether each was cancelled
         self._lock = threading.Lock()
         self._sessions = {MAIN: make_session(None)}
 
@@ -175,29 +151,33 @@ class SessionServer:
             self._events.flush()
 
     def read_requests(self, stream: IO[bytes]) -> None:
-        """Queues requests until there are no more, and does at once what cannot wait; in a thread of its own."""
+        """Queues requests until there are no more; a cancellation and a ping take effect at once."""
         try:
-            for request in parse_requests(stream):
-                if isinstance(request, RequestError):
-                    self.write("error", request.id, message=str(request))
-                    continue
-                name, kind = request["id"], request["type"]
-                with self._lock:
-                    is_pending = name in self._pending
-                    if kind not in ("cancel", "ping") or is_pending:
-                        self._pending[name] = self._pending.get(name, False) or kind == "cancel"
-                if kind == "ping":
-                    self.write("ok", name)
-                elif is_pending and kind != "cancel":
-                    self.write("error", name, message="a request of this id is waiting or being answered")
-                elif not is_pending and kind == "cancel":
-                    self.write("error", name, message="nothing of this id is waiting or being answered")
-                elif kind != "cancel":
-                    self._queue.put(request)
+            for line in stream:
+                try:
+                    if line.strip():
+                        self._take(parse_request(line))
+                except RequestError as error:
+                    self.write("error", error.id, message=str(error))
         except OSError:
-            pass  # nobody reads any more, as the next event will find
+            pass  # nobody reads any more: the next event finds that, too
         finally:
             self._queue.put(None)
+
+    def _take(self, request: Request) -> None:
+        name, kind = request["id"], request["type"]
+        if kind == "ping":
+            self.write("ok", name)
+            return
+        with self._lock:
+            is_pending = name in self._pending
+            if kind != "cancel" and is_pending:
+                raise RequestError("a request of this id is waiting or being answered", name)
+            if kind == "cancel" and not is_pending:
+                raise RequestError("nothing of this id is waiting or being answered", name)
+            self._pending[name] = kind == "cancel"
+        if kind != "cancel":
+            self._queue.put(request)
 
     def answer_requests(self) -> None:
         """Answers requests in their order until there are no more.
@@ -206,23 +186,21 @@ class SessionServer:
             OSError: nobody reads any more.
         """
         while (request := self._queue.get()) is not None:
-            name, fields = request["id"], {}
             try:
                 kind, fields = self._answer(request)
-            except (RedrafterError, ValueError, TypeError) as error:
-                kind, fields = "error", {"message": one_line(error)}
             except OSError:
                 raise
+            except (RedrafterError, ValueError, TypeError) as error:
+                kind, fields = "error", {"message": one_line(error)}
             except Exception as error:  # as when memory runs out: the conversation is what it was
                 kind, fields = "error", {"message": f"{type(error).__name__}: {one_line(error)}"}
-            with self._lock:
-                del self._pending[name]  # who has read the last event may use its id again
-            self.write(kind, name, **fields)
+            with self._lock:  # who has read the last event may use its id again
+                del self._pending[request["id"]]
+            self.write(kind, request["id"], **fields)
 
     def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
         """Does what a request asks for; type and fields of its last event."""
-        kind, name = request["type"], request.get("session", MAIN)
-        sessions = self._sessions
+        kind, name, sessions = request["type"], request.get("session", MAIN), self._sessions
         new = name if kind == "open" else request.get("as")
         if new in sessions:
             raise RedrafterError(f"there is a session {new!r} already")
@@ -263,20 +241,6 @@ class SessionServer:
         return {"text": text, "finish_reason": reason or "cancelled", "usage": usage}
 
 
-def parse_requests(stream: IO[bytes]) -> Iterator[Request | RequestError]:
-    """The requests of a stream, or what is wrong with a line."""
-    while line := stream.readline(MAX_LINE + 1):
-        if len(line) > MAX_LINE and not line.endswith(b"\n"):
-            while line and not line.endswith(b"\n"):
-                line = stream.readline(MAX_LINE)
-            yield RequestError(f"a request must have at most {MAX_LINE} bytes")
-        elif line.strip():
-            try:
-                yield parse_request(line)
-            except RequestError as error:
-                yield error
-
-
 def parse_request(line: bytes) -> Request:
     """The request of a line.
 
@@ -284,55 +248,30 @@ def parse_request(line: bytes) -> Request:
         RequestError: it is not a request.
     """
     try:
-        request = json.loads(line.decode("utf-8"), parse_constant=refuse_constant)
+        request = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not JSON: {one_line(error)}") from error
     if not isinstance(request, dict):
         raise RequestError(f"a request must be an object, got {type(request).__name__}")
     name, kind = request.get("id"), request.get("type")
-    if not isinstance(name, str) or not name or not is_text(name):
+    if not isinstance(name, str) or not name:
         raise RequestError(f"id must be a string that is not empty, got {name!r:.100}")
     if not isinstance(kind, str) or kind not in FIELDS:
         raise RequestError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}", name)
-    fields = {"id": str, "type": str, **FIELDS[kind]}
     for field, value in request.items():
-        if field not in fields:
+        if field not in ("id", "type", *FIELDS[kind]):
             raise RequestError(f"{kind} has no {field!r:.100}", name)
-        if not isinstance(value, fields[field]):
-            raise RequestError(f"{field} must be a JSON {JSON_TYPES[fields[field]]}, got {value!r:.100}", name)
-        if isinstance(value, str) and not is_text(value):
-            raise RequestError(f"{field} is not UTF-8", name)
+        expected = {"messages": (list, "an array"), "options": (dict, "an object")}.get(field, (str, "a string"))
+        if not isinstance(value, expected[0]):
+            raise RequestError(f"{field} must be {expected[1]}, got {value!r:.100}", name)
     if kind == "send" and ("text" in request) is ("messages" in request):
         raise RequestError("send has either a text or messages", name)
-    if kind in REQUIRED and REQUIRED[kind] not in request:
-        raise RequestError(f"{kind} needs {REQUIRED[kind]!r}", name)
+    for field in ("as", "path"):
+        if field in FIELDS[kind] and field not in request:
+            raise RequestError(f"{kind} needs {field!r}", name)
     for option, value in request.get("options", {}).items():
-        request["options"][option] = parse_option(option, value, name)
+        if option not in OPTIONS:
+            raise RequestError(f"{option!r:.100} is not an option of a turn: {', '.join(sorted(OPTIONS))}", name)
+        if OPTIONS[option] is int and isinstance(value, float) and value.is_integer():
+            request["options"][option] = int(value)  # 3.0 is an integer to JSON
     return request
-
-
-def parse_option(option: str, value: Any, name: str) -> Any:
-    """An option's value as the library takes it: to JSON, 3.0 is an integer.
-
-    Raises:
-        RequestError: of the request of that name: it is of another type.
-    """
-    if option not in TYPES:
-        raise RequestError(f"{option!r:.100} is not an option of a turn: {', '.join(sorted(TYPES))}", name)
-    types = [each for each in TYPES[option] if each is not None]
-    if value is None and None in TYPES[option]:
-        return None
-    if int in types and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, (*types, int) if float in types else tuple(types)) or isinstance(value, bool):
-        expected = " or ".join(JSON_TYPES[each] for each in TYPES[option])
-        raise RequestError(f"{option} must be a JSON {expected}, got {value!r:.100}", name)
-    item = ITEM_TYPES.get(option, object)
-    if isinstance(value, list) and not all(isinstance(each, item) for each in value):
-        raise RequestError(f"{option} must be a JSON array of {JSON_TYPES[item]}s, got {value!r:.100}", name)
-    return value
-
-
-def refuse_constant(text: str) -> None:
-    """Refuses NaN and infinities, which are not JSON."""
-    raise ValueError(f"{text} is not a JSON number")
