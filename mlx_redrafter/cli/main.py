@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 
 from .. import __version__
 from ..errors import one_line
@@ -56,7 +55,7 @@ def run_module(module: str) -> None:
     """Imports `module`, calls its `run()`, and exits with what that returns; errors become one line on stderr."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the parent process
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
     warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # what shows a log that a command has not set up
