@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import pytest
 from mlx_lm.chat import setup_arg_parser
-from test_session import session as toy_session
+from sessions import make_session as toy_session
 
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat as talk

@@ -14,7 +14,10 @@ import warnings
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -40,20 +43,11 @@ from .machine import cache_directory, describe_machine
 
 K = TypeVar("K", bound=Hashable)
 
-CONTEXTS = (64, 1024)
-"""Context lengths at which is measured."""
-
-MAX_NODES = 16
-"""The largest forward that is measured."""
-
-WIDTHS = (1, 2, 4)
-"""Beam widths of the drafts that are measured."""
-
-SECONDS, MAX_TURNS = 4.0, 20
-"""A measurement ends after this time, but for one turn of everything, or after this many turns."""
-
-IN_A_ROW = 4
-"""Plain steps, rounds and draft levels that are timed as one call."""
+CONTEXTS = (64, 1024)  # context lengths at which is measured
+MAX_NODES = 16  # of a forward
+WIDTHS = (1, 2, 4)  # beam widths of a draft
+SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
+IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
 
 
 class CostTable(NamedTuple):
@@ -85,22 +79,18 @@ class CostTable(NamedTuple):
         Raises:
             RedrafterError: it is not such a table.
         """
-        rows = (self.contexts, self.counts, self.widths)
+        whole = (self.contexts, self.counts, self.widths)
         times = [*self.plain, *self.level, *(ms for row in self.verify for ms in row)]
-        others = (*self.rest, self.again)
         sound = (
-            all(type(number) is int for row in rows for number in row)
-            and all(type(number) in (int, float) for number in (*times, *others))
-            and all(row and list(row) == sorted(set(row)) and 1 <= row[0] <= row[-1] < 1 << 31 for row in rows)
+            all(type(number) is int for row in whole for number in row)
+            and all(row and list(row) == sorted(set(row)) and 1 <= row[0] <= row[-1] < 1 << 31 for row in whole)
             and self.counts[0] == self.widths[0] == 1
             and max(self.counts[-1], self.widths[-1]) <= 64
             and len(self.verify) == len(self.plain) == len(self.contexts)
-            and all(len(row) == len(self.counts) for row in self.verify)
-            and len(self.widths) == len(self.level)
-            and len(self.rest) == 2
-            and all(1e-6 <= number <= 1e7 for number in times)
-            and all(abs(number) <= 1e7 for number in others)
-            and self.again >= 0
+            and {len(row) for row in self.verify} == {len(self.counts)}
+            and (len(self.level), len(self.rest)) == (len(self.widths), 2)
+            and all(type(ms) in (int, float) and abs(ms) <= 1e7 for ms in (*times, *self.rest, self.again))
+            and min(*times, self.again + 1e-6) >= 1e-6
         )
         if not sound:
             raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
@@ -176,16 +166,14 @@ def parse_costs(fields: dict[str, Any]) -> CostTable:
 
 
 def is_disturbed(costs: CostTable) -> bool:
-    """Whether a part took less than 0.9 times one that does less, as on a machine that is busy with something else.
+    """Whether something took less than 0.9 times what does less, as on a machine that is busy with something else.
 
-    A read forward of one node does what a plain step does, a longer context is more to read and a wider level more to
-    compute. More nodes may cost less where kernels change: then at every context length, and once.
+    A forward of one node that is read at once does what a plain step does, a longer context is more to read, a wider
+    level more to compute. More nodes may really take less than fewer, where kernels change.
     """
-    steps = zip(*([more / fewer for fewer, more in pairwise(row)] for row in costs.verify), strict=True)
-    odd = sum(min(step) < 0.9 and (len(step) == 1 or max(step) >= 1) for step in steps)
     single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
-    ordered = (*single, *pairwise(costs.plain), *pairwise(costs.level))
-    return odd > 1 or any(more < 0.9 * less for less, more in ordered)
+    contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
+    return any(more < 0.9 * less for less, more in (*single, *contexts, *pairwise(costs.level)))
 
 
 def lower_quartile(values: Iterable[float]) -> float:
@@ -223,10 +211,9 @@ def time_calls(
 
 
 class _Bench:
-    """A target after a text of `context` zeros, and the calls to time on it."""
+    """A target after `context` zeros, and the calls that are timed on it."""
 
     def __init__(self, model: nn.Module, drafter: Drafter, context: int) -> None:
-        self.drafter, self.context = drafter, context
         cache = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=cache)
         for c in kv_cache.leaves(cache):
@@ -234,14 +221,13 @@ class _Bench:
                 rows: list[Any] = [c.keys, c.values]
                 c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
         mx.eval([c.state for c in cache])
-        self.model, self.cache = model, cache
-        self.target = Target(model, cache)
+        self.model, self.drafter, self.context, self.cache = model, drafter, context, cache
         self.chooser = Chooser(make_sampler(seed=0), ())
         self.tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), mx.zeros((), mx.int32))
-        self.position = mx.array(context + 1)
         self.tokens = (mx.arange(MAX_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
-        mx.eval(self.tip, self.position, self.tokens)
-        self.snapshot = kv_cache.snapshot(self.target.cache)
+        mx.eval(self.tip, self.tokens)
+        self.snapshot = kv_cache.snapshot(cache)
+        self.rewind()
 
     def rewind(self) -> None:
         kv_cache.restore(self.cache, self.snapshot)
@@ -249,37 +235,36 @@ class _Bench:
         self.target.length = self.context
 
     def plain_steps(self) -> None:
-        """As decoding does them: each enqueued before the one before it is read."""
+        """As decoding takes them: each enqueued before the one before it is read."""
         outcome = step(self.target, self.tip.token.reshape(1), self.chooser, None)
         mx.async_eval(outcome)
         for _ in range(IN_A_ROW - 1):
-            following = step(self.target, outcome.report, self.chooser, None)
-            mx.async_eval(following)
-            outcome.report.tolist()
-            outcome = following
+            previous, outcome = outcome, step(self.target, outcome.report, self.chooser, None)
+            mx.async_eval(outcome)
+            previous.report.tolist()
         outcome.report.tolist()
 
     def forward(self, nodes: int) -> None:
         if nodes == 1:
             step(self.target, self.tip.token.reshape(1), self.chooser, None, want_hidden=True).report.tolist()
             return
-        draft = Draft(chain(self.tip.token, self.tokens[: nodes - 1]), None)
-        plan = chain_plan(nodes - 1)
+        draft, plan = Draft(chain(self.tip.token, self.tokens[: nodes - 1]), None), chain_plan(nodes - 1)
         verify(self.target, draft, self.chooser, None, plan, plan.depth).report.tolist()
         self.target.keep_path([], [])
 
     def draft(self, plan: Plan, tip: Tip) -> Draft:
-        return make_draft(self.drafter, self.target, self.chooser.sampler, tip, self.position, plan, ordered=False)
+        position = mx.array(self.context + 1)
+        draft = make_draft(self.drafter, self.target, self.chooser.sampler, tip, position, plan, ordered=False)
+        mx.async_eval(draft)
+        return draft
 
     def rounds(self, plan: Plan) -> None:
-        """As decoding does them, and nothing is accepted."""
+        """As decoding takes them, all rejected: the next draft is enqueued before a round is read."""
         draft = self.draft(plan, self.tip)
         for _ in range(IN_A_ROW):
             outcome = verify(self.target, draft, self.chooser, None, plan, plan.depth)
             mx.async_eval(outcome)
-            assert outcome.tip is not None
-            draft = self.draft(plan, outcome.tip)
-            mx.async_eval(draft)
+            draft = self.draft(plan, outcome.tip or self.tip)
             outcome.report.tolist()
             self.target.keep_path([], [])
         mx.eval(draft)
@@ -294,54 +279,48 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
     room = limit - MAX_NODES if isinstance(limit, int) else CONTEXTS[-1]
     contexts = tuple(context for context in CONTEXTS if context <= room) or (max(1, room),)
-    plans = (chain_plan(2), Plan(2, 2, 5)) if trees else (chain_plan(2),)
-    widths = WIDTHS if trees else WIDTHS[:1]
-    calls: dict[tuple[str, int, int], Callable[[], object]] = {}
+    widths, plans = (WIDTHS, (chain_plan(2), Plan(2, 2, 5))) if trees else (WIDTHS[:1], (chain_plan(2),))
     with wired_limit(model), mx.stream(generation_stream):
         benches = [_Bench(model, drafter, context) for context in contexts]
         first = benches[0]
+        calls: dict[tuple[str, int, int], Callable[[], object]] = {}
         for at, bench in enumerate(benches):
             calls["plain", at, 1] = bench.plain_steps
+            calls |= {("verify", at, nodes): partial(bench.forward, nodes) for nodes in range(1, MAX_NODES + 1)}
         for width in widths:
             plan = Plan(width, IN_A_ROW, 1 + IN_A_ROW * width)
             calls["level", 0, width] = lambda plan=plan: mx.eval(first.draft(plan, first.tip))  # type: ignore[misc]
-        for plan in plans:
-            calls["round", 0, plan.size] = lambda plan=plan: first.rounds(plan)  # type: ignore[misc]
-        for nodes in range(1, MAX_NODES + 1):
-            for at, bench in enumerate(benches):
-                calls["verify", at, nodes] = lambda bench=bench, nodes=nodes: bench.forward(nodes)  # type: ignore[misc]
+        calls |= {("round", 0, plan.size): partial(first.rounds, plan) for plan in plans}
 
         def rewind() -> None:
             for bench in benches:
                 bench.rewind()
 
         started = time.perf_counter()
-        for (name, at, nodes), call in list(calls.items()):  # the first run of each compiles kernels
-            late = time.perf_counter() - started > SECONDS / 3
-            if name == "verify" and nodes > 5 and (late if at == 0 else ("verify", 0, nodes) not in calls):
+        for name, at, nodes in sorted(calls, key=lambda key: key[2]):  # the first run of each compiles kernels
+            if nodes > 5 and time.perf_counter() - started > SECONDS / 2:
                 del calls[name, at, nodes]
                 continue
-            call()
+            calls[name, at, nodes]()
             rewind()
         left = SECONDS - (time.perf_counter() - started)
         times = time_calls(calls, left, max_turns=MAX_TURNS, between=rewind)
     found = {key: lower_quartile(values) for key, values in times.items()}
-    counts = tuple(nodes for name, at, nodes in found if name == "verify" and at == 0)
+    counts = tuple(sorted(nodes for name, at, nodes in found if (name, at) == ("verify", len(contexts) - 1)))
     verify_ms = tuple(tuple(found["verify", at, count] for count in counts) for at in range(len(contexts)))
     plain = tuple(found["plain", at, 1] / IN_A_ROW for at in range(len(contexts)))
     level = tuple(found["level", 0, width] / IN_A_ROW for width in widths)
-    replays = bool(kv_cache.unknown_types(first.target.cache, kv_cache.TRIMMABLE))
-    again = max(0.0, (verify_ms[0][-1] - verify_ms[0][0]) / (counts[-1] - 1)) if replays else 0.0
+    per_row = max(0.0, (verify_ms[0][-1] - verify_ms[0][0]) / (counts[-1] - 1))
+    again = per_row if kv_cache.unknown_types(first.cache, kv_cache.TRIMMABLE) else 0.0
     costs = CostTable(contexts, counts, verify_ms, plain, widths, level, (0.0, 0.0), again)
-    rest = [
-        found["round", 0, plan.size] / IN_A_ROW - verify_ms[0][counts.index(plan.size)] - costs.draft_ms(plan)
-        for plan in plans
-    ]
+    parts = [found["verify", 0, plan.size] + costs.draft_ms(plan) for plan in plans]
+    rest = [found["round", 0, plan.size] / IN_A_ROW - ms for plan, ms in zip(plans, parts, strict=True)]
     return costs._replace(rest=(rest[0], rest[-1])).check()
 
 
-_known: list[tuple[weakref.ref[nn.Module], weakref.ref[Drafter], bool, CostTable]] = []
+_known: dict[tuple[int, int, bool], tuple[weakref.ref[nn.Module], weakref.ref[Drafter], CostTable]] = {}
 _lock = Lock()
+_log = logging.getLogger(__name__)
 
 
 def load_costs(
@@ -350,7 +329,7 @@ def load_costs(
     *,
     trees: bool,
     refresh: bool = False,
-    on_measure: Callable[[], None] = lambda: logging.info("measuring this machine for these models: a few seconds"),
+    on_measure: Callable[[], None] = lambda: _log.info("measuring this machine for these models: a few seconds"),
 ) -> CostTable:
     """The cost table of a pair of models: of this process, else of the disk, else measured now and kept.
 
@@ -359,42 +338,33 @@ def load_costs(
         refresh: measure again.
         on_measure: called just before anything is measured.
     """
+    key = id(model), id(drafter), trees
     with _lock:  # two measurements at once would disturb each other
-        alive = [known for known in _known if known[0]() is not None and known[1]() is not None]
-        same = [known for known in alive if known[0]() is model and known[1]() is drafter and known[2] is trees]
-        if same and not refresh:
-            return same[0][3]
-        costs = _load_or_measure(model, drafter, trees, refresh, on_measure)
-        _known[:] = [known for known in alive if known not in same]
-        _known.append((weakref.ref(model), weakref.ref(drafter), trees, costs))
-        return costs
+        for old in [old for old, (a_model, a_drafter, _) in _known.items() if a_model() is None or a_drafter() is None]:
+            del _known[old]
+        if refresh or key not in _known:
+            costs = _load_or_measure(model, drafter, trees, refresh, on_measure)
+            _known[key] = weakref.ref(model), weakref.ref(drafter), costs
+        return _known[key][2]
 
 
 def _load_or_measure(
     model: nn.Module, drafter: Drafter, trees: bool, refresh: bool, on_measure: Callable[[], None]
 ) -> CostTable:
-    described = {
-        "format": 3,
-        "machine": describe_machine(),
-        "model": model_name(model),
-        "model_tensors": digest_tensors(model),
-        "drafter_tensors": digest_tensors(drafter),
-        "trees": trees,
-    }
+    described = {"format": 3, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
-    try:
-        path = cache_directory() / "costs" / f"{name}.json"
-        found = json.loads(path.read_text(encoding="utf-8"))
+    file = Path("costs", f"{name}.json")
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError, RedrafterError):  # none yet, or damaged
+        found = json.loads((cache_directory() / file).read_text(encoding="utf-8"))
         if found["of"] == described and not refresh:
             return parse_costs(found["costs"])
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError, RuntimeError, RedrafterError):
-        pass  # none yet, damaged, or there is no home directory
     on_measure()
     costs = measure_costs(model, drafter, trees=trees)
     if not is_disturbed(costs):  # else it is measured again the next time
         try:
-            path = cache_directory() / "costs" / f"{name}.json"
-            write_text(path, json.dumps({"of": described, "costs": costs._asdict()}, indent=1) + "\n")
+            text = json.dumps({"of": described, "costs": costs._asdict()}, indent=1)
+            write_text(cache_directory() / file, text + "\n")
         except (OSError, RuntimeError) as error:
             warnings.warn(f"the measured costs cannot be kept: {one_line(error)}", stacklevel=2)
     return costs

@@ -11,9 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 PACKAGES = ("mlx", "mlx-lm")
-
-FAST_BLAS = ("openblas", "mkl_", "blis", "atlas", "armpl", "nvpl_blas")
-"""Parts of the names of libraries that multiply several rows for less than each row alone."""
+FAST_BLAS = ("openblas", "mkl_", "blis", "atlas", "armpl", "nvpl_blas")  # several rows cost less than each alone
 
 
 def describe_machine() -> dict[str, Any]:
@@ -48,15 +46,12 @@ def memory_bytes() -> int | None:
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """File names of the BLAS libraries in this process that MLX may call; none where the system does not report them.
-
-    numpy and scipy bring an OpenBLAS of their own whose functions have other names: it does not count.
-    """
+    """File names of the BLAS libraries in this process that MLX may call; [] where the system does not report them."""
     try:
         names = {Path(line.split()[-1]).name for line in maps.read_text(encoding="utf-8").splitlines() if line.strip()}
     except OSError:
         return []
-    renamed = ("libscipy_openblas", "libopenblas64")
+    renamed = ("libscipy_openblas", "libopenblas64")  # numpy's and scipy's own, whose functions have other names
     known = ("blas", *FAST_BLAS)
     return sorted(
         name for name in names if any(part in name.lower() for part in known) and not name.startswith(renamed)
@@ -69,11 +64,7 @@ def has_fast_blas(libraries: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """The folder of this package's caches for the user.
-
-    Raises:
-        RuntimeError: the user has no home directory.
-    """
+    """The folder of this package's caches; a RuntimeError where the user has no home directory."""
     if platform.system() == "Darwin":
         return Path.home() / "Library" / "Caches" / "mlx_redrafter"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_redrafter"

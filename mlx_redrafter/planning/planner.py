@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..engine.decode import Planner
 from ..engine.plan import MAX_REPLAY, Plan
 from .costs import CostTable, load_costs, lower_quartile
 
@@ -25,32 +26,15 @@ if TYPE_CHECKING:
 Acceptance = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
 
-UNKNOWN_ACCEPTANCE: Acceptance = ((0.6, 0.1, 0.05, 0.03),)
-"""Of a drafter that does not say."""
-
-MAX_RATE = 0.98
-"""The most often that any guess at a depth is thought to be right."""
-
-SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
-"""For which candidate plans are found."""
-
-HYSTERESIS = 0.02
-"""By how much a plan must be faster than the one in use, plain decoding included."""
-
-MAX_LOSS, MIN_TOKENS = 0.02, 256
-"""This part of plain decoding's time may be lost; of a shorter text's, that of this many tokens."""
-
-PROBE_EVERY = 16
-"""Plain steps between two probe rounds while nothing pays."""
-
-WARM_UP = 4
-"""Plain steps a text begins with, to compare rounds with."""
-
-DECAY, PRIOR_HITS = 0.96, 2.5
-"""Of the scale's evidence: its weight a round later, and the expected hits that scale 1 starts with."""
-
-MAX_SLOWDOWN, WINDOW = 4.0, 16
-"""The largest slowdown, and how many rounds and plain steps it is of."""
+UNKNOWN_ACCEPTANCE: Acceptance = ((0.6, 0.1, 0.05, 0.03),)  # of a drafter that does not say
+MAX_RATE = 0.98  # the most often that any guess at a depth is thought to be right
+SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
+HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
+MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may be lost, of at least this many tokens
+WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
+PROBE_EVERY = 16  # plain steps between two probe rounds while no plan pays
+DECAY, PRIOR_HITS = 0.96, 2.5  # the scale: what a round's evidence weighs a round later, and what scale 1 weighs first
+MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
 
 
 class Prediction(NamedTuple):
@@ -91,47 +75,32 @@ def expected_tokens(acceptance: Acceptance, plan: Plan, scale: float = 1.0) -> f
     return sum(expected_reach(acceptance, plan, scale))
 
 
-class Replay(NamedTuple):
-    """What the rounds of a plan replay on average, with a cache that cannot be trimmed.
-
-    Attributes:
-        tokens: by a round.
-        discarded: drafts for each round that are discarded for a plain step, as there is too much to replay.
-        behind: tokens that such a step replays.
-    """
-
-    tokens: float
-    discarded: float
-    behind: float
-
-
 @lru_cache(maxsize=4096)
-def expected_replay(reach: tuple[float, ...]) -> Replay:
-    """A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one."""
+def expected_replay(reach: tuple[float, ...]) -> tuple[float, float, float]:
+    """Of a cache that cannot be trimmed: (tokens that a round replays on average; drafts for each round that are
+    discarded for a plain step, as more than `MAX_REPLAY` are to be replayed; tokens that such a step replays).
+
+    A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one.
+    """
     ends = [before - now for before, now in pairwise(reach)]
     visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, for each time that there are none
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
             visits[replayed + made] += visits[replayed] * chance
     rounds, discarded = sum(visits[: MAX_REPLAY + 1]), sum(visits[MAX_REPLAY + 1 :])
-    read = [replayed * visit for replayed, visit in enumerate(visits)]
-    behind = sum(read[MAX_REPLAY + 1 :]) / discarded if discarded else 0.0
-    return Replay(sum(read[: MAX_REPLAY + 1]) / rounds, discarded / rounds, behind)
+    by_rounds = sum(replayed * visit for replayed, visit in enumerate(visits[: MAX_REPLAY + 1]))
+    by_steps = sum(replayed * visit for replayed, visit in enumerate(visits)) - by_rounds
+    return by_rounds / rounds, discarded / rounds, by_steps / (discarded or 1.0)
 
 
-def predict(costs: CostTable, acceptance: Acceptance, plan: Plan, length: int, scale: float = 1.0) -> Prediction:
-    """What a plan's rounds are expected to be at context length `length`."""
-    return _predict(costs, plan, length, expected_reach(acceptance, plan, scale))
-
-
-def _predict(costs: CostTable, plan: Plan, length: int, reach: tuple[float, ...]) -> Prediction:
+def predict(costs: CostTable, plan: Plan, length: int, reach: tuple[float, ...]) -> Prediction:
+    """What the rounds of a plan are expected to be at context length `length`, see `expected_reach`."""
     tokens, plain = sum(reach), costs.plain_ms(length)
     if not costs.again:
         return Prediction(plan, tokens, costs.round_ms(plan, length) / plain)
-    replay = expected_replay(reach)
-    step = costs.step_ms(length, replay.behind) + costs.draft_ms(plan)
-    took = costs.round_ms(plan, length, replay.tokens) + replay.discarded * step
-    return Prediction(plan, tokens, took * tokens / (tokens + replay.discarded) / plain)
+    replayed, discarded, by_steps = expected_replay(reach)
+    ms = costs.round_ms(plan, length, replayed) + discarded * (costs.step_ms(length, by_steps) + costs.draft_ms(plan))
+    return Prediction(plan, tokens, ms / plain * tokens / (tokens + discarded))
 
 
 def predict_all(costs: CostTable, acceptance: Acceptance, length: int, scale: float = 1.0) -> Iterator[Prediction]:
@@ -140,28 +109,28 @@ def predict_all(costs: CostTable, acceptance: Acceptance, length: int, scale: fl
         for depth in range(1, costs.counts[-1]):
             for size in costs.counts:
                 if size == 1 + depth if width == 1 else max(depth, width) < size <= 1 + width * depth:
-                    yield predict(costs, acceptance, Plan(width, depth, size), length, scale)
-
-
-def best_prediction(costs: CostTable, acceptance: Acceptance, length: int, scale: float = 1.0) -> Prediction | None:
-    """The fastest, be it slower than plain decoding; None where no round was measured."""
-    return max(predict_all(costs, acceptance, length, scale), key=lambda found: found.speedup, default=None)
+                    plan = Plan(width, depth, size)
+                    yield predict(costs, plan, length, expected_reach(acceptance, plan, scale))
 
 
 def candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
     """The plans that beat plain decoding and all others for some scale and context length: few, so that what is built
     for one is used again."""
-    return _candidates(costs, tuple(map(tuple, acceptance)))
+    return _candidate_plans(costs, tuple(map(tuple, acceptance)))
 
 
 @lru_cache(maxsize=16)
-def _candidates(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
-    lengths = (*costs.contexts, 2 * costs.contexts[-1])
-    best = (best_prediction(costs, acceptance, length, scale) for length in lengths for scale in SCALES)
-    return tuple(sorted({found.plan for found in best if found is not None and found.speedup > 1}))
+def _candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
+    found = set()
+    for length in (*costs.contexts, 2 * costs.contexts[-1]):
+        for scale in SCALES:
+            predictions = predict_all(costs, acceptance, length, scale)
+            best = max(predictions, key=lambda each: each.speedup, default=None)
+            found |= {best.plan} if best and best.speedup > 1 else set()
+    return tuple(sorted(found))
 
 
-class Planner:
+class AutoPlanner(Planner):
     """Chooses the plans of one text, from what was read so far.
 
     Args:
@@ -185,7 +154,7 @@ class Planner:
     @property
     def slowdown(self) -> float:
         """How many times as long as in the cost table a round takes, where a plain step takes as long as there."""
-        if not self._rounds or not self._steps:
+        if len(self._rounds) < 3 or not self._steps:  # one stalled round says nothing
             return 1.0
         return min(max(lower_quartile(self._rounds) / lower_quartile(self._steps), 1.0), MAX_SLOWDOWN)
 
@@ -202,17 +171,16 @@ class Planner:
             return None
         slowdown, scale = self.slowdown, round(50 * self._hits / self._expected) / 50
         speedups = {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans}
-        fastest = max(speedups, key=speedups.__getitem__, default=None)
-        chosen, now = in_flight, speedups[in_flight] if in_flight else 1.0
-        if fastest and speedups[fastest] > (1 + HYSTERESIS) * now:
-            chosen = fastest
-        elif now < 1 - HYSTERESIS:
-            chosen = None
-        if chosen is None and in_flight is None:  # a probe, at the table's price: one slow moment must not be the last
-            chosen, slowdown, self._pause = fastest, 1.0, PROBE_EVERY
-        if chosen and self._can_afford(chosen, in_flight, length, replayed, slowdown):
-            self._in_flight = chosen
-        else:
+        ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
+        now = speedups[in_flight] if in_flight else 1.0
+        wanted = [plan for plan in ranked if speedups[plan] > (1 + HYSTERESIS) * now]
+        if in_flight and now > 1 - HYSTERESIS:
+            wanted.append(in_flight)
+        elif not in_flight and not wanted:  # a probe, at the table's price: one slow moment must not be the last
+            wanted, slowdown = ranked, 1.0
+        affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
+        self._in_flight = next(affordable, None)
+        if self._in_flight is None or speedups[self._in_flight] < 1 - HYSTERESIS:
             self._pause = PROBE_EVERY
         return self._in_flight
 
@@ -237,23 +205,23 @@ class Planner:
             verified: False where the plan's draft was discarded for a plain step.
         """
         costs, plain = self._costs, self._costs.plain_ms(length)
-        if drafted := plan is not None and verified:
-            predicted = costs.round_ms(plan, length, replayed)
+        if plan is not None and verified:
+            predicted, ratios = costs.round_ms(plan, length, replayed), self._rounds
             self._hits = DECAY * self._hits + tokens - 1
             self._expected = DECAY * self._expected + sum(self._rates[plan][:tokens])
             self._pause = 0 if tokens > 1 else self._pause  # a probe that was right is followed by another
         else:
-            predicted = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0)
-        if milliseconds is not None and (drafted or predicted == plain):
-            (self._rounds if drafted else self._steps).append(milliseconds / predicted)
+            predicted, ratios = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0), self._steps
+        if milliseconds is not None and (ratios is self._rounds or not (plan or replayed)):
+            ratios.append(milliseconds / predicted)
         self._tokens += tokens
         self._plain_ms += tokens * plain
-        self._saved_ms += tokens * plain - predicted * (1.0 if predicted == plain else self.slowdown)
+        self._saved_ms += tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
 
     def _speedup(self, plan: Plan, length: int, scale: float) -> float:
         """Predicted for this text."""
         rates = (min(MAX_RATE, scale * rate) for rate in self._rates[plan])
-        return _predict(self._costs, plan, length, tuple(accumulate(rates, mul, initial=1.0))).speedup
+        return predict(self._costs, plan, length, tuple(accumulate(rates, mul, initial=1.0))).speedup
 
     def _can_afford(self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float) -> bool:
         """Whether the budget covers it and the round in flight, when both are rejected and the text ends there."""
@@ -268,20 +236,14 @@ class Planner:
 
 def starting_plan(costs: CostTable, acceptance: Acceptance, length: int) -> Plan | None:
     """The first plan of a text whose prompt has `length` tokens, after its `WARM_UP`; None: plain decoding."""
-    planner = Planner(costs, acceptance)
+    planner = AutoPlanner(costs, acceptance)
     for _ in range(WARM_UP):
         planner.next_plan(length)
         planner.observe(None, 1, length, 0, None)
     return planner.next_plan(length)
 
 
-def make_planner(
-    model: nn.Module,
-    drafter: Drafter,
-    *,
-    trees: bool,
-    chains_only: bool = False,
-) -> Planner | None:
+def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner | None:
     """A planner for one text of a pair of models, which is measured if it never was; None where nothing can pay.
 
     Args:
@@ -289,5 +251,5 @@ def make_planner(
         chains_only: whether this text is to have none all the same.
     """
     costs = load_costs(model, drafter, trees=trees)
-    planner = Planner(costs.chains_only() if chains_only else costs, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)
+    planner = AutoPlanner(costs.chains_only() if chains_only else costs, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)
     return planner if planner.plans else None
