@@ -71,7 +71,6 @@ def make_parser() -> Parser:
     parser.add_argument("--pipeline", action="store_true", help="as mlx-lm's; nothing changes in one process")
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     add_options(parser, without=("seed",))
-    parser.set_defaults(xtc_threshold=0.0)
     return parser
 
 

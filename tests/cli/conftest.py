@@ -31,6 +31,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         with pytest.raises(SystemExit) as ended:
             main(command)
+        if stdin is None:
+            sys.stdin.close()
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

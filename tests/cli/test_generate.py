@@ -153,7 +153,7 @@ def test_greedy_differences_are_rounding_where_rows_nearly_tie(dtype: mx.Dtype, 
     assert other_choice.rounding is False, "no side would choose a token that is far from the best"
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.99}])
 def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[str, float]) -> None:
     sampler, position = Options(temp=1.5, **options).make_sampler(seed=3), 7
     gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]  # type: ignore[union-attr]
@@ -169,11 +169,11 @@ def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[s
 def test_it_says_when_it_measures(pair: Pair, tmp_path: Path) -> None:
     script = (
         "from mlx_redrafter.planning import costs; from mlx_redrafter.cli.main import main; costs.SECONDS = 0.3; "
-        "main('generate')"
+        "costs.is_disturbed = lambda table: False; main('generate')"  # a busy machine is measured again
     )
     command = [sys.executable, "-c", script, "--model", pair[0], "--drafter", pair[1], "-m", "4", "-p", "some text"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(4)]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)]
     assert "measuring this machine" in runs[0].stderr and "measuring" not in runs[-1].stderr
 
 
