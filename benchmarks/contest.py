@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.cli.comparing import first_difference
 from mlx_redrafter.cli.doctor import describe_plan
+from mlx_redrafter.cli.generate import first_difference
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats

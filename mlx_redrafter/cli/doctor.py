@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -26,11 +25,11 @@ from ..engine.plan import Plan, chain_plan
 from ..engine.supported_models import check_draftable, compute_dtype, model_name
 from ..engine.target import Target
 from ..errors import RedrafterError
-from ..flags import add_pair
 from ..planning.costs import CostTable, is_disturbed, load_costs
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, expected_tokens, predict_all, starting_plan
 from ..planning.sizing import CHEAP, choose_size
+from .arguments import Parser, add_model_flags
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
 """How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
@@ -42,8 +41,8 @@ TO_FLOAT32 = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-
 def run() -> int:
     """Runs the command on `sys.argv`; its exit status."""
     about = "Measure whether drafting pays on this machine for a model, before a drafter is trained."
-    parser = argparse.ArgumentParser(prog="mlx_redrafter.doctor", description=about)
-    add_pair(parser, "a random one of the size that training would choose", plain=False)
+    parser = Parser(prog="mlx_redrafter.doctor", description=about)
+    add_model_flags(parser, "a random one of the size that training would choose", plain=False)
     parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
     parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
