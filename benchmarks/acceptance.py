@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.beam_search import keep_top
-from mlx_redrafter.engine.decode import Settings
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
@@ -29,7 +27,17 @@ from .shapes import add_shapes, show
 from .subject import drafter_of, open_subject
 
 
-class Ranked:
+def keep_top(logits: mx.array, count: int) -> mx.array:
+    """`logits` (W, V) less each row's maximum, and -50,000 wherever fewer than `count` entries reach (ties stay).
+
+    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
+    """
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
+    return mx.where(logits < threshold, -50000.0, logits)
+
+
+class Ranked(Sampler):
     """A sampler whose noise the drafter does not use, which ranks by the `count` likeliest tokens, or by all.
 
     Args:
@@ -38,8 +46,15 @@ class Ranked:
 
     def __init__(self, sampler: Sampler, count: int) -> None:
         self._sampler, self._count = sampler, count
-        self.choose, self.check = sampler.choose, sampler.check
         self.wants_logprobs = sampler.wants_logprobs
+
+    def check(self, vocab_size: int) -> None:
+        """The sampler's."""
+        self._sampler.check(vocab_size)
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """The sampler's."""
+        return self._sampler.choose(logprobs, draws, rows)
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
         """The sampler's noise, or none in the form of some."""
@@ -76,13 +91,12 @@ def measure(
         plan: W, K and, where not all nodes are verified, N.
         count: hypotheses are ranked by so many likeliest tokens, without noise; 0 is all.
     """
-    settings: Settings = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
-    made = settings.plan
+    options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
+    made = options.resolve_plan(drafter)
     assert isinstance(made, Plan)
     if without_noise or count:
-        sampler = Ranked(settings.chooser.sampler, count)
-        settings = Settings(Chooser(sampler, ()), made, max_tokens)
-    trial = decode_prompts(model, drafter, prompts, settings)
+        options = replace(options, temp=0.0, sampler=Ranked(options.make_sampler(seed), count))
+    trial = decode_prompts(model, drafter, prompts, options)
     share = [repeated(list(text)) for text in trial.texts]
     return {
         "W": made.width,

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.costs import costs_of
+from mlx_redrafter.planning.costs import parse_costs
 
 from .contest import DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from .record import Record
@@ -170,11 +170,11 @@ def parts(costs: Record | None, record: Record) -> float | None:
     """Verify forward and draft in plain steps, behind the text as it is halfway through; None as in `limit`."""
     if costs is None or not isinstance(record["plan"], list):
         return None
-    found, plan = costs_of(costs["costs"]), Plan(*record["plan"])
+    found, plan = parse_costs(costs["costs"]), Plan(*record["plan"])
     if not found.has(plan):
         return None
     length = record["prompt_tokens"] + record["tokens"] // 2
-    return found._replace(rest=(0.0, 0.0)).round_at(plan, length) / found.plain_at(length)
+    return found._replace(rest=(0.0, 0.0)).round_ms(plan, length) / found.plain_ms(length)
 
 
 def middle(values: Iterable[float | None]) -> float | None:

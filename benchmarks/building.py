@@ -9,10 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.machine import about
-from mlx_redrafter.training.sizing import CHEAP, candidates, n_weights
+from mlx_redrafter.planning.machine import describe_machine
+from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
 
 from .oracle import Oracle, acceptance_of
 from .prompts import Prompt
@@ -62,7 +61,7 @@ def build(
         draft_model=None,
         draft_model_name=None,
         prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
-        chooser=Chooser(oracle, ()),
+        sampler=oracle,
     )
 
 
@@ -78,7 +77,7 @@ def check_memory(shape: TargetShape, bits: int, layers: int) -> None:
     Raises:
         RedrafterError: how much it takes, and how much there is.
     """
-    needed, memory = 1.25 * weight_bytes(shape, bits, layers) / 1e9, about()["memory_gb"]
+    needed, memory = 1.25 * weight_bytes(shape, bits, layers) / 1e9, describe_machine()["memory_gb"]
     if memory is not None and needed > memory:
         raise RedrafterError(
             f"{shape.name} of {layers} layers at {bits} bits takes about {needed:.1f} GB, "

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -20,16 +19,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.cli.comparing import first_difference
-from mlx_redrafter.cli.prognosis import shape
+from mlx_redrafter.cli.doctor import describe_plan
+from mlx_redrafter.cli.generate import first_difference
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.decode import Settings, decode, planned, served
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
+from mlx_redrafter.generate import decode_tokens, fit_plan
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.drift import Drift
-from mlx_redrafter.planning.pilot import FIRST, Flight
 
 from .opponents import Steps, draft_model_steps, plain_steps
 from .prompts import Prompt
@@ -44,8 +41,8 @@ PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
     "drafted, random drafter",
 )
 
-WARM_UP = FIRST + 8
-"""Tokens that every contestant decodes before anything counts: more than the plain steps that "auto" begins with."""
+WARM_UP = 16
+"""Tokens that every contestant decodes before anything counts."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ class Contestant:
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
     unplanned = "auto" if plan == "auto" else kind
-    told = shape(Plan(*plan)) if isinstance(plan, list) else unplanned
+    told = describe_plan(Plan(*plan)) if isinstance(plan, list) else unplanned
     return f"{told}, random drafter" if kind == RANDOM else told
 
 
@@ -146,27 +143,17 @@ def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: RunOptio
     Raises:
         RedrafterError: there is no such plan, or options out of range.
     """
-    settings: Settings = RunOptions(temp=options.temp, seed=options.seed, plan=plan)
-    if isinstance(settings.plan, Plan):
-        settings = replace(settings, plan=served(subject.model, settings.plan, None))
-    if subject.chooser is not None:
-        settings = replace(settings, chooser=subject.chooser)
-    told = list(settings.plan) if isinstance(settings.plan, Plan) else plan
-    lent = cache(lambda: flight_lent(subject, settings))  # at the first text: by then costs are measured
+    keywords: dict[str, Any] = {"seed": options.seed, "plan": plan}
+    keywords |= {"temp": options.temp} if subject.sampler is None else {"sampler": subject.sampler}
+    asked = Options(**keywords)
+    made = asked.resolve_plan(drafter)
+    if isinstance(made, Plan):
+        plan = list(fit_plan(subject.model, made))
 
     def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        chosen = lent() if kind == RANDOM else settings.plan
-        return decode_tokens(prompt, subject.model, drafter, replace(settings, plan=chosen, max_tokens=max_tokens))
+        return decode_tokens(prompt, subject.model, drafter, replace(asked, max_tokens=max_tokens))
 
-    return Contestant(kind, told, steps)
-
-
-def flight_lent(subject: Subject, settings: Settings) -> Plan | Flight | None:
-    """What "auto" goes by with the subject's own drafter, for another one of its size: the same costs, acceptance and
-    plans, so that nothing is measured again. What its texts show of the costs is its own."""
-    assert subject.drafter is not None
-    found = planned(subject.model, subject.drafter, settings)
-    return found._replace(drift=Drift()) if isinstance(found, Flight) else found
+    return Contestant(kind, plan, steps)
 
 
 def ignorant(drafter: Drafter) -> Drafter:
@@ -239,7 +226,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
     compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not options.temp
     places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if compared else []
     differs = min((place for place in places if place is not None), default=None)
-    forwards = (stats.rounds if stats else 0) or made
+    forwards = stats.rounds if stats else made
     return {
         "contestant": side.kind,
         "plan": side.plan,
@@ -252,7 +239,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
         "ratio_quartiles": spread(ratios),
         "rounds": forwards,
         "tokens_per_round": None if stats is None else stats.tokens_per_round,
-        "plain_steps": None if stats is None else stats.plain_steps if stats.rounds else made,
+        "plain_steps": None if stats is None else stats.plain_steps,
         "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
         "bandwidth_gb_s": None if read is None else read * forwards / middle.seconds / 1e9,

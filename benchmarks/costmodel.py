@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.planning.costs import CostTable
 
 from .published import PROMPT, TOKENS, Cell, Published, Shape
 
@@ -82,10 +82,10 @@ class RoundModel(NamedTuple):
         """What the second row costs, together with all that a round does on the host and a plain step does not."""
         return self.verify_ms(2) - self.plain_ms
 
-    def costs(self, draft_scale: float = 1.0, hidden_ms: float = 0.0) -> Costs:
+    def costs(self, draft_scale: float = 1.0, hidden_ms: float = 0.0) -> CostTable:
         """The same as a table, with a drafter so much cheaper and so many milliseconds of each round hidden."""
         counts = tuple(range(1, MOST_ROWS + 1))
-        return Costs(
+        return CostTable(
             contexts=(CONTEXT,),
             counts=counts,
             verify=(tuple(self.verify_ms(count) for count in counts),),

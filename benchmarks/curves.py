@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import Costs
+from mlx_redrafter.planning.costs import CostTable
 
 from .costmodel import WIDTHS
 from .published import DATA
@@ -55,10 +55,10 @@ def curve_chips(folder: Path = CURVES) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.json")))
 
 
-def curve_costs(curve: ForwardCurve, draft_step: float) -> Costs:
+def curve_costs(curve: ForwardCurve, draft_step: float) -> CostTable:
     """A published curve of forwards as a table, straight between its rows; a level takes so many plain steps."""
     counts = tuple(range(1, curve.rows[-1] + 1))
-    return Costs(
+    return CostTable(
         contexts=(curve.context,),
         counts=counts,
         verify=(tuple(float(ms) for ms in np.interp(counts, curve.rows, curve.ms)),),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.atomic_files import replacing
+from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError, one_line
 
@@ -117,7 +117,7 @@ def save(figure: Any, path: Path) -> None:
         RedrafterError: it cannot be written.
     """
     try:
-        with replacing(path) as partly:
+        with replace_file(path) as partly:
             figure.savefig(partly, dpi=DPI, format="png")
     except OSError as error:
         raise RedrafterError(f"cannot write the picture to {path}: {one_line(error)}") from error

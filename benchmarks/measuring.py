@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.atomic_files import expanded, why_not_writable
+from mlx_redrafter.atomic_files import expand_path, why_not_writable
 from mlx_redrafter.errors import RedrafterError
 
 from . import record
@@ -130,7 +130,7 @@ def checked(path: Path) -> Path:
     Raises:
         RedrafterError: which, and why.
     """
-    place = expanded(path)
+    place = expand_path(path)
     if why := why_not_writable(place):
         raise RedrafterError(f"expected a file to write to, got {path}: {why}")
     return place

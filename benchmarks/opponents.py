@@ -84,7 +84,7 @@ def counted(steps: Iterator[Any], num_draft_tokens: int, max_tokens: int) -> Ite
     for token, _, from_draft in steps:
         kept += from_draft
         drafted = min(num_draft_tokens, left)
-        stats = before.after(drafted, kept, drafted)
+        stats = before.add_round(drafted, kept, drafted)
         yield Item(token, stats)
         if not from_draft:
             before, left, kept = stats, left - kept - 1, 0
@@ -93,8 +93,8 @@ def counted(steps: Iterator[Any], num_draft_tokens: int, max_tokens: int) -> Ite
 def sampler_for(subject: Subject, position: int, temp: float, seed: int) -> Callable[[mx.array], mx.array] | None:
     """A sampler of mlx-lm's kind for a text that goes on at `position`; None is its greedy one."""
     mx.random.seed(seed)
-    if subject.chooser is not None:
-        return one_by_one(subject.chooser.sampler, position)
+    if subject.sampler is not None:
+        return one_by_one(subject.sampler, position)
     return make_sampler(temp) if temp else None
 
 

@@ -11,8 +11,8 @@ import math
 
 import mlx.core as mx
 
-from mlx_redrafter.cli.prognosis import guesses
-from mlx_redrafter.engine.sampling import Draws
+from mlx_redrafter.cli.doctor import make_acceptance
+from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.planner import Acceptance
 
@@ -29,7 +29,7 @@ LEAST = 1e-12
 """The least chance that has a logarithm."""
 
 
-class Oracle:
+class Oracle(Sampler):
     """A sampler whose text is fixed, and which lets the drafter be right in rank r with the chance that is given.
 
     At each position one draw decides which rank the right token has among the drafter's guesses, or that it has none;
@@ -110,4 +110,4 @@ def acceptance_of(text: str) -> Acceptance:
         chances = [float(part) for part in text.split(",")]
     except ValueError:
         raise RedrafterError(f"an acceptance is a chance, or one for each rank, got {text!r}") from None
-    return guesses(chances[0]) if len(chances) == 1 else [chances]
+    return make_acceptance(chances[0]) if len(chances) == 1 else [chances]

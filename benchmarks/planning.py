@@ -20,16 +20,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.decode import Planner
+from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.round import make_draft
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
 from mlx_redrafter.generate import generate_step
-from mlx_redrafter.planning.costs import Costs
-from mlx_redrafter.planning.meter import COUNTS
-from mlx_redrafter.planning.pilot import Fixed, Flight, Pilot, make_flight
-from mlx_redrafter.planning.planner import UNKNOWN, few_plans
+from mlx_redrafter.planning.costs import MAX_NODES, CostTable
+from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, AutoPlanner
 
 from .common import above_zero, positive
 from .shapes import add_json, show
@@ -55,12 +54,11 @@ def run(args: argparse.Namespace) -> int:
     subject = open_subject(args)
     drafter = drafter_of(subject, "planning")
     costs = costs_of(args.second_row, args.row, args.level)
-    acceptance = drafter.args.acceptance or UNKNOWN
-    flight = make_flight(costs, acceptance, few_plans(costs, acceptance))
+    acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
     rows = []
     for prompt in subject.prompts:
         right = guessed(subject.model, drafter, prompt.ids, args.max_tokens)
-        rows.append({"text": prompt.name} | gone_through(costs, flight, len(prompt.ids), right))
+        rows.append({"text": prompt.name} | gone_through(costs, acceptance, len(prompt.ids), right))
     names = [name for name in rows[0] if name not in ("text", "plain steps")]
     texts = list(rows)
     for name, mean in (("median", median), ("geometric mean", geometric_mean)):
@@ -70,10 +68,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def costs_of(second: float, row: float, level: float) -> Costs:
+def costs_of(second: float, row: float, level: float) -> CostTable:
     """Plain steps of 1, forwards of `second` and `row` for each node beyond two, drafts of `level` a level."""
-    verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in COUNTS)
-    return Costs((64,), COUNTS, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
+    counts = tuple(range(1, MAX_NODES + 1))
+    verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in counts)
+    return CostTable((64,), counts, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
 
 
 def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: int) -> list[int]:
@@ -95,30 +94,23 @@ def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: in
     return found
 
 
-def gone_through(costs: Costs, flight: Flight, length: int, right: list[int]) -> dict[str, Any]:
+def gone_through(costs: CostTable, acceptance: Acceptance, length: int, right: list[int]) -> dict[str, Any]:
     """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
     found: dict[str, Any] = {
-        f"1 x {depth}": taken(costs, Fixed(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
+        f"1 x {depth}": taken(costs, Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
     }
-    found["auto x"], found["plain steps"] = taken(costs, Pilot(flight), length, right)
+    found["auto x"], found["plain steps"] = taken(costs, AutoPlanner(costs, acceptance), length, right)
     return found
 
 
-def taken(costs: Costs, pilot: Pilot | Fixed, length: int, right: list[int]) -> tuple[float, int]:
-    """(speed against plain decoding, plain steps), with the next plan chosen before a round is read."""
+def taken(costs: CostTable, planner: Planner, length: int, right: list[int]) -> tuple[float, int]:
+    """(speed against plain decoding, plain steps), with the next plan chosen before a round or a step is read."""
     made, took, steps = 1, 0.0, 0  # the prompt's own token
-    plan: Plan | None = pilot.choose(length)
+    following = planner.next_plan(length)
     while made < len(right):
-        if plan is None:
-            for _ in range(min(pilot.pause, len(right) - made)):
-                step = costs.plain_at(length + made)
-                pilot.saw(None, 1, length + made, took=step)
-                made, took, steps = made + 1, took + step, steps + 1
-            plan = pilot.choose(length + made)
-            continue
-        now, plan = plan, pilot.choose(length + made)
-        step = costs.round_at(now, length + made)
-        kept = min(right[made - 1], now.depth)
-        pilot.saw(now, kept + 1, length + made, took=step)
-        made, took = made + kept + 1, took + step
-    return sum(costs.plain_at(length + at) for at in range(1, made)) / took, steps
+        plan, following = following, planner.next_plan(length + made)
+        kept = 0 if plan is None else min(right[made - 1], plan.depth)
+        ms = costs.plain_ms(length + made) if plan is None else costs.round_ms(plan, length + made)
+        planner.observe(plan, kept + 1, length + made, 0, ms)
+        made, took, steps = made + kept + 1, took + ms, steps + (plan is None)
+    return sum(costs.plain_ms(length + at) for at in range(1, made)) / took, steps

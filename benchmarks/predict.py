@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan, make_plan
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import LONGEST_MS, Costs
+from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import Acceptance, expected_tokens
 
 from .costmodel import WIDTHS, fit
@@ -29,11 +29,14 @@ from .published import CHIPS, DTYPES, SOURCE, read_all
 from .study import study, study_text, table
 from .whatif import DEPTHS, infer_acceptance, tokens_by_shape
 
+LONGEST_MS = 1e7
+"""No part of a round takes longer."""
+
 
 class Known(NamedTuple):
     """What is known of a chip: costs, where they are from, and the acceptance that goes with them if any."""
 
-    costs: Costs
+    costs: CostTable
     source: str
     acceptance: Acceptance | None
 
@@ -121,8 +124,8 @@ def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= tokens <= plan.depth + 1:
         raise RedrafterError(f"tokens_per_round must be from 1 to 1 + draft_depth = {plan.depth + 1}, got {tokens}")
     context = costs.contexts[0]
-    took, plain = costs.round_at(plan, context), costs.plain_at(context)
-    verify = costs.round_at(plan._replace(depth=0), context)
+    took, plain = costs.round_ms(plan, context), costs.plain_ms(context)
+    verify = costs.round_ms(plan._replace(depth=0), context)
     return {
         "source": known.source,
         "chip": args.chip,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_redrafter.atomic_files import expanded
+from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
@@ -73,7 +73,7 @@ def named(name: str, tokenizer: Any) -> list[Prompt]:
             Prompt(f"{DEMO}/{number:02d}", DEMO, encode_chat(tokenizer, text))
             for number, text in enumerate(demo_prompts(), start=1)
         ]
-    path = expanded(name)
+    path = expand_path(name)
     if not path.exists():
         kinds = ", ".join([*categories(), DEMO])
         raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")

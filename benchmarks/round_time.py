@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.round import Draft, make_draft, verify
+from mlx_redrafter.engine.round import Chooser, Draft, make_draft, verify
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
 from mlx_redrafter.options import Options
@@ -50,8 +50,8 @@ class Pair(NamedTuple):
 
 def measure(pair: Pair, shape: Sequence[int], *, repeats: int, temp: float = 0.0, seed: int = 0) -> dict[str, Any]:
     """One row: the parts of a round of this shape, W, K and perhaps N, each of them so many times."""
-    settings = Options(temp=temp, seed=seed, plan=shape)
-    plan, chooser = settings.plan, settings.chooser
+    options = Options(temp=temp, seed=seed, plan=shape)
+    plan, chooser = options.resolve_plan(pair.drafter), Chooser(options.make_sampler(seed))
     assert isinstance(plan, Plan)
     prompt = mx.array(pair.prompt)
     target = Target(pair.model)

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_redrafter import __version__
-from mlx_redrafter.planning.machine import about
+from mlx_redrafter.planning.machine import describe_machine
 
 
 def stamp() -> dict[str, Any]:
     """Device, system, versions and time; on a Mac also the GPU's cores and where its power comes from."""
-    found = about() | {"mlx_redrafter": __version__, "when": datetime.now(UTC).isoformat(timespec="seconds")}
+    found = describe_machine() | {"mlx_redrafter": __version__, "when": datetime.now(UTC).isoformat(timespec="seconds")}
     if sys.platform == "darwin":
         found |= {
             "gpu_cores": gpu_cores(said("system_profiler", "SPDisplaysDataType", "-json")),

@@ -18,8 +18,8 @@ from mlx_lm.utils import compute_bits_per_weight
 from mlx_redrafter.checkpoints import load, load_drafter
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.engine.supported_models import find_parts
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 
 from .prompts import Prompt, chosen, one_of_each
@@ -44,7 +44,7 @@ class Subject:
         draft_model: for mlx-lm's own speculation; None to leave that out.
         draft_model_name: as records say it.
         prompts: what is decoded.
-        chooser: how tokens are chosen, where that is not by `temp` and `seed`.
+        sampler: how tokens are chosen, where that is not by `temp` and `seed`.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Subject:
     draft_model: nn.Module | None
     draft_model_name: str | None
     prompts: list[Prompt]
-    chooser: Chooser | None = None
+    sampler: Sampler | None = None
 
     @property
     def described(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.errors import RedrafterError, one_line
 
 from .building import build, weight_bytes
-from .contest import RunOptions, Run, contestants, hold, warmed
+from .contest import Run, RunOptions, contestants, hold, warmed
 from .costing import costs_record, tell_disturbed
 from .measuring import PLANS, QUICK_PLANS, status_of
 from .record import SCHEMA, Record

@@ -23,13 +23,13 @@ from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.sizing import n_weights
 from mlx_redrafter.training.answers import AT_ONCE
 from mlx_redrafter.training.data import Text, collated
 from mlx_redrafter.training.distill import Recipe, lesson_arrays, loss_of, make_lesson, train_drafter
 from mlx_redrafter.training.estimate import disk_bytes, measured, minutes
 from mlx_redrafter.training.fitting import Course
 from mlx_redrafter.training.lessons import Batch, Heard, hear, new_drafter, untrained, vocabulary_of
-from mlx_redrafter.training.sizing import n_weights
 
 from .building import drafter_size, weight_bytes
 from .common import above_zero, positive

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning.costs import Costs
-from mlx_redrafter.planning.planner import MOST, Acceptance, expected_tokens
+from mlx_redrafter.planning.costs import CostTable
+from mlx_redrafter.planning.planner import MAX_RATE, Acceptance, expected_tokens
 
 from .costmodel import CLIFF, CONTEXT, RoundModel, fit
 from .published import Published, Shape
@@ -41,7 +41,7 @@ class Law(NamedTuple):
         rows = []
         for depth in range(DEPTHS):
             row = [self.first * self.deeper**depth * self.next_rank**rank for rank in range(RANKS)]
-            rows.append([chance * min(1.0, MOST / sum(row)) for chance in row])
+            rows.append([chance * min(1.0, MAX_RATE / sum(row)) for chance in row])
         return rows
 
 
@@ -147,9 +147,9 @@ def pruned(shape: Shape, tokens: float, acceptance: Acceptance) -> list[Option]:
     return [Option(plan, tokens * expected_tokens(acceptance, plan) / full) for plan in plans]
 
 
-def speed(costs: Costs, option: Option) -> float:
+def speed(costs: CostTable, option: Option) -> float:
     """Tokens in a second."""
-    return 1e3 * option.tokens / costs.round_at(option.plan, CONTEXT)
+    return 1e3 * option.tokens / costs.round_ms(option.plan, CONTEXT)
 
 
 def host_at_most(models: Iterable[RoundModel]) -> float:
@@ -192,7 +192,9 @@ def what_if(
             yield predict_change(each, change, costs, options)
 
 
-def predict_change(each: Published, change: str, costs: Costs, options: Mapping[Shape, Sequence[Option]]) -> Prediction:
+def predict_change(
+    each: Published, change: str, costs: CostTable, options: Mapping[Shape, Sequence[Option]]
+) -> Prediction:
     """The fastest shape under a change, and what becomes of the corner."""
     best = max((option for some in options.values() for option in some), key=lambda option: speed(costs, option))
     per_second = speed(costs, best)

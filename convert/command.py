@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 
-from ..shapes import DTYPES
+from ..checkpoints import DTYPES
 from .conversion import Conversion, convert
 from .pack import MODES
 

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..checkpoints import check_fit, load, read_drafter
+from ..checkpoints import DTYPES, check_fit, dtype_name, expected_shapes, load, read_drafter
 from ..drafters.recurrent import DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError
-from ..shapes import DTYPES, expected_shapes, name_of
 from .finding import Found, dequantized, find
 from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, pack
 from .placing import around, check_replaceable, destination, staged
@@ -110,7 +109,7 @@ def convert(
         found = found._replace(read=gone)  # a pickle stays in memory as long as it can be read
         result, after = measured_result(stage, config, packing, models)
         if not finite(result):
-            raise RedrafterError(f"in {name_of(kind)} its outputs on random inputs are not finite{advice(kind)}")
+            raise RedrafterError(f"in {dtype_name(kind)} its outputs on random inputs are not finite{advice(kind)}")
         write_config(stage, config)
     if upload_repo is not None:
         upload(place, upload_repo)

@@ -11,10 +11,17 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..checkpoints import load_drafter
+from ..checkpoints import (
+    DRAFT_IDS,
+    DTYPES,
+    check_draft_ids,
+    compare_config,
+    derive_args,
+    expected_shapes,
+    load_drafter,
+)
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
-from ..shapes import DRAFT_IDS, DTYPES, check_draft_ids, derive_args, disagreements, expected_shapes
 from .names import map_names
 from .sources import Source
 from .tensors import FLOATS, INTEGERS, Stored, read_file
@@ -90,7 +97,7 @@ def find(source: Source) -> Found:
         stored[head] = stored[head]._replace(shape=(args.vocab_size, *stored[head].shape[1:]))
     check_shapes(args, stored, names, where)
     largest = max(stored.values(), key=lambda tensor: math.prod(tensor.shape))
-    notes += [f"config.json {clause}; the tensors are believed" for clause in disagreements(args, config)]
+    notes += [f"config.json {clause}; the tensors are believed" for clause in compare_config(args, config)]
 
     def read(name: str, start: int, stop: int) -> mx.array:
         """Rows of the tensor of Apple's name; what is damaged is refused as it is read."""

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
+from ..checkpoints import DRAFT_IDS, dtype_name, split_rows
 from ..errors import RedrafterError
-from ..shapes import DRAFT_IDS, chunks, name_of
 
 Part = Literal["head", "blocks", "rnn"]
 """The output matrix; the residual blocks and the input projection; the recurrent cell."""
@@ -163,18 +163,18 @@ def pack(
         RedrafterError: numbers too large for the dtype, or for the quantisation's scales.
     """
     for name, shape in shapes.items():
-        for start, stop in chunks(shape):
+        for start, stop in split_rows(shape):
             rows = read(name, start, stop)
             if name != DRAFT_IDS:
                 rows = rows.astype(packing.dtype)
             if not mx.isfinite(rows).all().item():
                 raise RedrafterError(
-                    f"{name} holds numbers too large for {name_of(packing.dtype)}{advice(packing.dtype)}"
+                    f"{name} holds numbers too large for {dtype_name(packing.dtype)}{advice(packing.dtype)}"
                 )
             check_range(name, rows, packing.layers)
             for part, array in quantized(name, rows, packing.layers).items():
                 if mx.issubdtype(array.dtype, mx.floating) and not mx.isfinite(array).all().item():
-                    raise RedrafterError(f"{name} holds numbers too large for scales in {name_of(packing.dtype)}")
+                    raise RedrafterError(f"{name} holds numbers too large for scales in {dtype_name(packing.dtype)}")
                 yield part, start, array
 
 

@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from ..checkpoints import expected_shapes, split_rows
 from ..drafters.recurrent import Drafter
-from ..shapes import chunks, expected_shapes
 from .finding import Found
 
 
@@ -16,7 +16,7 @@ def whole(found: Found) -> Drafter:
     drafter = Drafter(found.args)
     for name, shape in expected_shapes(found.args).items():
         array = mx.zeros(shape, found.read(name, 0, 1).dtype)
-        for start, stop in chunks(shape):
+        for start, stop in split_rows(shape):
             array[start:stop] = found.read(name, start, stop)
             mx.eval(array)
         drafter.load_weights([(name, array)], strict=False)
@@ -32,7 +32,7 @@ class Streamed(nn.Module):
         shapes = expected_shapes(found.args)
         shape = shapes[f"{name}.weight"]
         self._read = lambda start, stop: found.read(f"{name}.weight", start, stop)
-        self._chunks = tuple(chunks(shape))
+        self._chunks = tuple(split_rows(shape))
         self.weight = self._read(0, 1)[:0]  # no rows, but the dtype
         if bias := shapes.get(f"{name}.bias"):
             self.bias = found.read(f"{name}.bias", 0, bias[0])

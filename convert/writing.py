@@ -12,10 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cards import card_header
+from ..checkpoints import card_header, dtype_name
 from ..drafters.recurrent import DrafterArgs
 from ..errors import RedrafterError, one_line
-from ..shapes import name_of
 from .pack import Packing
 
 NAMES = {
@@ -37,7 +36,7 @@ Rows = Iterable[tuple[str, int, mx.array]]
 
 def make_config(args: DrafterArgs, packing: Packing) -> dict[str, Any]:
     """The config of the result."""
-    config: dict[str, Any] = {**args.said, "dtype": name_of(packing.dtype)}
+    config: dict[str, Any] = {**args.to_dict(), "dtype": dtype_name(packing.dtype)}
     if packing.quantization:
         config |= {"quantization": packing.quantization, "quantization_config": packing.quantization}
     return config

@@ -1,26 +1,45 @@
-"""Models and drafters from directories or the Hugging Face hub, checked before they are used."""
+"""Loading, checking and saving models and drafters: directories, hub ids, and what a drafter's tensors say of it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
-from mlx_lm.utils import load as load_target
 
-from .atomic_files import expanded
+from .atomic_files import expand_path
 from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
+from .engine.plan import MAX_DRAFT_DEPTH
 from .engine.supported_models import model_sizes
-from .errors import CheckpointError, one_line
-from .shapes import check_weights, derive_args, disagreements, name_of
+from .errors import CheckpointError, RedrafterError, one_line
 
 WEIGHTS = "model*.safetensors"
+
+GROUP_SIZES = (16, 32, 64, 128)
+"""How many weights may share a scale in MLX."""
+
+DRAFT_IDS = "draft_ids"
+"""The tensor that names the tokens a drafter can guess."""
+
+MAX_VOCAB_SIZE = 2**24
+"""More than any vocabulary has: a larger one in a config is an error."""
+
+DTYPES = ("float16", "bfloat16", "float32")
+"""What a drafter may be stored in."""
+
+CHUNK = 1 << 21
+"""How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -33,13 +52,13 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     Raises:
         CheckpointError: there is no such model, it cannot be read, or has no tokenizer.
     """
-    path = find(path_or_hf_repo)
+    path = find_model(path_or_hf_repo)
     check_directory(path)
     if adapter := options.get("adapter_path"):
-        options["adapter_path"] = str(expanded(adapter))
+        options["adapter_path"] = str(expand_path(adapter))
     try:
-        model, tokenizer, *_ = load_target(str(path), **options)
-    except Exception as error:  # whatever a damaged directory makes mlx-lm, transformers and their like say
+        model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
+    except Exception as error:  # a damaged directory fails in as many ways as mlx-lm and transformers have
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
@@ -48,22 +67,22 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
 
 
 def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
-    """Refuses the tokenizer that transformers makes where there are no files for one: any text is nothing to it.
+    """Refuses the empty tokenizer that transformers makes where the model in `path` has no files for one.
 
     Raises:
-        CheckpointError: it has only special tokens; of the model in `path`.
+        CheckpointError: it has only special tokens.
     """
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
 
 
 def evaluate(*models: nn.Module | None) -> None:
-    """Evaluates all that models hold: their parameters, and what a rope or a mask has made for itself.
+    """Evaluates every array of some models, those that are no parameters (a rope's frequencies, a mask) too.
 
-    mlx-lm evaluates the parameters alone, and another thread cannot compute the rest: streams belong to threads.
+    mlx-lm evaluates the parameters alone; another thread cannot compute the rest, as streams belong to threads.
 
     Raises:
-        CheckpointError: another thread has loaded one, and left something to compute.
+        CheckpointError: a model was loaded in another thread and not fully evaluated there.
     """
     try:
         mx.eval(models)
@@ -72,7 +91,7 @@ def evaluate(*models: nn.Module | None) -> None:
             raise
         raise CheckpointError(
             "the model was loaded in another thread, and not all of it was evaluated there: "
-            "load it with mlx_redrafter.load, or call mx.eval(model) behind mlx_lm.load"
+            "load it with mlx_redrafter.load, or call mx.eval(model) after mlx_lm.load"
         ) from error
 
 
@@ -83,18 +102,19 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
 
     Args:
         path_or_hf_repo: a local directory or a hub id, in Apple's names (see docs/checkpoints.md).
-        model: the target it is for; sizes are checked against it.
+        model: the target it is for; sizes are checked against it, and its arrays are evaluated.
 
     Raises:
         CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
     """
-    path = find(path_or_hf_repo)
+    path = find_model(path_or_hf_repo)
     config = check_directory(path)
     if (kind := config.get("model_type", MODEL_TYPE)) != MODEL_TYPE:
         raise CheckpointError(f"expected a drafter (model_type {MODEL_TYPE!r}) in {path}, got model_type {kind!r}")
     drafter = read_drafter(path, config)
     if model is not None:
         check_fit(drafter, model, f"{path}")
+        evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
     return drafter
 
 
@@ -102,29 +122,29 @@ def read_drafter(path: Path, config: dict[str, Any]) -> Drafter:
     """The drafter of a directory, its weights evaluated.
 
     Args:
-        config: what is to be believed of it, whatever its `config.json` says.
+        config: used instead of the directory's `config.json`.
 
     Raises:
         CheckpointError: damaged, not a drafter, or not finite.
     """
-    args = derive_args(stored_shapes(path), config, f"{path}")
-    for disagreement in disagreements(args, config):
-        raise CheckpointError(f"{path / 'config.json'} {disagreement}")
+    args = derive_args(read_shapes(path), config, f"{path}")
+    for difference in compare_config(args, config):
+        raise CheckpointError(f"{path / 'config.json'} {difference}")
     try:
         loaded, _ = load_model(
             path,
             model_config={**config, **vars(args)},
             get_model_classes=lambda config: (Drafter, DrafterArgs),
         )
-    except Exception as error:  # whatever a damaged directory makes mlx-lm say
+    except Exception as error:  # see `load`
         raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
     drafter = cast(Drafter, loaded)
-    check_weights(path, drafter)
+    check_weights(drafter, path)
     return drafter
 
 
 def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> None:
-    """Holds a drafter's sizes against a target's.
+    """Compares a drafter's sizes with a target's.
 
     Raises:
         CheckpointError: they differ.
@@ -154,7 +174,7 @@ def save_drafter(
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
-    config = {**drafter.args.said, "dtype": name_of(stored), **(extra or {})}
+    config = {**drafter.args.to_dict(), "dtype": dtype_name(stored), **(extra or {})}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
@@ -167,18 +187,18 @@ def save_drafter(
         raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
 
 
-def find(path_or_hf_repo: str | Path) -> Path:
-    """The local directory of a model, fetched from the hub when the name is not a path.
+def find_model(path_or_hf_repo: str | Path) -> Path:
+    """The local directory of a model, downloaded from the hub when the name is not a path.
 
     Raises:
-        CheckpointError: neither a directory here nor reachable on the hub.
+        CheckpointError: neither a local directory nor available on the hub.
     """
     name = str(path_or_hf_repo)
     try:
         path = Path(name).expanduser()
         if name and path.exists():
             return path
-    except (OSError, RuntimeError) as error:  # no path on this system, or nobody's home
+    except (OSError, RuntimeError) as error:  # a name that no path can have, or an unknown user's home
         raise CheckpointError(f"no such directory: {name[:200]!r}: {one_line(error)[:200]}") from error
     if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
         raise CheckpointError(f"no such directory: {name!r}")
@@ -186,7 +206,7 @@ def find(path_or_hf_repo: str | Path) -> Path:
         return Path(_download(name))
     except Exception as error:
         raise CheckpointError(
-            f"{name!r} is no directory here, and the hub has not given it: {one_line(error)}"
+            f"{name!r} is not a local directory, and cannot be downloaded from the hub: {one_line(error)}"
         ) from error
 
 
@@ -231,7 +251,7 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """name -> shape of every tensor in a directory.
 
     Raises:
@@ -244,3 +264,237 @@ def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
     return shapes
+
+
+def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> DrafterArgs:
+    """The drafter's sizes, from the shapes of its tensors; its defaults, from the config.
+
+    Args:
+        config: its `quantization` says how packed tensors are packed; its sizes are ignored.
+        where: the checkpoint's name, for errors.
+
+    Raises:
+        CheckpointError: not a drafter.
+    """
+    for name, shape in shapes.items():
+        if not shape:
+            raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
+    quantization = config.get("quantization") or {}
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{where}/config.json: quantization must be an object, got {quantization!r}")
+    heads = [int(k.split(".")[1]) for k in shapes if k.startswith("lm_head.") and k.split(".")[1].isdigit()]
+    layers = max(heads, default=-1)
+    head = shapes.get(f"lm_head.{layers}.weight")
+    if head is None:
+        raise CheckpointError(f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
+
+    def input_size(name: str) -> int:
+        """The length of a layer's rows once they are unpacked."""
+        scales, own = shapes.get(f"{name}.scales"), quantization.get(name)
+        if scales is None:
+            return shapes[f"{name}.weight"][-1]
+        group_size = (own if isinstance(own, dict) else quantization).get("group_size", 64)
+        if type(group_size) is not int or group_size not in GROUP_SIZES:
+            raise CheckpointError(
+                f"{where}/config.json: group_size must be one of {GROUP_SIZES}, got {_shorten(group_size)}"
+            )
+        return scales[-1] * group_size
+
+    rnn = "rnn_w.weight" in shapes
+    draft_vocab_size: int | None = None
+    vocab_size: Any = head[0]
+    if DRAFT_IDS in shapes:
+        # The head then has fewer rows than the target has tokens: no tensor gives that number.
+        draft_vocab_size, vocab_size = head[0], config.get("vocab_size")
+        if type(vocab_size) is not int or not draft_vocab_size <= vocab_size <= MAX_VOCAB_SIZE:
+            raise CheckpointError(
+                f"{where}: with {DRAFT_IDS}, config.json must say vocab_size, at least {draft_vocab_size}, "
+                f"got {_shorten(vocab_size)}"
+            )
+    block = shapes.get("lm_head.0.linear.weight")
+    exit_dim = block[0] if layers and block else input_size(f"lm_head.{layers}")
+    if rnn:
+        hidden_size = shapes["rnn_w.weight"][0]
+    else:
+        hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
+    defaults = parse_defaults(config, where)
+    return DrafterArgs(hidden_size, vocab_size, exit_dim, layers, rnn, draft_vocab_size=draft_vocab_size, **defaults)
+
+
+def parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The arguments of a drafter that no tensor shows, by name, None where the config does not say.
+
+    Raises:
+        CheckpointError: one of them is out of its range.
+    """
+    depth, base, acceptance = (config.get(name) for name in ("draft_depth", "base_model", "acceptance"))
+    wrong = f"{where}/config.json:"
+    if depth is not None and (type(depth) is not int or not 1 <= depth <= MAX_DRAFT_DEPTH):
+        raise CheckpointError(f"{wrong} draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {one_line(depth)[:40]}")
+    if base is not None and not (isinstance(base, str) and base.isprintable()):
+        raise CheckpointError(f"{wrong} base_model must be a name, got {ascii(base)[:40]}")
+    if acceptance is not None and not _is_acceptance(acceptance):
+        raise CheckpointError(
+            f"{wrong} acceptance must be a row of shares from 0 to 1 for each depth, got {_shorten(acceptance)}"
+        )
+    return {"draft_depth": depth, "base_model": base, "acceptance": acceptance}
+
+
+def _is_acceptance(value: Any) -> bool:
+    try:
+        shares = np.array(value)
+    except ValueError:  # rows of different lengths
+        return False
+    numbers = shares.ndim == 2 and shares.size > 0 and shares.dtype.kind in "fi"
+    return numbers and bool(((shares >= 0) & (shares <= 1)).all())
+
+
+def _shorten(value: object) -> str:
+    return one_line(repr(value))[:40]
+
+
+def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
+    """Apple's name -> shape of every tensor of a drafter of these sizes that is not quantised."""
+    weights = cast(list[tuple[str, mx.array]], tree_flatten(Drafter(args).parameters()))  # never evaluated
+    return {name: array.shape for name, array in weights}
+
+
+def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
+    """A clause for each size that the config gives otherwise than the tensors; -1 and null give none."""
+    for key, value in vars(args).items():
+        given = config.get(key, -1)
+        if given not in (-1, None, value):
+            yield f"says {key} {_shorten(given)}, its tensors say {value}"
+
+
+def check_weights(drafter: Drafter, path: Path) -> None:
+    """Refuses weights that are not finite numbers.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    for name, array in weights.items():
+        if array.dtype in (mx.uint32, mx.uint8) and f"{name.rpartition('.')[0]}.scales" in weights:
+            continue  # packed by a quantisation
+        if name == DRAFT_IDS:
+            check_draft_ids(array, drafter.args.vocab_size, f"{path}")
+            continue
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise CheckpointError(f"{path}: expected {name} in floating point, got {array.dtype}")
+        # A few rows at a time: checking a whole head at once takes half of its memory again.
+        if not all(mx.isfinite(array[start:stop]).all().item() for start, stop in split_rows(array.shape)):
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity")
+
+
+def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
+    """Checks a draft vocabulary: (V',) token ids, all different.
+
+    Raises:
+        CheckpointError: saying what they are.
+    """
+    if ids.dtype != mx.int32 or ids.ndim != 1:
+        raise CheckpointError(f"{where}: expected {DRAFT_IDS} as a row of int32, got {ids.dtype} of shape {ids.shape}")
+    known = np.array(ids)
+    if known.min(initial=0) < 0 or known.max(initial=0) >= vocab_size:
+        raise CheckpointError(
+            f"{where}: expected {DRAFT_IDS} from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}"
+        )
+    if len(np.unique(known)) != len(known):
+        raise CheckpointError(f"{where}: {DRAFT_IDS} names a token twice")
+
+
+def split_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the rows of a tensor that are processed at a time."""
+    # An even number: some quantisations pack two rows together.
+    step = 2 * max(1, CHUNK // max(1, 2 * math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """The name of a dtype in `--dtype` and configs."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def check_demo_flags(name: str | None, args: Any) -> None:
+    """Refuses flags that change how a model is loaded where none is named: the packaged demo is loaded as it is.
+
+    Raises:
+        RedrafterError: naming the flag.
+    """
+    for flag in ("adapter_path", "quantize_activations"):
+        if name is None and getattr(args, flag, None):
+            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
+
+
+def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
+    """(model, tokenizer) as a command's flags say.
+
+    Args:
+        args: has `adapter_path`, `trust_remote_code` and, where the command has the flag, `quantize_activations`.
+        name: a local directory or a hub id; None for the packaged demo.
+        tokenizer_config: more arguments for the tokenizer.
+
+    Raises:
+        RedrafterError: there is no such model, or it cannot be loaded in this way.
+    """
+    from .demo import load_demo  # which imports this module
+
+    check_demo_flags(name, args)
+    if name is None:
+        return load_demo()[:2]
+    return load(
+        name,
+        adapter_path=args.adapter_path,
+        tokenizer_config={**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def load_pair(
+    args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[nn.Module, Any, Drafter | None]:
+    """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
+
+    Args:
+        args: see `load_target`; no drafter is loaded where it has a `no_drafter` that is set.
+        drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
+        name, tokenizer_config: see `load_target`.
+
+    Raises:
+        RedrafterError: see `load_target`; or there is no such drafter, or it does not fit the model.
+    """
+    from .demo import load_demo
+
+    without = getattr(args, "no_drafter", False)
+    if name is None and not without:
+        check_demo_flags(name, args)
+        return load_demo(drafter_name)
+    model, tokenizer = load_target(args, name, tokenizer_config)
+    parameters = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
+    dtype = max(parameters, key=lambda array: array.size).dtype
+    if mx.default_device().type == mx.cpu and dtype in (mx.float16, mx.bfloat16):
+        advice = "mlx_lm.convert --dtype float32 makes a faster copy"
+        print(f"note: {dtype_name(dtype)} weights are slow on a CPU; {advice}", file=sys.stderr)
+    if name is None or drafter_name is None or without:
+        return model, tokenizer, None
+    drafter = load_drafter(drafter_name, model)
+    base = drafter.args.base_model
+    if base is not None and base != name and Path(base).resolve() != Path(name).resolve():
+        warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
+        print(warning, file=sys.stderr)
+    return model, tokenizer, drafter
+
+
+def card_header(base: str | None) -> str:
+    """The YAML header of a drafter's model card.
+
+    Args:
+        base: the target's name or directory; a directory says nothing to others and is left out.
+    """
+    lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
+    if base and not Path(base).expanduser().exists():
+        lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
+    return "\n".join(["---", *lines, "---", ""])

@@ -24,14 +24,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoints import check_fit
 from .drafters.recurrent import Drafter
-from .engine.decode import FixedPlan, Planner, decode, on_stream, prefill
+from .engine.decode import Planner, decode, on_stream, prefill
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
-from .engine.sampling import make_sampler
 from .engine.stats import Stats
 from .engine.supported_models import check_draftable, model_name
-from .engine.target import KVQuantization, Target
+from .engine.target import Target
 from .engine.wired_limit import wired_limit
 from .errors import RedrafterError
 from .options import AUTO, Options, default_depth, takes_options
@@ -270,7 +269,7 @@ def _decode_steps(
     target, chooser = _open_target(model, tokens, options)
     planner = _open_planner(model, drafter, options)
     if planner is None:
-        drafter, planner = None, FixedPlan(None)
+        drafter, planner = None, Planner(None)
     reading: dict[str, Any] = {
         "history": options.history,
         "prefill_step_size": options.prefill_step_size,
@@ -321,24 +320,12 @@ def _open_target(model: nn.Module, tokens: mx.array, options: Options) -> tuple[
     """
     if not isinstance(model, nn.Module):
         raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
-    quantization = KVQuantization(options.kv_bits, options.kv_group_size, options.quantized_kv_start)
     cache, history = options.prompt_cache, options.history
-    vocab_size = check_request(model, tokens, cache, quantization, options.max_kv_size)
-    sampler = make_sampler(
-        seed=draw_seed() if options.seed is None else options.seed,
-        temp=options.temp,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        min_tokens_to_keep=options.min_tokens_to_keep,
-        top_k=options.top_k,
-        xtc_probability=options.xtc_probability,
-        xtc_threshold=options.xtc_threshold,
-        xtc_special_tokens=options.xtc_special_tokens or (),
-        sampler=options.sampler,
-    )
+    vocab_size = check_request(model, tokens, cache, options.quantization, options.max_kv_size)
+    sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
     sampler.check(vocab_size)
     with on_stream():
-        target = Target(model, cache, quantization, options.max_kv_size)
+        target = Target(model, cache, options.quantization, options.max_kv_size)
     if history and target.length not in (0, len(history)):
         raise RedrafterError(f"the prompt cache holds {target.length} tokens, its history is {len(history)}")
     target.length = len(history) or target.length
@@ -363,10 +350,10 @@ def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options) -
     if plan == AUTO:
         trees = check_draftable(model, tree=True, cache=options.prompt_cache) is None
         if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
-            return FixedPlan(chain_plan(default_depth(drafter)))  # what other ranks measure is not known here
+            return Planner(chain_plan(default_depth(drafter)))  # what other ranks measure is not known here
         return make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
     assert isinstance(plan, Plan)
-    return FixedPlan(fit_plan(model, plan, options.prompt_cache))
+    return Planner(fit_plan(model, plan, options.prompt_cache))
 
 
 def fit_plan(model: nn.Module, plan: Plan, cache: list[Any] | None = None) -> Plan:

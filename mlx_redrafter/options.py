@@ -14,7 +14,8 @@ import mlx.core as mx
 from .engine.kv_cache import Cache
 from .engine.plan import DRAFT_DEPTH, Plan, make_plan
 from .engine.round import Processor
-from .engine.target import MIN_RING_SIZE
+from .engine.sampling import Sampler, make_sampler
+from .engine.target import MIN_RING_SIZE, KVQuantization
 from .engine.types import Tree
 from .errors import RedrafterError
 
@@ -114,7 +115,7 @@ class Options:
     kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", choices=(32, 64, 128))
     quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", 0)
     xtc_special_tokens: Sequence[int] | None = None
-    sampler: Callable[[mx.array], mx.array] | None = None
+    sampler: Callable[[mx.array], mx.array] | Sampler | None = None
     logits_processors: Sequence[Processor] | None = None
     prompt_cache: Cache | None = None
     history: Sequence[int] = ()
@@ -132,7 +133,7 @@ class Options:
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
         self._check_sampler()
         self._check_arguments()
-        _read_plan(self)
+        self.plan_shape()
 
     def _check_sampler(self) -> None:
         special = self.xtc_special_tokens or ()
@@ -140,7 +141,7 @@ class Options:
             raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
         if self.sampler is None:
             return
-        if not callable(self.sampler):
+        if not callable(self.sampler) and not hasattr(self.sampler, "choose"):
             raise RedrafterError(f"sampler must be a function, got {type(self.sampler).__name__}")
         for name in ("temp", "top_p", "min_p", "top_k", "xtc_probability"):
             if (value := getattr(self, name)) != DEFAULTS[name] and value:
@@ -160,6 +161,43 @@ class Options:
                 f"prompt_cache must be the list that make_prompt_cache returns, got {type(self.prompt_cache).__name__}"
             )
 
+    def make_sampler(self, seed: int) -> Sampler:
+        """The sampler of these options; `seed` stands for one that was not given."""
+        return make_sampler(
+            seed=seed if self.seed is None else self.seed,
+            temp=self.temp,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            min_tokens_to_keep=self.min_tokens_to_keep,
+            top_k=self.top_k,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_special_tokens=self.xtc_special_tokens or (),
+            sampler=self.sampler,
+        )
+
+    @property
+    def quantization(self) -> KVQuantization:
+        """Of the KV cache."""
+        return KVQuantization(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+
+    def plan_shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
+        """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding."""
+        plan = self.plan
+        given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
+        if isinstance(plan, str) and plan == AUTO:
+            width = 1 if self.beam_width is None else self.beam_width
+            return (width, self.draft_depth, self.tree_size) if given else AUTO
+        if given:
+            name, value = next(iter(given.items()))
+            raise RedrafterError(f"give either plan or {name}, got plan {plan!r} and {name} {value}")
+        if isinstance(plan, str) and plan == OFF:
+            return None
+        numbers = list(plan) if isinstance(plan, Sequence) and not isinstance(plan, str) else []
+        if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
+            raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
+        return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
+
     def resolve_plan(self, drafter: Any) -> Plan | Literal["auto"] | None:
         """The plan of every round, "auto", or None for plain decoding.
 
@@ -168,7 +206,7 @@ class Options:
         Raises:
             RedrafterError: a plan out of range for the drafter's vocabulary.
         """
-        shape = _read_plan(self)
+        shape = self.plan_shape()
         if shape is None or drafter is None:
             return None
         if shape == AUTO:
@@ -200,30 +238,12 @@ def _checked(flag: OptionFlag, value: Any) -> Any:
         raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
     low = float("-inf") if flag.minimum is None else flag.minimum
     high = float("inf") if flag.maximum is None else flag.maximum
-    if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, Real) or isinstance(value, bool) or not low <= float(value) <= high:
         bounds = f"at least {flag.minimum}" if flag.maximum is None else f"from {flag.minimum} to {flag.maximum}"
         raise RedrafterError(f"{flag.name} must be {bounds}, got {value!r}")
     if flag.choices is not None and value not in flag.choices:
         raise RedrafterError(f"{flag.name} must be one of {', '.join(map(str, flag.choices))}, got {value}")
     return flag.kind(value)
-
-
-def _read_plan(options: Options) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-    """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding."""
-    plan = options.plan
-    given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(options, name)) is not None}
-    if isinstance(plan, str) and plan == AUTO:
-        width = 1 if options.beam_width is None else options.beam_width
-        return (width, options.draft_depth, options.tree_size) if given else AUTO
-    if given:
-        name, value = next(iter(given.items()))
-        raise RedrafterError(f"give either plan or {name}, got plan {plan!r} and {name} {value}")
-    if isinstance(plan, str) and plan == OFF:
-        return None
-    numbers = list(plan) if isinstance(plan, Sequence) and not isinstance(plan, str) else []
-    if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
-        raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
-    return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
 
 
 def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:

@@ -35,7 +35,7 @@ class StopStrings:
         return shown, False
 
     def rest(self) -> str:
-        """What was held back and came to nothing."""
+        """The text that was held back, once there is no more."""
         rest, self._held = self._held, ""
         return rest
 

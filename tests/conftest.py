@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.planning import costs
+
 if TYPE_CHECKING:
     import openai
     from service import Reference
@@ -26,6 +28,7 @@ def seeded() -> None:
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is measured of this machine goes to a folder of the tests, and is measured no longer than need be."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "SECONDS", 0.3)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
 

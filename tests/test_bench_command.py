@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import measuring, predict, round_time, run, shapes, suite, sweep, synthetic
 from benchmarks.command import COMMANDS, make_parser
-from benchmarks.contest import Options
+from benchmarks.contest import RunOptions
 from benchmarks.prompts import Prompt
 from benchmarks.record import print_lines, problem, read
 from benchmarks.subject import Subject, open_subject
@@ -252,10 +252,10 @@ def test_a_place_that_cannot_be_written_to_is_refused_beforehand(
     monkeypatch.setattr(run, "open_subject", lambda args: pytest.fail("it went on"))
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "x.jsonl", tmp_path / "file" / "deeper" / "x.jsonl"):
-        with pytest.raises(RedrafterError, match=r"expected a file to write to, got .* is (a|no) directory"):
+        with pytest.raises(RedrafterError, match=r"expected a file to write to, got .* is (a|not a) directory"):
             run.run(flags(run, "--output", str(place)))
     monkeypatch.setattr(os, "access", lambda *rest: False)
-    with pytest.raises(RedrafterError, match="no leave to write to"):
+    with pytest.raises(RedrafterError, match="no permission to write to"):
         run.run(flags(run, "--output", str(tmp_path / "x.jsonl")))
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -288,8 +288,8 @@ def test_quick_takes_a_prompt_of_each_category_and_fewer_tokens() -> None:
     found = open_subject(args)
     assert len(found.prompts) == len({each.category for each in found.prompts}) >= 6
     asked = measuring.options(args)
-    assert asked == Options(max_tokens=64, repeats=1) and Options().max_tokens == 128
-    assert measuring.options(flags(run, "--quick", "--max-tokens", "9", "--repeats", "2")) == Options(9, repeats=2)
+    assert asked == RunOptions(max_tokens=64, repeats=1) and RunOptions().max_tokens == 128
+    assert measuring.options(flags(run, "--quick", "--max-tokens", "9", "--repeats", "2")) == RunOptions(9, repeats=2)
 
 
 def test_synthetic_measures_without_any_download_and_all_say_the_same(

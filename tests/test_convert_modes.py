@@ -20,7 +20,7 @@ HEAD = "lm_head.1.weight"
 def test_half_a_pack_of_inputs_is_quantised_by_an_even_number_of_rows(
     sizes: tuple[int, int, int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_redrafter.shapes.CHUNK", rows * sizes[1])
+    monkeypatch.setattr("mlx_redrafter.checkpoints.CHUNK", rows * sizes[1])
     hidden, exit_dim, vocab = sizes
     drafter = make(hidden=hidden, exit_dim=exit_dim, vocab=vocab)
     done = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "out", True, q_mode="nvfp4")

@@ -190,7 +190,7 @@ def test_how_many_rows_are_read_at_a_time_changes_nothing(
 ) -> None:
     source = FORMS[form](tmp_path / "in", tensors(make("input projection")))
     convert(source, tmp_path / "packed", True, 32, 4, rnn_bits=0)
-    monkeypatch.setattr("mlx_redrafter.shapes.CHUNK", rows * 36)
+    monkeypatch.setattr("mlx_redrafter.checkpoints.CHUNK", rows * 36)
     assert came_through(convert(source, tmp_path / "out"), make("input projection"))
     convert(source, tmp_path / "packed by rows", True, 32, 4, rnn_bits=0)
     one, other = (dict(mx.load(str(tmp_path / name / WEIGHTS))) for name in ("packed", "packed by rows"))

@@ -22,7 +22,7 @@ from checkpoints import same, tensors
 from mlx_lm.utils import load
 
 from mlx_redrafter import generate_step, load_drafter
-from mlx_redrafter.atomic_files import held
+from mlx_redrafter.atomic_files import lock_file
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
@@ -30,7 +30,7 @@ from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode
 from mlx_redrafter.training import command, measuring, run
-from mlx_redrafter.training.command import make_parser
+from mlx_redrafter.training.command import make_parser, make_settings
 from mlx_redrafter.training.settings import Settings
 from mlx_redrafter.training.sources import base_name
 
@@ -373,8 +373,8 @@ def test_a_file_that_is_wrong_is_refused(text: str, reason: str, tmp_path: Path)
         (("--eval-only", "--dry-run"), "--dry-run does not go with --eval-only"),
         (("--eval-only", "--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
         (("--eval-only", "--adapter-path", "x"), "--adapter-path needs --model"),
-        (("--output", __file__), "--output cannot be .*: .*test_train_command.py is no directory"),
-        (("--output", f"{__file__}/below"), "--output cannot be .*: .*test_train_command.py is no directory"),
+        (("--output", __file__), "--output cannot be .*: .*test_train_command.py is not a directory"),
+        (("--output", f"{__file__}/below"), "--output cannot be .*: .*test_train_command.py is not a directory"),
         (("--temp", "-1"), "temp must be"),
         (("--depth-weights", "1"), "depth_weights must be 5 numbers"),
         (("--seed", "-1"), "seed must be from 0"),
@@ -417,13 +417,13 @@ def test_a_run_that_another_process_has_moved_on_meanwhile_is_left_to_it(
     place = tmp_path / "drafter"
     shutil.copytree(whole[0], place)
     record = place / "training" / "run.json"
-    open_target = run.open_target
+    load_target = run.load_target
 
     def slowly(*arguments: Any) -> Any:
         record.write_text(record.read_text() + "\n")
-        return open_target(*arguments)
+        return load_target(*arguments)
 
-    monkeypatch.setattr(run, "open_target", slowly)
+    monkeypatch.setattr(run, "load_target", slowly)
     flags = ("--model", target, "--prompts", whole[0].parent / "prompts.jsonl", "--output", place, *QUICK, "--resume")
     monkeypatch.setattr(sys, "argv", ["train", *map(str, flags)])
     before = {path: path.stat().st_mtime_ns for path in place.iterdir() if path.is_file()}
@@ -447,7 +447,7 @@ def test_a_run_goes_on_with_its_own_prompts_only(whole: tuple[Path, str], target
 
 def test_one_directory_is_for_one_run_at_a_time(target: str, tmp_path: Path) -> None:
     chosen = settings(tmp_path, "drafter", target, iters=2)
-    with held(chosen.work / "lock"), pytest.raises(RedrafterError, match="another process is at work in"):
+    with lock_file(chosen.work / "lock"), pytest.raises(RedrafterError, match="another process is at work in"):
         run.train(chosen)
     assert not list(chosen.work.iterdir())
 

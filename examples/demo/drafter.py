@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from mlx_redrafter.atomic_files import replacing
+from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.training.data import Text, make_batches, most_frequent
@@ -60,7 +60,7 @@ def write_texts(
         mx.random.seed(seed + i)
         at = starts[i * ROWS : (i + 1) * ROWS]
         prompts = mx.array(tokens[at[:, None] + np.arange(PROMPT)].astype(np.int32))
-        with replacing(file) as partly:
+        with replace_file(file) as partly:
             np.save(partly, np.array(continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
     return np.concatenate([np.load(file) for file in files])
 

@@ -1,46 +1,284 @@
-"""What `doctor` does: models, measurements, a page of text or one JSON object on stdout."""
+"""`doctor`: whether drafting pays on this machine for a model, what it costs, and what drafters would bring."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import platform
 import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
-from ..flags import add_pair
-from ..pair import open_pair
-from .diagnosis import diagnose
-from .page import page
-from .picture import check_plot, encodes, plot
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from .. import __version__
+from ..atomic_files import expand_path, replace_file, why_not_writable
+from ..checkpoints import dtype_name, load_pair
+from ..drafters.recurrent import Drafter
+from ..engine.plan import Plan, chain_plan
+from ..engine.supported_models import check_draftable, compute_dtype, model_name
+from ..engine.target import Target
+from ..errors import RedrafterError
+from ..planning.costs import CostTable, is_disturbed, load_costs
+from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
+from ..planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, expected_tokens, predict_all, starting_plan
+from ..planning.sizing import CHEAP, choose_size
+from .arguments import Parser, add_model_flags
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m mlx_redrafter.doctor`."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_redrafter.doctor",
-        description="Measure what drafting costs and brings on this machine for a model, before a drafter is trained.",
-    )
-    add = parser.add_argument
-    add_pair(parser, "a random one of the size that training would choose", plain=False)
-    add("--refresh", action="store_true", help="measure anew what is kept of an earlier measurement")
-    add("--plot", metavar="PNG", help="draw the curve and the outlook to this file, too")
-    add("--json", action="store_true", help="print one JSON object instead of the text")
-    return parser
+QUALITIES = (2.0, 2.5, 3.0, 3.5)
+"""How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
+RATES = [step / 10_000 for step in range(9_501)]
+"""How often a drafter's first guess may be right; with the last rate a chain of four makes 4.52 tokens per round."""
+TO_FLOAT32 = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW --dtype float32"
 
 
 def run() -> int:
-    """Examines as `sys.argv` says; the exit status."""
-    args = make_parser().parse_args()
-    picture = check_plot(args.plot)
-    model, _, drafter = open_pair(args, args.model, args.drafter)
-    found = diagnose(model, drafter, refresh=args.refresh, say=lambda text: print(text, file=sys.stderr))
-    if args.json:
-        settings = vars(args) | {"model": args.model or "demo"}
-        settings["drafter"] = args.drafter or (None if args.model else "demo")
-        print(json.dumps(found.as_dict() | {"settings": settings}))
-    else:
-        print("\n".join(page(found, blocks=encodes(getattr(sys.stdout, "encoding", None)))))
-    if picture is not None:
-        own = found.quality if found.stand_in is None else None
-        plot(picture, found.costs, own=own)
-        print(f"drawn: {picture}", file=sys.stderr)
+    """Runs the command on `sys.argv`; its exit status."""
+    about = "Measure whether drafting pays on this machine for a model, before a drafter is trained."
+    parser = Parser(prog="mlx_redrafter.doctor", description=about)
+    add_model_flags(parser, "a random one of the size that training would choose", plain=False)
+    parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
+    parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    args = parser.parse_args()
+    plot = None if args.plot is None else check_plot(args.plot)
+    model, _, drafter = load_pair(args, args.model, args.drafter)
+    report = diagnose(model, drafter, refresh=args.refresh)
+    demo = {} if args.model else {"model": "demo", "drafter": args.drafter or "demo"}
+    print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else "\n".join(format_report(report)))
+    if plot is not None:
+        draw_plot(plot, report)
+        print(f"drawn: {plot}", file=sys.stderr)
     return 0
+
+
+def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool = False) -> dict[str, Any]:
+    """The object of `--json` without `settings`; without a drafter it measures with one that training would choose.
+
+    Raises:
+        UnsupportedModelError: the model cannot be drafted for.
+    """
+    no_trees, stand_in = check_draftable(model, tree=True), None
+    if drafter is None:
+        print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
+        choice = choose_size(model, dtype=compute_dtype(model))
+        drafter, stand_in = Drafter(choice.args), choice.reason
+        drafter.set_dtype(compute_dtype(model))
+        mx.eval(drafter.parameters())
+    args, not_finite = drafter.args, find_not_finite(model, drafter)
+    started: list[bool] = []
+
+    def on_measure() -> None:
+        print("measuring this machine for these models: a few seconds", file=sys.stderr)
+        started.append(True)
+        mx.reset_peak_memory()
+
+    costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh, on_measure=on_measure)
+    peak = mx.get_peak_memory() if started else None
+    acceptance = ((0.0,),) if not_finite else args.acceptance or UNKNOWN_ACCEPTANCE
+    report: dict[str, Any] = {
+        "machine": describe_machine() | {"mlx_redrafter": __version__},
+        "target": describe_model(model, model_name(model), compute_dtype(model)),
+        "drafter": {
+            **describe_model(drafter, f"exit_dim {args.exit_dim}, blocks {args.num_draft_layers}", drafter.dtype),
+            "stand_in": stand_in,
+            "acceptance": [list(row) for row in acceptance],
+            "acceptance_assumed": args.acceptance is None,
+            "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
+        },
+        "not_finite": not_finite,
+        "trees": no_trees is None,
+        "no_trees": no_trees,
+        "costs": costs._asdict(),
+        "plain_steps": [[ms / plain for ms in row] for row, plain in zip(costs.verify, costs.plain, strict=True)],
+        "cliffs": list(find_cliffs(costs)),
+        "starts": [find_start(costs, acceptance, context) for context in costs.contexts],
+        "outlooks": [
+            {"tokens_per_round": tokens, "context": context, "offer": find_offer(costs, guesses, context)}
+            for tokens in QUALITIES
+            for guesses in [make_acceptance(RATES[bisect_left(RATES, tokens, key=chain_tokens)])]
+            for context in costs.contexts
+        ],
+        "pays_from": [{"context": at, "tokens_per_round": find_break_even(costs, at)} for at in costs.contexts],
+    }
+    report["memory"] = {f"{role}_bytes": report[role]["weight_bytes"] for role in ("target", "drafter")}
+    report["memory"] |= {"machine_bytes": memory_bytes(), "peak_bytes": peak}
+    return report | {"notes": list(find_notes(report, disturbed=is_disturbed(costs)))}
+
+
+def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
+    weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+    quantized = any(key.endswith(".scales") for key in weights)
+    weight_bytes = sum(array.nbytes for array in weights.values())
+    return {"name": name, "dtype": dtype_name(dtype), "quantized": quantized, "weight_bytes": weight_bytes}
+
+
+def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
+    """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
+    target, tokens = Target(model), mx.arange(16) % drafter.args.vocab_size
+    logits, hidden = target.forward(tokens, want_hidden=True)
+    assert hidden is not None
+    embedded = target.embed(tokens).astype(drafter.dtype)
+    state = drafter.advance(embedded, drafter.advance(embedded, None))
+    guesses = drafter.logits(hidden.astype(drafter.dtype), state)
+    # Tokens that are never said or guessed may have the logit -inf.
+    parts = ("target", hidden), ("target", mx.maximum(logits, 0)), ("drafter", mx.maximum(guesses, 0))
+    return next((name for name, values in parts if not mx.isfinite(values).all().item()), None)
+
+
+def make_acceptance(rate: float) -> Acceptance:
+    """Of a drafter whose first guess is right at that rate at every depth, and no other guess more often."""
+    first, *others = UNKNOWN_ACCEPTANCE[0]
+    return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
+
+
+def chain_tokens(rate: float) -> float:
+    """Tokens per round of a chain of four drafted tokens, each right at that rate if those before it are."""
+    return sum(rate**depth for depth in range(5))
+
+
+def find_break_even(costs: CostTable, context: int) -> float | None:
+    """The least tokens per round of a chain of four with which some plan beats plain decoding; None: none does."""
+    at = bisect_right(RATES, 1, key=lambda rate: find_offer(costs, make_acceptance(rate), context)["ratio"])
+    return chain_tokens(RATES[at]) if at < len(RATES) else None
+
+
+def find_offer(costs: CostTable, acceptance: Acceptance, context: int, plan: Plan | None = None) -> dict[str, Any]:
+    """What a plan (None: the fastest) brings; a round costs `plain_steps`, `ratio` is the speed over plain decoding."""
+    plans = (found for found in predict_all(costs, acceptance, context) if plan in (None, found.plan))
+    best = max(plans, key=lambda found: found.speedup)
+    return {"plan": best.plan, "tokens_per_round": best.tokens, "plain_steps": best.steps, "ratio": best.speedup}
+
+
+def find_start(costs: CostTable, acceptance: Acceptance, context: int) -> dict[str, Any]:
+    """What `auto` starts with: a plan, or None for plain decoding, and then the offer is that of the fastest plan."""
+    plan = starting_plan(costs, acceptance, context)
+    offer = find_offer(costs, acceptance, context, plan)
+    reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
+    reason += f"{offer['plain_steps']:.2f} plain steps, {offer['ratio']:.2f} times plain decoding"
+    return {"context": context, "plan": plan, "offer": offer, "reason": reason}
+
+
+def find_cliffs(costs: CostTable) -> Iterator[dict[str, Any]]:
+    """Where more nodes make a forward 1.25 times as dear and cost twice the average of all, or 1.25 times as cheap."""
+    for context, row in zip(costs.contexts, costs.verify, strict=True):
+        average = (row[-1] - row[0]) / max(1, costs.counts[-1] - costs.counts[0])
+        for (before, few), (nodes, many) in pairwise(zip(costs.counts, row, strict=True)):
+            if (many > 1.25 * few and many - few > 2 * average * (nodes - before)) or few > 1.25 * many:
+                yield {"context": context, "nodes": nodes, "before": before, "times": many / few}
+
+
+def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
+    """What a user should know, the gravest first."""
+    machine, target, drafter, costs = (report[name] for name in ("machine", "target", "drafter", "costs"))
+    if odd := report["not_finite"]:
+        remedy = TO_FLOAT32 if odd == "drafter" else "its weights are damaged, or need another dtype"
+        yield f"in {report[odd]['dtype']} the {odd}'s numbers are not finite: {remedy}"
+    if disturbed:
+        yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
+    if "blas" in machine and platform.system() == "Linux":
+        if not has_fast_blas(machine["blas"]):
+            openblas = "apt install libopenblas0-pthread, then put LD_PRELOAD=libopenblas.so.0 before the command"
+            yield f"no fast BLAS was found: a forward of N nodes costs nearly N plain steps. Debian, Ubuntu: {openblas}"
+        if target["quantized"] or target["dtype"] != "float32":
+            yield "on a CPU MLX multiplies 16-bit and quantised weights without the BLAS: slowly, slower for more nodes"
+    if drafter["stand_in"] is None:
+        if drafter["acceptance_assumed"]:
+            yield "the drafter's config has no acceptance: what is predicted of it rests on an assumption"
+        if drafter["dtype"] == "float16" and machine["chip"].split()[1:2] in (["M1"], ["M2"]):
+            yield f"float16 drafters were reported to have no token accepted on M1 and M2; if so, {TO_FLOAT32}"
+    if (share := costs["level"][0] / costs["plain"][0]) > 2 * CHEAP:
+        yield f"a draft level costs {share:.2f} plain steps, training aims at {CHEAP}: a large drafter for its target"
+
+
+def describe_plan(plan: Plan) -> str:
+    """W x K, and N where not every node is verified."""
+    return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
+
+
+def format_verdict(report: dict[str, Any], limits: list[str]) -> str:
+    """Whether drafting pays, where `limits` are the tokens per round from which it does after each context."""
+    if report["not_finite"]:
+        return f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite."
+    drafter, start, least = report["drafter"], report["starts"][0], report["pays_from"][0]["tokens_per_round"]
+    pays = start["plan"] if drafter["stand_in"] is None else least
+    text = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
+    text += f" from {limits[0]} tokens per round on"
+    if drafter["stand_in"] is None:
+        text += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
+        text += f"about {start['offer']['ratio']:.2f} times plain decoding"
+    longer = zip(report["costs"]["contexts"][1:], limits[1:], strict=True)
+    return f"{text}." + "".join(f" After {context:,} tokens: from {limit} on." for context, limit in longer)
+
+
+def format_report(report: dict[str, Any]) -> list[str]:
+    """Lines of text: the verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
+    costs, drafter = report["costs"], report["drafter"]
+    least = [each["tokens_per_round"] for each in report["pays_from"]]
+    limits = [f"{tokens:.2f}" if tokens else f"more than {chain_tokens(RATES[-1]):.2f}" for tokens in least]
+    text = [format_verdict(report, limits), *(f"Warning: {note}." for note in report["notes"]), ""]
+    text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
+    for role in ("target", "drafter"):
+        name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
+        text.append(f"{role.title()}: {name}, {'quantised, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights")
+    if drafter["stand_in"]:
+        text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
+    if report["no_trees"]:
+        text.append(f"Plans: chains only, {report['no_trees']}")
+    text += [
+        "",
+        "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):",
+    ]
+    for start in report["starts"]:
+        kind = "" if start["plan"] else "plain decoding, as the best plan "
+        text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")
+    lines = [line for part in text for line in wrap(part, 80, subsequent_indent="  ", break_on_hyphens=False) or [""]]
+
+    after = [f"after {context:,} tokens" for context in costs["contexts"]]
+    when = "earlier (--refresh)" if report["memory"]["peak_bytes"] is None else "now"
+    table = [("",), (f"Milliseconds (and plain steps) of a forward, measured {when}:",), ("nodes", *after)]
+    table.append(("plain step", *(f"{ms:.2f} (1.00)" for ms in costs["plain"])))
+    for at, nodes in enumerate(costs["counts"]):
+        row = zip(costs["verify"], report["plain_steps"], strict=True)
+        table.append((f"{nodes}", *(f"{ms[at]:.2f} ({steps[at]:.2f})" for ms, steps in row)))
+    table += [("",), ("Predicted speed over plain decoding, by tokens per round of a chain of four:",), ("", *after)]
+    for tokens in QUALITIES:
+        offers = [each["offer"] for each in report["outlooks"] if each["tokens_per_round"] == tokens]
+        table.append((f"{tokens:.2f}", *(f"{offer['ratio']:.2f} ({describe_plan(offer['plan'])})" for offer in offers)))
+    table.append(("pays from", *limits))
+    return [*lines, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)]
+
+
+def check_plot(name: str) -> Path:
+    """The path of a PNG that can be written; anything else is refused before anything is measured."""
+    path = expand_path(name)
+    if path.suffix.lower() != ".png":
+        raise RedrafterError(f"--plot: expected a name that ends in .png, got {name}")
+    if why := why_not_writable(path) if path.parent.is_dir() else f"no folder {path.parent}":
+        raise RedrafterError(f"--plot cannot write to {path}: {why}")
+    if find_spec("matplotlib") is None:
+        raise RedrafterError("--plot needs matplotlib: pip install matplotlib")
+    return path
+
+
+def draw_plot(path: Path, report: dict[str, Any]) -> None:
+    """Draws costs and predicted speeds to a PNG, written whole or not at all."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    costs, speeds = figure.subplots(1, 2)
+    for context, steps in zip(report["costs"]["contexts"], report["plain_steps"], strict=True):
+        ratios = [each["offer"]["ratio"] for each in report["outlooks"] if each["context"] == context]
+        costs.plot(report["costs"]["counts"], steps, "o-")
+        speeds.plot(QUALITIES, ratios, "o-", label=f"after {context:,} tokens")
+    costs.set(xlabel="nodes of a forward", ylabel="plain steps", ylim=(0, None))
+    speeds.set(xlabel="tokens per round of a chain of 4 drafted tokens", ylabel="predicted speed over plain decoding")
+    speeds.legend()
+    with replace_file(path) as partial:
+        figure.savefig(partial, dpi=120, format="png")

@@ -54,9 +54,8 @@ class DrafterArgs:
         """V', how many tokens it can guess: the rows of its head."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
-    @property
-    def said(self) -> dict[str, Any]:
-        """The keys that have a value."""
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of a `config.json` that have a value."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
     @classmethod

@@ -12,7 +12,7 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
 
     The target has chosen a token after every node, without looking at the draft. A node is kept when the choice
     at its parent is that node's token, and all its ancestors are kept. Siblings differ, so the kept nodes are one
-    path, and what it spells is what the target alone would have said::
+    path, and its tokens are those that plain decoding would have made::
 
         target says: after the -> cat, after cat -> ran, after ran -> away
         kept: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
@@ -34,10 +34,10 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
 
 
 def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
-    """The same of a line, in fewer operations: it is kept up to the first node on which the two do not agree.
+    """The same for a chain, in fewer operations: it is kept up to the first node on which the two disagree.
 
     Args:
-        tree: 1 + K nodes in a line.
+        tree: 1 + K nodes in a chain.
         target_tokens: (1 + K,) int32, the target's choice after each node.
         limit: the most drafted tokens that may be kept.
     """

@@ -39,16 +39,6 @@ def top_w(values: mx.array, width: int) -> mx.array:
     return places[mx.argsort(-entries)[:width]].astype(mx.int32)
 
 
-def keep_top(logits: mx.array, count: int) -> mx.array:
-    """`logits` (W, V) less each row's maximum, and -50,000 wherever fewer than `count` entries reach (ties stay).
-
-    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
-    """
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
-    return mx.where(logits < threshold, -50000.0, logits)
-
-
 def draft_chain(
     advance: Advance, token: mx.array, depth: int, *, adjust: Callable[[mx.array, int], mx.array] | None = None
 ) -> mx.array:
@@ -93,7 +83,7 @@ def search(
         size = logits.shape[-1]
         tokens, parents = best % size, best // size
         # Rounding could lift a nearly certain child above its parent, and a drafter may overflow: pruning must never
-        # see a child that is likelier than its parent, nor a score that is no number.
+        # see a child that is likelier than its parent, nor a score that is not a number.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
         state = state[parents]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -46,19 +46,34 @@ class Round(NamedTuple):
     is_prompt: bool = False
 
 
-class Planner(Protocol):
-    """Chooses what each round drafts."""
+class Planner:
+    """Chooses what each round drafts; this one the same plan for every round, the base of others.
 
-    def next_plan(self, length: int, replayed: int) -> Plan | None:
+    Args:
+        plan: None decodes plainly.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        self._plan = plan
+
+    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
         """The plan of the next round, None for a plain step; the round before it is enqueued, but not read yet.
 
         Args:
             length: of the text before that round.
             replayed: how many tokens that round replays.
         """
+        return self._plan
 
     def observe(
-        self, plan: Plan | None, tokens: int, length: int, replayed: int, milliseconds: float | None, *, verified: bool
+        self,
+        plan: Plan | None,
+        tokens: int,
+        length: int,
+        replayed: int,
+        milliseconds: float | None,
+        *,
+        verified: bool = True,
     ) -> None:
         """Called when a round is read.
 
@@ -70,20 +85,6 @@ class Planner(Protocol):
             milliseconds: from enqueueing to reading it; None after a round of the other kind, with which it overlaps.
             verified: False where the draft was discarded and a plain step taken.
         """
-
-
-class FixedPlan:
-    """The same plan for every round; None for plain decoding."""
-
-    def __init__(self, plan: Plan | None) -> None:
-        self._plan = plan
-
-    def next_plan(self, length: int, replayed: int) -> Plan | None:
-        """The plan."""
-        return self._plan
-
-    def observe(self, *args: Any, **kwargs: Any) -> None:
-        """Learns nothing."""
 
 
 class _Pending(NamedTuple):

@@ -27,19 +27,15 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
             raise RedrafterError(f"{expected}, got {type(prompt).__name__} {prompt!r}")
         try:
             ids = np.array(list(prompt))
-        except ValueError:
-            raise RedrafterError(f"{expected}, got parts of unequal length") from None
-        if ids.size and ids.dtype.kind not in "iufb":
-            raise RedrafterError(f"{expected}, got {type(prompt).__name__} {prompt!r}")
-        if ids.size and ids.dtype.kind in "iu" and max(-int(ids.min()), int(ids.max())) >= 2**31:
-            raise RedrafterError(f"{expected}, got {int(max(ids, key=abs))}")
-        prompt = mx.array(ids)
+            prompt = mx.array(ids.astype(np.int64) if ids.dtype.kind in "iu" else ids)
+        except (ValueError, TypeError):
+            raise RedrafterError(f"{expected}, got {prompt!r:.100}") from None
     if prompt.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
     if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
         raise RedrafterError(f"{expected}, got shape {prompt.shape} of {prompt.dtype}")
-    if mx.abs(prompt).max().item() >= 2**31:  # type: ignore[operator]
-        raise RedrafterError(f"{expected}, got {prompt.max().item()}")
+    if (largest := cast(int, mx.abs(prompt).max().item())) >= 2**31:
+        raise RedrafterError(f"{expected}, got {largest}")
     return prompt.astype(mx.int32)
 
 

@@ -8,7 +8,7 @@ have used there, and the same seed gives the same text with and without a drafte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
@@ -31,58 +31,39 @@ class Draws(NamedTuple):
     coin: mx.array
 
 
-class Sampler(Protocol):
-    """Chooses a token after each of N nodes.
+class Sampler:
+    """Chooses a token after each of N nodes; this one greedily, the base of the others.
 
     Attributes:
-        wants_logprobs: False where it may be given logits: a constant added to a row changes no choice, but for
-            rounding.
+        wants_logprobs: False where logits do, to which log-probabilities add a constant in each row.
     """
 
-    wants_logprobs: bool
+    wants_logprobs = False
 
     def check(self, vocab_size: int) -> None:
         """Refuses a vocabulary that its options do not fit.
 
         Raises:
-            RedrafterError: with the setting.
+            RedrafterError: naming the option.
         """
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
         """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
-
-    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
-
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
-
-
-class Greedy:
-    """The likeliest token, as mlx-lm's `greedy_sampler`."""
-
-    wants_logprobs = False
-
-    def check(self, vocab_size: int) -> None:
-        """See `Sampler.check`."""
-
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
-        """None: there is no noise."""
         return None
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """See `Sampler.choose`."""
+        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
         return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """See `Sampler.adjust`."""
+        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
         return logits
 
 
-class PerNode:
+class PerNode(Sampler):
     """A user's own mlx-lm sampler, called once for each node with a (1, V) array.
 
-    Exact in law when the sampler is a function of that row (and of randomness of its own).
+    Exact in distribution when the sampler is a function of that row (and of randomness of its own).
     """
 
     wants_logprobs = True
@@ -90,23 +71,12 @@ class PerNode:
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
 
-    def check(self, vocab_size: int) -> None:
-        """See `Sampler.check`."""
-
-    def draws(self, position: mx.array, count: int, vocab_size: int) -> None:
-        """None: its randomness is its own."""
-        return None
-
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
         """See `Sampler.choose`."""
         return mx.concatenate([self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])])
 
-    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """See `Sampler.adjust`."""
-        return logits
 
-
-class PositionSampler:
+class PositionSampler(Sampler):
     """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position).
 
     Filters want log-probabilities; without them choosing twice, with noise, takes more operations than it saves.
@@ -198,17 +168,17 @@ def make_sampler(
     xtc_probability: float = 0.0,
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] = (),
-    sampler: Callable[[mx.array], mx.array] | None = None,
+    sampler: Callable[[mx.array], mx.array] | Sampler | None = None,
 ) -> Sampler:
     """The sampler of these options, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
 
     Args:
         seed: any integer; equal seeds give equal tokens.
-        sampler: a sampler of the caller's own instead.
+        sampler: a sampler of the caller's own instead, of mlx-lm's kind or a `Sampler`.
     """
     if sampler is not None:
-        return PerNode(sampler)
+        return PerNode(sampler) if callable(sampler) else sampler
     if temp == 0:
-        return Greedy()
+        return Sampler()
     xtc = xtc_probability, xtc_threshold, [int(token) for token in xtc_special_tokens]
     return PositionSampler(seed, temp, top_p, min_p, min_tokens_to_keep, top_k, *xtc)

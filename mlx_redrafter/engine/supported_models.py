@@ -20,8 +20,8 @@ from .tree_attention import MODEL_LOCK, Nodes, build_with_nodes
 T = TypeVar("T")
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 TREES = _names(
@@ -64,33 +64,15 @@ REFUSED = {
 }
 """Modules whose rounds would not decode what plain decoding does, and why."""
 
-METAL_ONLY = frozenset({"bitnet", "muse_spark"})
+METAL_ONLY = ("bitnet", "muse_spark")
 """Modules that run on Metal kernels alone, where they were never tested: chains, untested."""
 
-EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "embeddings",
-    "word_embeddings",
-    "tok_embeddings",
-    "token_embeddings",
-    "embed_in",
-    "embedding",
-    "embed",
+EMBEDDINGS = _names(
+    "embed_tokens wte embeddings word_embeddings tok_embeddings token_embeddings embed_in embedding embed"
 )
 """The names under which mlx-lm's models keep their token embedding."""
 
-NORMS = (
-    "norm",
-    "final_layernorm",
-    "final_layer_norm",
-    "embedding_norm",
-    "final_norm",
-    "output_norm",
-    "norm_f",
-    "norm_out",
-    "ln_f",
-)
+NORMS = _names("norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f")
 """The names of the norm in front of the head."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")

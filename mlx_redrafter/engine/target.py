@@ -12,6 +12,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from . import kv_cache
 from .supported_models import ModelParts, capture_output, exact_until, find_parts
+from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
 
@@ -127,7 +128,8 @@ class Target:
             self._snapshot = kv_cache.snapshot(self.cache)
         count = self._rows = tree.tokens.shape[0]
         self._path, self._path_tokens, self._unquantized = [], [], True
-        tree = _after_chain(self._replay, tree)
+        if self._replay:  # on caches that cannot be trimmed every tree is a chain
+            tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
         if not branched and not self._has_ring:
             return self._run(tree.tokens, self.cache, count)
         nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, branched)
@@ -198,20 +200,3 @@ class Target:
     def evaluate(self) -> None:
         """Evaluates the cache."""
         mx.eval([c.state for c in self.cache])
-
-
-def _after_chain(tokens: list[int], tree: Tree) -> Tree:
-    """`tree` with a chain of tokens in front of its root."""
-    if not tokens:
-        return tree
-    count = len(tokens)
-    size = count + tree.tokens.shape[0]
-    chain = mx.arange(count, dtype=mx.int32)
-    before = mx.ones((size - count, count), mx.bool_)
-    corner = mx.concatenate([mx.tri(count, dtype=mx.bool_), mx.zeros((count, size - count), mx.bool_)], axis=1)
-    return Tree(
-        mx.concatenate([mx.array(tokens, mx.int32), tree.tokens]),
-        mx.concatenate([mx.maximum(chain - 1, 0), mx.array([count - 1]), tree.parents[1:] + count]).astype(mx.int32),
-        mx.concatenate([chain, tree.depths + count]),
-        mx.concatenate([corner, mx.concatenate([before, tree.ancestors], axis=1)]),
-    )

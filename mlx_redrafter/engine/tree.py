@@ -10,7 +10,7 @@ from .types import Beams, Tree
 
 
 @lru_cache(maxsize=256)
-def levels(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
+def tree_constants(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
     """What all trees of one shape share, made once: no operations in a round's graph, and safe in any thread.
 
     Returns:
@@ -24,8 +24,8 @@ def levels(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 @lru_cache(maxsize=256)
-def succession(count: int) -> tuple[mx.array, mx.array, mx.array]:
-    """(parents, depths, ancestors) of so many nodes, each the child of the one before; see `levels`."""
+def chain_constants(count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """(parents, depths, ancestors) of `count` nodes, each the child of the one before; see `tree_constants`."""
     nodes = list(range(count))
     parents = mx.array([max(0, node - 1) for node in nodes], mx.int32)
     return parents, mx.array(nodes, mx.int32), mx.array([[other <= node for other in nodes] for node in nodes])
@@ -39,7 +39,7 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
         tokens: (K,) int32, what follows it.
     """
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), tokens])
-    return Tree(tokens, *succession(tokens.shape[0]))
+    return Tree(tokens, *chain_constants(tokens.shape[0]))
 
 
 def grow(token: mx.array, beams: Beams) -> Tree:
@@ -60,7 +60,7 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     Source: arXiv 2403.09919, section 3.3, whose prefix matching the back-pointers replace.
     """
     depth, width = beams.tokens.shape
-    nodes, depths, first = levels(width, depth)
+    nodes, depths, first = tree_constants(width, depth)
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), beams.tokens.reshape(-1)])
     parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
     above, ancestors = parents, nodes[:, None] == nodes
@@ -83,7 +83,7 @@ def prune(tree: Tree, beams: Beams, count: int) -> Tree:
     """
     size = tree.tokens.shape[0]
     depth, width = beams.tokens.shape
-    nodes, _, _ = levels(width, depth)
+    nodes, _, _ = tree_constants(width, depth)
     scores = mx.concatenate([mx.array([mx.inf]), beams.scores.reshape(-1)])
     earlier = nodes < nodes[:, None]
     ahead = mx.where(earlier, scores >= scores[:, None], scores > scores[:, None])

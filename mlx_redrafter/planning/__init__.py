@@ -1,1 +1,1 @@
-"""Which plan the next round takes: what rounds cost on this machine, and what they are expected to bring."""
+"""Which plan the next round takes: what rounds cost on this machine, and what they are expected to make."""

@@ -1,39 +1,67 @@
-"""What the parts of a round take on one machine, for one pair of models: measured numbers, and nothing in between."""
+"""The cost table: how long the parts of a round take on this machine for a pair of models; measured once, kept on disk.
+
+A cache filled with zeros stands for the text: a forward takes as long as after a real one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import math
+import time
+import warnings
+import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar, cast
 
-from ..engine.plan import Plan
-from ..errors import RedrafterError
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 
-SHORTEST_MS, LONGEST_MS = 1e-6, 1e7
-"""What takes less or more was not measured."""
+from ..atomic_files import write_text
+from ..drafters.recurrent import Drafter
+from ..engine import kv_cache
+from ..engine.plan import Plan, chain_plan
+from ..engine.round import Chooser, Draft, make_draft, step, verify
+from ..engine.sampling import make_sampler
+from ..engine.supported_models import model_name
+from ..engine.target import Target
+from ..engine.tree import chain
+from ..engine.types import Tip
+from ..engine.wired_limit import wired_limit
+from ..errors import RedrafterError, one_line
+from .machine import cache_directory, describe_machine
 
-MOST_NODES = 64
-"""Larger forwards and wider drafts are not measured."""
+K = TypeVar("K", bound=Hashable)
 
-AGREES = 0.9
-"""A part that does more than another takes so much of its time at least, or something disturbed the measurement."""
+CONTEXTS = (64, 1024)  # context lengths at which is measured
+MAX_NODES = 16  # of a forward
+WIDTHS = (1, 2, 4)  # beam widths of a draft
+SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
+IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
 
 
-class Costs(NamedTuple):
-    """Milliseconds.
+class CostTable(NamedTuple):
+    """Milliseconds of the parts of a round.
 
     Attributes:
-        contexts: (C,) ascending, how long the text was when it was measured.
-        counts: (M,) ascending from 1, how many nodes a forward had; a count that is not here was not measured.
-        verify: C rows of M, a forward of the target over so many nodes.
-        plain: (C,) a step of plain decoding, with the next one enqueued before this one is read.
-        widths: (B,) ascending, how many hypotheses a level of a draft had.
-        level: (B,) a level of a draft, that many hypotheses wide.
-        rest: what else a round takes, when it verifies a line and when it verifies a tree; it may be hidden, and less
-            than nothing.
-        again: each row beyond the largest forward, where the model cannot forget what it has rejected and reads again
-            what it has accepted; 0 where it can.
+        contexts: (C,) ascending context lengths.
+        counts: (M,) ascending from 1, numbers of nodes of a forward.
+        verify: C rows of M, a forward of the target over that many nodes.
+        plain: (C,) a plain step, with the next one enqueued before this one is read.
+        widths: (B,) ascending from 1, beam widths.
+        level: (B,) a draft level of that width.
+        rest: what else a round takes, with a chain and with a tree; negative where parts of it overlap.
+        again: for each row beyond `counts`, of a model that must replay tokens after a rejection; 0 where none must.
     """
 
     contexts: tuple[int, ...]
@@ -45,133 +73,305 @@ class Costs(NamedTuple):
     rest: tuple[float, float]
     again: float = 0.0
 
-    def check(self) -> Costs:
-        """Itself.
+    def check(self) -> CostTable:
+        """Returns itself.
 
         Raises:
-            RedrafterError: it is no such table.
+            RedrafterError: it is not such a table.
         """
-        contexts, counts = len(self.contexts), len(self.counts)
-        rows = (self.contexts, self.counts, self.widths)
-        numbers = [*self.plain, *self.level, *(ms for row in self.verify for ms in row)]
-        others = (*self.rest, self.again)
+        whole = (self.contexts, self.counts, self.widths)
+        times = [*self.plain, *self.level, *(ms for row in self.verify for ms in row)]
         sound = (
-            all(type(number) is int for row in rows for number in row)
-            and all(type(number) in (int, float) for number in (*numbers, *others))
-            and contexts >= 1
-            and all(list(row) == sorted(set(row)) for row in rows)
-            and self.counts[:1] == (1,)
-            and len(self.verify) == len(self.plain) == contexts
-            and all(len(row) == counts for row in self.verify)
-            and len(self.widths) == len(self.level) >= 1
-            and self.widths[0] == 1
-            and len(self.rest) == 2
-            and all(SHORTEST_MS <= number <= LONGEST_MS for number in numbers)
-            and all(abs(number) <= LONGEST_MS for number in others)
-            and self.again >= 0
-            and self.counts[-1] <= MOST_NODES
-            and self.widths[-1] <= MOST_NODES
-            and 1 <= self.contexts[0] <= self.contexts[-1] < 1 << 31
+            all(type(number) is int for row in whole for number in row)
+            and all(row and list(row) == sorted(set(row)) and 1 <= row[0] <= row[-1] < 1 << 31 for row in whole)
+            and self.counts[0] == self.widths[0] == 1
+            and max(self.counts[-1], self.widths[-1]) <= 64
+            and len(self.verify) == len(self.plain) == len(self.contexts)
+            and {len(row) for row in self.verify} == {len(self.counts)}
+            and (len(self.level), len(self.rest)) == (len(self.widths), 2)
+            and all(type(ms) in (int, float) and abs(ms) <= 1e7 for ms in (*times, *self.rest, self.again))
+            and min(*times, self.again + 1e-6) >= 1e-6
         )
         if not sound:
             raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
         return self
 
-    def lines(self) -> Costs:
-        """The same where a round may be no more than a line."""
+    def chains_only(self) -> CostTable:
+        """The same table for rounds without branches."""
         return self._replace(widths=self.widths[:1], level=self.level[:1])
 
     def has(self, plan: Plan) -> bool:
         """Whether the parts of such a round were measured."""
         return plan.size in self.counts and plan.width in self.widths
 
-    def plain_at(self, length: int) -> float:
-        """A step of plain decoding behind a text of that length."""
-        return along(self.contexts, self.plain, length)
+    def plain_ms(self, length: int) -> float:
+        """A plain step at context length `length`."""
+        return interpolate(self.contexts, self.plain, length)
 
-    def draft_at(self, plan: Plan) -> float:
+    def step_ms(self, length: int, replayed: float = 0.0) -> float:
+        """A plain step that replays tokens."""
+        return self.plain_ms(length) + self._replay_ms(1, length, replayed)
+
+    def draft_ms(self, plan: Plan) -> float:
         """A draft of that plan, whose width was measured."""
         return plan.depth * self.level[self.widths.index(plan.width)]
 
-    def round_at(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
-        """A round of that plan behind a text of that length, which reads so many tokens again.
+    def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
+        """A round that replays tokens; at least a plain step, as its forward cannot overlap with itself.
 
         Raises:
             RedrafterError: its size or its width was not measured.
         """
         if not self.has(plan):
             raise RedrafterError(f"a round of {plan.size} nodes, {plan.width} wide, was not measured")
-        verify = self._verify_at(plan.size, length)
-        least = self.plain_at(length)  # what is hidden is never the forward itself: less was a bad measurement
-        alone = max(verify + self.draft_at(plan) + self.rest[plan.width > 1], least)
-        return alone + (self._more(plan.size, length, replayed) if self.again else 0.0)
+        parts = self._verify_ms(plan.size, length) + self.draft_ms(plan) + self.rest[plan.width > 1]
+        return max(parts, self.plain_ms(length)) + self._replay_ms(plan.size, length, replayed)
 
-    def step_at(self, length: int, replayed: float = 0.0) -> float:
-        """A step of plain decoding behind a text of that length, which reads so many tokens again."""
-        return self.plain_at(length) + (self._more(1, length, replayed) if self.again else 0.0)
+    def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
+        """What replayed rows add to a forward; between two whole numbers of rows a share of both."""
+        if not self.again or not rows:
+            return 0.0
+        lower, upper = (self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows)))
+        return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
 
-    def _more(self, nodes: int, length: int, rows: float) -> float:
-        """What so many rows more take in a forward of so many nodes; between two whole numbers a share of both."""
-        few = int(rows)
-        lower = self._verify_at(nodes + few, length)
-        share = (rows - few) * (self._verify_at(nodes + few + 1, length) - lower) if rows > few else 0.0
-        return max(0.0, lower + share - self._verify_at(nodes, length))
-
-    def _verify_at(self, nodes: int, length: int) -> float:
+    def _verify_ms(self, nodes: int, length: int) -> float:
         """A forward of the next larger number of nodes that was measured; beyond the largest, `again` for each row."""
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
-        beyond = max(0, nodes - self.counts[-1])
-        return along(self.contexts, [row[column] for row in self.verify], length) + beyond * self.again
+        beyond = max(0, nodes - self.counts[-1]) * self.again
+        return interpolate(self.contexts, [row[column] for row in self.verify], length) + beyond
 
 
-def costs_of(fields: dict[str, Any]) -> Costs:
-    """The costs that JSON tells of, lists for tuples.
+def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -> float:
+    """On the line through two neighbours, after the last one never falling; the first value before the first one."""
+    if length <= contexts[0] or len(contexts) == 1:
+        return values[0]
+    right = min(bisect_left(contexts, length), len(contexts) - 1)
+    slope = (values[right] - values[right - 1]) / (contexts[right] - contexts[right - 1])
+    return values[right] + (max(slope, 0.0) if length > contexts[right] else slope) * (length - contexts[right])
+
+
+def parse_costs(fields: dict[str, Any]) -> CostTable:
+    """The table of `CostTable._asdict()` read back from JSON.
 
     Raises:
-        RedrafterError: it is no such table.
+        RedrafterError: it is not such a table.
         KeyError: a field is missing.
-        TypeError: a field is no number, or no list of them.
+        TypeError: a field is not a number, or not a list of them.
     """
-    return Costs(**{name: tuples(fields[name]) for name in Costs._fields}).check()
+
+    def freeze(value: Any) -> Any:
+        return tuple(map(freeze, value)) if isinstance(value, list) else value
+
+    return CostTable(**{name: freeze(fields[name]) for name in CostTable._fields}).check()
 
 
-def tuples(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
+def is_disturbed(costs: CostTable) -> bool:
+    """Whether something took less than 0.9 times what does less, as on a machine that is busy with something else.
 
-
-def along(places: Sequence[int], values: Sequence[float], place: int) -> float:
-    """The line through two neighbouring measurements, and the last one's onwards; before the first, the first.
-
-    What is read of a context grows in proportion to it; less than the first is never assumed.
+    A forward of one node that is read at once does what a plain step does, a longer context is more to read, a wider
+    level more to compute. More nodes may really take less than fewer, where kernels change.
     """
-    if place <= places[0] or len(places) == 1:
-        return values[0]
-    right = min(bisect_left(places, place), len(places) - 1)
-    left = right - 1
-    slope = (values[right] - values[left]) / (places[right] - places[left])
-    if place > places[-1]:
-        return values[-1] + max(slope, 0.0) * (place - places[-1])
-    return values[left] + slope * (place - places[left])
+    single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
+    contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
+    return any(more < 0.9 * less for less, more in (*single, *contexts, *pairwise(costs.level)))
 
 
-def low(values: Iterable[float]) -> float:
-    """The lower quartile: what else a machine does makes a time longer and never shorter."""
-    found = sorted(values)
-    return found[len(found) // 4]
+def lower_quartile(values: Iterable[float]) -> float:
+    """Of times: whatever else a machine does makes a time longer and never shorter."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4]
 
 
-def is_disturbed(costs: Costs) -> bool:
-    """Whether a part took clearly less time than one that does less.
+def time_calls(
+    calls: Mapping[K, Callable[[], object]],
+    seconds: float,
+    *,
+    min_turns: int = 1,
+    max_turns: int | None = None,
+    between: Callable[[], object] = lambda: None,
+) -> dict[K, list[float]]:
+    """Milliseconds of every call, which take turns: a slow moment of the machine is one of them all.
 
-    A forward of one node that is read at once does what a plain step does, a longer text is more to read, and a wider
-    level is more to compute. More nodes may really cost less than fewer where kernels change: behind any text, then.
+    Args:
+        calls: each returns when its work is done, evaluated. They should have run once before.
+        seconds: no turn begins later.
+        min_turns, max_turns: at least and at most this many turns, whatever the time.
+        between: runs after each call, untimed.
     """
-    steps = zip(*([more / fewer for fewer, more in pairwise(row)] for row in costs.verify), strict=True)
-    odd = sum(min(step) < AGREES and (len(step) == 1 or max(step) >= 1) for step in steps)
-    less = (
-        *zip(costs.plain, (row[0] for row in costs.verify), strict=True),
-        *pairwise(costs.plain),
-        *pairwise(costs.level),
-    )
-    return odd > 1 or any(more < AGREES * fewer for fewer, more in less)
+    times: dict[K, list[float]] = {key: [] for key in calls}
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < min_turns or (time.perf_counter() < end and (max_turns is None or turn < max_turns)):
+        for key, call in calls.items():
+            started = time.perf_counter()
+            call()
+            times[key].append(1e3 * (time.perf_counter() - started))
+            between()
+        turn += 1
+    return times
+
+
+class _Bench:
+    """A target after `context` zeros, and the calls that are timed on it."""
+
+    def __init__(self, model: nn.Module, drafter: Drafter, context: int) -> None:
+        cache = make_prompt_cache(model)
+        model(mx.zeros((1, 1), mx.int32), cache=cache)
+        for c in kv_cache.leaves(cache):
+            if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
+                rows: list[Any] = [c.keys, c.values]
+                c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
+        mx.eval([c.state for c in cache])
+        self.model, self.drafter, self.context, self.cache = model, drafter, context, cache
+        self.chooser = Chooser(make_sampler(seed=0), ())
+        self.tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), mx.zeros((), mx.int32))
+        self.tokens = (mx.arange(MAX_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
+        mx.eval(self.tip, self.tokens)
+        self.snapshot = kv_cache.snapshot(cache)
+        self.rewind()
+
+    def rewind(self) -> None:
+        kv_cache.restore(self.cache, self.snapshot)
+        self.target = Target(self.model, self.cache)
+        self.target.length = self.context
+
+    def plain_steps(self) -> None:
+        """As decoding takes them: each enqueued before the one before it is read."""
+        outcome = step(self.target, self.tip.token.reshape(1), self.chooser, None)
+        mx.async_eval(outcome)
+        for _ in range(IN_A_ROW - 1):
+            previous, outcome = outcome, step(self.target, outcome.report, self.chooser, None)
+            mx.async_eval(outcome)
+            previous.report.tolist()
+        outcome.report.tolist()
+
+    def forward(self, nodes: int) -> None:
+        if nodes == 1:
+            step(self.target, self.tip.token.reshape(1), self.chooser, None, want_hidden=True).report.tolist()
+            return
+        draft, plan = Draft(chain(self.tip.token, self.tokens[: nodes - 1]), None), chain_plan(nodes - 1)
+        verify(self.target, draft, self.chooser, None, plan, plan.depth).report.tolist()
+        self.target.keep_path([], [])
+
+    def draft(self, plan: Plan, tip: Tip) -> Draft:
+        position = mx.array(self.context + 1)
+        draft = make_draft(self.drafter, self.target, self.chooser.sampler, tip, position, plan, ordered=False)
+        mx.async_eval(draft)
+        return draft
+
+    def rounds(self, plan: Plan) -> None:
+        """As decoding takes them, all rejected: the next draft is enqueued before a round is read."""
+        draft = self.draft(plan, self.tip)
+        for _ in range(IN_A_ROW):
+            outcome = verify(self.target, draft, self.chooser, None, plan, plan.depth)
+            mx.async_eval(outcome)
+            draft = self.draft(plan, outcome.tip or self.tip)
+            outcome.report.tolist()
+            self.target.keep_path([], [])
+        mx.eval(draft)
+
+
+def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
+    """Measures a pair of models, in `SECONDS`; where they are slow, fewer nodes and at least one turn of everything.
+
+    Args:
+        trees: whether the model takes trees.
+    """
+    limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
+    room = limit - MAX_NODES if isinstance(limit, int) else CONTEXTS[-1]
+    contexts = tuple(context for context in CONTEXTS if context <= room) or (max(1, room),)
+    widths, plans = (WIDTHS, (chain_plan(2), Plan(2, 2, 5))) if trees else (WIDTHS[:1], (chain_plan(2),))
+    with wired_limit(model), mx.stream(generation_stream):
+        benches = [_Bench(model, drafter, context) for context in contexts]
+        first = benches[0]
+        calls: dict[tuple[str, int, int], Callable[[], object]] = {}
+        for at, bench in enumerate(benches):
+            calls["plain", at, 1] = bench.plain_steps
+            calls |= {("verify", at, nodes): partial(bench.forward, nodes) for nodes in range(1, MAX_NODES + 1)}
+        for width in widths:
+            plan = Plan(width, IN_A_ROW, 1 + IN_A_ROW * width)
+            calls["level", 0, width] = lambda plan=plan: mx.eval(first.draft(plan, first.tip))  # type: ignore[misc]
+        calls |= {("round", 0, plan.size): partial(first.rounds, plan) for plan in plans}
+
+        def rewind() -> None:
+            for bench in benches:
+                bench.rewind()
+
+        started = time.perf_counter()
+        for name, at, nodes in sorted(calls, key=lambda key: key[2]):  # the first run of each compiles kernels
+            if nodes > 5 and time.perf_counter() - started > SECONDS / 2:
+                del calls[name, at, nodes]
+                continue
+            calls[name, at, nodes]()
+            rewind()
+        left = SECONDS - (time.perf_counter() - started)
+        times = time_calls(calls, left, max_turns=MAX_TURNS, between=rewind)
+    found = {key: lower_quartile(values) for key, values in times.items()}
+    counts = tuple(sorted(nodes for name, at, nodes in found if (name, at) == ("verify", len(contexts) - 1)))
+    verify_ms = tuple(tuple(found["verify", at, count] for count in counts) for at in range(len(contexts)))
+    plain = tuple(found["plain", at, 1] / IN_A_ROW for at in range(len(contexts)))
+    level = tuple(found["level", 0, width] / IN_A_ROW for width in widths)
+    per_row = max(0.0, (verify_ms[0][-1] - verify_ms[0][0]) / (counts[-1] - 1))
+    again = per_row if kv_cache.unknown_types(first.cache, kv_cache.TRIMMABLE) else 0.0
+    costs = CostTable(contexts, counts, verify_ms, plain, widths, level, (0.0, 0.0), again)
+    parts = [found["verify", 0, plan.size] + costs.draft_ms(plan) for plan in plans]
+    rest = [found["round", 0, plan.size] / IN_A_ROW - ms for plan, ms in zip(plans, parts, strict=True)]
+    return costs._replace(rest=(rest[0], rest[-1])).check()
+
+
+_known: dict[tuple[int, int, bool], tuple[weakref.ref[nn.Module], weakref.ref[Drafter], CostTable]] = {}
+_lock = Lock()
+_log = logging.getLogger(__name__)
+
+
+def load_costs(
+    model: nn.Module,
+    drafter: Drafter,
+    *,
+    trees: bool,
+    refresh: bool = False,
+    on_measure: Callable[[], None] = lambda: _log.info("measuring this machine for these models: a few seconds"),
+) -> CostTable:
+    """The cost table of a pair of models: of this process, else of the disk, else measured now and kept.
+
+    Args:
+        trees: whether the model takes trees; for chains alone see `CostTable.chains_only`.
+        refresh: measure again.
+        on_measure: called just before anything is measured.
+    """
+    key = id(model), id(drafter), trees
+    with _lock:  # two measurements at once would disturb each other
+        for old in [old for old, (a_model, a_drafter, _) in _known.items() if a_model() is None or a_drafter() is None]:
+            del _known[old]
+        if refresh or key not in _known:
+            costs = _load_or_measure(model, drafter, trees, refresh, on_measure)
+            _known[key] = weakref.ref(model), weakref.ref(drafter), costs
+        return _known[key][2]
+
+
+def _load_or_measure(
+    model: nn.Module, drafter: Drafter, trees: bool, refresh: bool, on_measure: Callable[[], None]
+) -> CostTable:
+    described = {"format": 3, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
+    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
+    file = Path("costs", f"{name}.json")
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError, RedrafterError):  # none yet, or damaged
+        found = json.loads((cache_directory() / file).read_text(encoding="utf-8"))
+        if found["of"] == described and not refresh:
+            return parse_costs(found["costs"])
+    on_measure()
+    costs = measure_costs(model, drafter, trees=trees)
+    if not is_disturbed(costs):  # else it is measured again the next time
+        try:
+            text = json.dumps({"of": described, "costs": costs._asdict()}, indent=1)
+            write_text(cache_directory() / file, text + "\n")
+        except (OSError, RuntimeError) as error:
+            warnings.warn(f"the measured costs cannot be kept: {one_line(error)}", stacklevel=2)
+    return costs
+
+
+def digest_tensors(module: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of its tensors."""
+    flat = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    described = sorted((name, list(array.shape), str(array.dtype)) for name, array in flat)
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

@@ -1,10 +1,9 @@
-"""What this machine is, as far as speed depends on it."""
+"""The properties of this machine that speed depends on, and where its measurements are kept."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,14 @@ from typing import Any
 import mlx.core as mx
 
 PACKAGES = ("mlx", "mlx-lm")
-
-FAST = ("openblas", "mkl_", "blis", "atlas", "armpl", "nvpl_blas")
-"""Parts of the names of libraries that multiply several rows for less than each row alone."""
-
-RENAMED = ("libscipy_openblas", "libopenblas64")
-"""How the names of BLAS libraries begin whose functions have other names, for numpy and scipy alone."""
+FAST_BLAS = ("openblas", "mkl_", "blis", "atlas", "armpl", "nvpl_blas")  # several rows cost less than each alone
 
 
-def about() -> dict[str, Any]:
-    """Device, system, versions and, on a CPU, the BLAS that runs; what the system does not tell is None."""
+def describe_machine() -> dict[str, Any]:
+    """Device, system, versions and, on a CPU, the BLAS in use; None for what the system does not report."""
     device = mx.default_device()
     info: dict[str, Any] = dict(mx.device_info(device))
-    size = memory()
+    size = memory_bytes()
     found = {
         "device": str(device),
         "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
@@ -35,12 +29,13 @@ def about() -> dict[str, Any]:
         **{name: version(name) for name in PACKAGES},
     }
     if device.type == mx.cpu:
-        found |= {"blas": blas(), **{k: v for k, v in os.environ.items() if k.startswith(("OPENBLAS_", "OMP_"))}}
+        found["blas"] = ", ".join(blas_libraries()) or "unknown"
+        found |= {key: value for key, value in os.environ.items() if key.startswith(("OPENBLAS_", "OMP_"))}
     return found
 
 
-def memory() -> int | None:
-    """Bytes of the device's memory, or of the system's; None where neither tells."""
+def memory_bytes() -> int | None:
+    """Bytes of the device's memory, or of the system's; None where neither is reported."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     if size := info.get("memory_size") or info.get("total_memory"):
         return int(size)
@@ -50,26 +45,26 @@ def memory() -> int | None:
         return None
 
 
-def blas() -> str:
-    """The BLAS libraries in this process that MLX may call; "unknown" where the system does not tell."""
+def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """File names of the BLAS libraries in this process that MLX may call; [] where the system does not report them."""
     try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        names = {Path(line.split()[-1]).name for line in maps.read_text(encoding="utf-8").splitlines() if line.strip()}
     except OSError:
-        return "unknown"
-    return ", ".join(blas_among(line.split()[-1] for line in lines)) or "unknown"
-
-
-def blas_among(paths: Iterable[str]) -> list[str]:
-    """The names of those files that are a BLAS with the functions' own names."""
-    names = {Path(path).name for path in paths}
-    known = ("blas", *FAST)
+        return []
+    renamed = ("libscipy_openblas", "libopenblas64")  # numpy's and scipy's own, whose functions have other names
+    known = ("blas", *FAST_BLAS)
     return sorted(
-        name for name in names if any(part in name.lower() for part in known) and not name.startswith(RENAMED)
+        name for name in names if any(part in name.lower() for part in known) and not name.startswith(renamed)
     )
 
 
+def has_fast_blas(libraries: str) -> bool:
+    """Whether several rows cost less than each alone with these, the "blas" entry of `describe_machine`."""
+    return any(part in libraries.lower() for part in FAST_BLAS)
+
+
 def cache_directory() -> Path:
-    """Where a user's caches of this package are."""
+    """The folder of this package's caches; a RuntimeError where the user has no home directory."""
     if platform.system() == "Darwin":
         return Path.home() / "Library" / "Caches" / "mlx_redrafter"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_redrafter"

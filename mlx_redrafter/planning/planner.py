@@ -1,217 +1,255 @@
-"""Which plan makes the most tokens in a millisecond, or that none beats plain decoding. Numbers in, numbers out.
+"""Chooses the plan of every round: the one that makes the most tokens in a millisecond, or plain decoding.
 
-Acceptance is the drafter's own table, as training measured it: how often its first, second, ... guess was right at each
-depth, given that everything before was. How much of that a text grants is one number, its share.
+Acceptance is the drafter's own table from training: how often its guess of each rank is right at each depth, given that
+everything before was. How much of it a text grants is one number, the scale; how far rounds are from the cost table,
+beside plain steps, is another, the slowdown. A budget bounds what bad rounds may cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..engine.decode import Planner
 from ..engine.plan import MAX_REPLAY, Plan
-from .costs import Costs
+from .costs import CostTable, load_costs, lower_quartile
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from ..drafters.recurrent import Drafter
 
 Acceptance = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
 
-UNKNOWN: Acceptance = ((0.6, 0.1, 0.05, 0.03),)
-"""What is assumed of a drafter that does not say."""
-
-MOST = 0.98
-"""Of all guesses at a depth, so many are right at most."""
-
-DEEPEST_PLANNED = 16
-"""The deepest plan that is thought of."""
-
-SHARES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
-"""What a text may grant, when plans are thought of beforehand."""
-
-STEPS = 20
-"""Expected tokens are known for shares that are so many to one apart, up to `LARGEST`, and interpolated between."""
-
-LARGEST = 1.6
+UNKNOWN_ACCEPTANCE: Acceptance = ((0.6, 0.1, 0.05, 0.03),)  # of a drafter that does not say
+MAX_RATE = 0.98  # the most often that any guess at a depth is thought to be right
+SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
+HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
+MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may be lost, of at least this many tokens
+WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
+PROBE_EVERY = 16  # plain steps between two probe rounds while no plan pays
+DECAY, PRIOR_HITS = 0.96, 2.5  # the scale: what a round's evidence weighs a round later, and what scale 1 weighs first
+MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
 
 
-class Replay(NamedTuple):
-    """What the rounds of a plan leave each other to read again, where a model cannot forget.
-
-    Attributes:
-        tokens: read again by a round, on the mean.
-        vain: how many plain steps are taken for each round, with a draft in vain, because too much is to be read again.
-        behind: tokens that such a step reads again, on the mean.
-    """
-
-    tokens: float = 0.0
-    vain: float = 0.0
-    behind: float = 0.0
-
-
-class Prospect(NamedTuple):
-    """A plan, and what it promises.
+class Prediction(NamedTuple):
+    """What the rounds of a plan are expected to be.
 
     Attributes:
         plan: (W, K, N).
-        tokens: per round, at shares 0, 1 / STEPS, ..., LARGEST.
-        replays: at the same shares.
-        rates: (K,) how often a round that has come so far finds the next token, at share 1.
+        tokens: per round, root included.
+        steps: the cost of a round in plain steps, expected replay included.
     """
 
     plan: Plan
-    tokens: tuple[float, ...]
-    replays: tuple[Replay, ...]
-    rates: tuple[float, ...]
+    tokens: float
+    steps: float
 
-    def tokens_at(self, share: float) -> float:
-        """Per round, root included."""
-        left, way = self._between(share)
-        return self.tokens[left] + way * (self.tokens[left + 1] - self.tokens[left])
-
-    def replay_at(self, share: float) -> Replay:
-        """What its rounds leave each other to read again."""
-        left, way = self._between(share)
-        return Replay(*(one + way * (other - one) for one, other in zip(*self.replays[left : left + 2], strict=True)))
-
-    def _between(self, share: float) -> tuple[int, float]:
-        """(the share below that is known, how far from it to the next)."""
-        place = min(max(share, 0.0), LARGEST) * STEPS
-        left = min(int(place), len(self.tokens) - 2)
-        return left, place - left
+    @property
+    def speedup(self) -> float:
+        """Speed over that of plain decoding."""
+        return self.tokens / self.steps
 
 
-def ranks(acceptance: Acceptance, depth: int, share: float) -> list[float]:
-    """How often each rank is right at a depth (from 0); deeper than is known it is as at the last known depth."""
-    scaled = [share * chance for chance in acceptance[min(depth, len(acceptance) - 1)]]
-    total = sum(scaled)
-    return [chance * MOST / total for chance in scaled] if total > MOST else scaled
+def expected_reach(acceptance: Acceptance, plan: Plan, scale: float = 1.0) -> tuple[float, ...]:
+    """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens; deeper than the table, as at its end."""
+    nodes, above = [], [1.0]
+    for depth in range(1, plan.depth + 1):
+        row = acceptance[min(depth, len(acceptance)) - 1]
+        limited = min(scale, MAX_RATE / (sum(row) or 1.0))
+        above = sorted((chance * limited * rate for chance in above for rate in row), reverse=True)[: plan.width]
+        nodes += [(chance, -depth) for chance in above]
+    reach = [1.0] + [0.0] * plan.depth
+    for chance, depth in sorted(nodes, reverse=True)[: plan.size - 1]:
+        reach[-depth] += chance
+    return tuple(reach)
 
 
-def levels(acceptance: Acceptance, width: int, depth: int, share: float) -> list[list[float]]:
-    """The chances of the nodes that a beam search keeps at each depth, the best first."""
-    found: list[list[float]] = []
-    above = [1.0]
-    for level in range(depth):
-        here = ranks(acceptance, level, share)
-        above = sorted((chance * rank for chance in above for rank in here), reverse=True)[:width]
-        found.append(above)
-    return found
+def expected_tokens(acceptance: Acceptance, plan: Plan, scale: float = 1.0) -> float:
+    """Tokens per round on average, root included: 1 and the chances of the nodes of the plan's pruned tree."""
+    return sum(expected_reach(acceptance, plan, scale))
 
 
-def likeliest(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> list[tuple[float, int]]:
-    """(chance, depth from 0) of the nodes of the plan's pruned tree but its root, the best first."""
-    chances = levels(acceptance, plan.width, plan.depth, share)
-    nodes = sorted(((chance, depth) for depth, level in enumerate(chances) for chance in level), reverse=True)
-    return nodes[: plan.size - 1]
+@lru_cache(maxsize=4096)
+def expected_replay(reach: tuple[float, ...]) -> tuple[float, float, float]:
+    """Of a cache that cannot be trimmed: (tokens that a round replays on average; drafts for each round that are
+    discarded for a plain step, as more than `MAX_REPLAY` are to be replayed; tokens that such a step replays).
 
-
-def expected_tokens(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> float:
-    """1 and the chances of the nodes of the plan's tree: the tokens a round makes on the mean."""
-    return 1.0 + sum(chance for chance, _ in likeliest(acceptance, plan, share))
-
-
-def reaches(acceptance: Acceptance, plan: Plan, share: float = 1.0) -> list[float]:
-    """(1 + K,) how often a round keeps 0, 1, ... K drafted tokens at least. Their sum is `expected_tokens`."""
-    found = [1.0] + [0.0] * plan.depth
-    for chance, depth in likeliest(acceptance, plan, share):
-        found[depth + 1] += chance
-    return found
-
-
-def replay(reach: Sequence[float]) -> Replay:
-    """What rounds leave each other: one that is accepted whole nothing, any other what it has made and what it has read
-    again itself; behind more than `MAX_REPLAY` a plain step reads all of it.
-
-    Args:
-        reach: see `reaches`.
+    A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one.
     """
-    partly = [before - now for before, now in pairwise(reach)]
-    visits = [1.0] + [0.0] * (MAX_REPLAY + len(partly))  # by what is to be read again, since there was nothing last
-    for again in range(MAX_REPLAY + 1):
-        for tokens, chance in enumerate(partly, 1):
-            visits[again + tokens] += visits[again] * chance
-    rounds, vain = sum(visits[: MAX_REPLAY + 1]), sum(visits[MAX_REPLAY + 1 :])
-    read = [again * visit for again, visit in enumerate(visits)]
-    behind = sum(read[MAX_REPLAY + 1 :]) / vain if vain else 0.0
-    return Replay(sum(read[: MAX_REPLAY + 1]) / rounds, vain / rounds, behind)
+    ends = [before - now for before, now in pairwise(reach)]
+    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, for each time that there are none
+    for replayed in range(MAX_REPLAY + 1):
+        for made, chance in enumerate(ends, 1):
+            visits[replayed + made] += visits[replayed] * chance
+    rounds, discarded = sum(visits[: MAX_REPLAY + 1]), sum(visits[MAX_REPLAY + 1 :])
+    by_rounds = sum(replayed * visit for replayed, visit in enumerate(visits[: MAX_REPLAY + 1]))
+    by_steps = sum(replayed * visit for replayed, visit in enumerate(visits)) - by_rounds
+    return by_rounds / rounds, discarded / rounds, by_steps / (discarded or 1.0)
 
 
-def prospect(acceptance: Acceptance, plan: Plan) -> Prospect:
-    """What a plan promises."""
-    rates = tuple(now / before if before else 0.0 for before, now in pairwise(reaches(acceptance, plan)))
-    found = [reaches(acceptance, plan, step / STEPS) for step in range(round(LARGEST * STEPS) + 1)]
-    return Prospect(plan, tuple(map(sum, found)), tuple(map(replay, found)), rates)
+def predict(costs: CostTable, plan: Plan, length: int, reach: tuple[float, ...]) -> Prediction:
+    """What the rounds of a plan are expected to be at context length `length`, see `expected_reach`."""
+    tokens, plain = sum(reach), costs.plain_ms(length)
+    if not costs.again:
+        return Prediction(plan, tokens, costs.round_ms(plan, length) / plain)
+    replayed, discarded, by_steps = expected_replay(reach)
+    ms = costs.round_ms(plan, length, replayed) + discarded * (costs.step_ms(length, by_steps) + costs.draft_ms(plan))
+    return Prediction(plan, tokens, ms / plain * tokens / (tokens + discarded))
 
 
-def rated(costs: Costs, acceptance: Acceptance, length: int, share: float) -> Iterator[tuple[float, Plan]]:
-    """(tokens per millisecond, plan) of every plan whose width and size were measured."""
+def predict_all(costs: CostTable, acceptance: Acceptance, length: int, scale: float = 1.0) -> Iterator[Prediction]:
+    """Those of every plan that was measured."""
     for width in costs.widths:
-        chances = levels(acceptance, width, DEEPEST_PLANNED, share)
-        for depth in range(1, DEEPEST_PLANNED + 1):
-            nodes = sorted((chance for level in chances[:depth] for chance in level), reverse=True)
-            tokens = list(accumulate(nodes, initial=1.0))
+        for depth in range(1, costs.counts[-1]):
             for size in costs.counts:
                 if size == 1 + depth if width == 1 else max(depth, width) < size <= 1 + width * depth:
                     plan = Plan(width, depth, size)
-                    again = replay(reaches(acceptance, plan, share)) if costs.again else Replay()
-                    yield rate(costs, plan, length, tokens[min(size, len(tokens)) - 1], again), plan
+                    yield predict(costs, plan, length, expected_reach(acceptance, plan, scale))
 
 
-def few_plans(costs: Costs, acceptance: Acceptance) -> tuple[Plan, ...]:
-    """The plans that beat plain decoding and all others for some share and some length.
+def candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
+    """The plans that beat plain decoding and all others for some scale and context length: few, so that what is built
+    for one is used again."""
+    return _candidate_plans(costs, tuple(map(tuple, acceptance)))
 
-    They are few, so that what is built for one is used again.
-    """
+
+@lru_cache(maxsize=16)
+def _candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
     found = set()
-    for length in sorted({*costs.contexts, 2 * costs.contexts[-1]}):
-        for share in SHARES:
-            speed, plan = max(rated(costs, acceptance, length, share), default=(0.0, None))
-            if plan is not None and speed > 1.0 / costs.plain_at(length):
-                found.add(plan)
+    for length in (*costs.contexts, 2 * costs.contexts[-1]):
+        for scale in SCALES:
+            predictions = predict_all(costs, acceptance, length, scale)
+            best = max(predictions, key=lambda each: each.speedup, default=None)
+            found |= {best.plan} if best and best.speedup > 1 else set()
     return tuple(sorted(found))
 
 
-def speed_of(costs: Costs, each: Prospect, length: int, share: float, factor: float = 1.0) -> float:
-    """Tokens per millisecond.
+class AutoPlanner(Planner):
+    """Chooses the plans of one text, from what was read so far.
 
     Args:
-        factor: what a round really takes, in what the table says.
+        costs: of this machine and pair of models.
+        acceptance: of the drafter.
+        plans: to choose from; None for `candidate_plans`.
     """
-    again = each.replay_at(share) if costs.again else Replay()
-    return rate(costs, each.plan, length, each.tokens_at(share), again, factor)
+
+    def __init__(self, costs: CostTable, acceptance: Acceptance, plans: Sequence[Plan] | None = None) -> None:
+        self.plans = candidate_plans(costs, acceptance) if plans is None else tuple(plans)
+        self._costs = costs
+        reaches = {plan: expected_reach(acceptance, plan) for plan in self.plans}
+        self._rates = {plan: [now / (last or 1.0) for last, now in pairwise(reach)] for plan, reach in reaches.items()}
+        self._hits = self._expected = PRIOR_HITS
+        self._rounds: deque[float] = deque(maxlen=WINDOW)
+        self._steps: deque[float] = deque(maxlen=WINDOW)
+        self._in_flight: Plan | None = None
+        self._pause = WARM_UP
+        self._tokens, self._plain_ms, self._saved_ms = 0, 0.0, 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long as in the cost table a round takes, where a plain step takes as long as there."""
+        if len(self._rounds) < 3 or not self._steps:  # one stalled round says nothing
+            return 1.0
+        return min(max(lower_quartile(self._rounds) / lower_quartile(self._steps), 1.0), MAX_SLOWDOWN)
+
+    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
+        """The plan of the next round; None: a plain step. To be asked while the one before it is in flight, unread.
+
+        Args:
+            length: of the text before what is in flight.
+            replayed: tokens that the round in flight replays.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None and self._pause > 0:
+            self._pause -= 1
+            return None
+        slowdown, scale = self.slowdown, round(50 * self._hits / self._expected) / 50
+        speedups = {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans}
+        ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
+        now = speedups[in_flight] if in_flight else 1.0
+        wanted = [plan for plan in ranked if speedups[plan] > (1 + HYSTERESIS) * now]
+        if in_flight and now > 1 - HYSTERESIS:
+            wanted.append(in_flight)
+        elif not in_flight and not wanted:  # a probe, at the table's price: one slow moment must not be the last
+            wanted, slowdown = ranked, 1.0
+        affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
+        self._in_flight = next(affordable, None)
+        if self._in_flight is None or speedups[self._in_flight] < 1 - HYSTERESIS:
+            self._pause = PROBE_EVERY
+        return self._in_flight
+
+    def observe(
+        self,
+        plan: Plan | None,
+        tokens: int,
+        length: int,
+        replayed: int,
+        milliseconds: float | None,
+        *,
+        verified: bool = True,
+    ) -> None:
+        """A round was read, or a plain step.
+
+        Args:
+            plan: of the round; None for a plain step.
+            tokens: that it made.
+            length: of the text before it.
+            replayed: tokens that it replayed.
+            milliseconds: from enqueueing it to reading it; None where that says nothing.
+            verified: False where the plan's draft was discarded for a plain step.
+        """
+        costs, plain = self._costs, self._costs.plain_ms(length)
+        if plan is not None and verified:
+            predicted, ratios = costs.round_ms(plan, length, replayed), self._rounds
+            self._hits = DECAY * self._hits + tokens - 1
+            self._expected = DECAY * self._expected + sum(self._rates[plan][:tokens])
+            self._pause = 0 if tokens > 1 else self._pause  # a probe that was right is followed by another
+        else:
+            predicted, ratios = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0), self._steps
+        if milliseconds is not None and (ratios is self._rounds or not (plan or replayed)):
+            ratios.append(milliseconds / predicted)
+        self._tokens += tokens
+        self._plain_ms += tokens * plain
+        self._saved_ms += tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
+
+    def _speedup(self, plan: Plan, length: int, scale: float) -> float:
+        """Predicted for this text."""
+        rates = (min(MAX_RATE, scale * rate) for rate in self._rates[plan])
+        return predict(self._costs, plan, length, tuple(accumulate(rates, mul, initial=1.0))).speedup
+
+    def _can_afford(self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float) -> bool:
+        """Whether the budget covers it and the round in flight, when both are rejected and the text ends there."""
+        costs, plain = self._costs, self._costs.plain_ms(length)
+        budget = MAX_LOSS * (self._plain_ms + plain * max(0, MIN_TOKENS - self._tokens)) + self._saved_ms
+        loss = slowdown * costs.round_ms(in_flight, length, replayed) - plain if in_flight else 0.0
+        left = replayed + 1 if in_flight else 0
+        loss += slowdown * costs.round_ms(plan, length, left) - plain
+        loss += slowdown * (costs.step_ms(length, left + 1) - plain)
+        return budget >= loss
 
 
-def rate(costs: Costs, plan: Plan, length: int, tokens: float, again: Replay, factor: float = 1.0) -> float:
-    """Tokens per millisecond of rounds that make so many each, and of the plain steps between them."""
-    took = factor * costs.round_at(plan, length, again.tokens)
-    if again.vain:
-        took += again.vain * (costs.step_at(length, again.behind) + costs.draft_at(plan))
-    return (tokens + again.vain) / took
+def starting_plan(costs: CostTable, acceptance: Acceptance, length: int) -> Plan | None:
+    """The first plan of a text whose prompt has `length` tokens, after its `WARM_UP`; None: plain decoding."""
+    planner = AutoPlanner(costs, acceptance)
+    for _ in range(WARM_UP):
+        planner.next_plan(length)
+        planner.observe(None, 1, length, 0, None)
+    return planner.next_plan(length)
 
 
-def best(
-    costs: Costs,
-    prospects: Iterable[Prospect],
-    length: int,
-    share: float,
-    margin: float = 0.0,
-    factor: float = 1.0,
-    allowed: Callable[[Plan], bool] = lambda _: True,
-) -> tuple[Prospect | None, float]:
-    """(the fastest behind a text of that length, its tokens per millisecond); None is plain decoding.
+def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner | None:
+    """A planner for one text of a pair of models, which is measured if it never was; None where nothing can pay.
 
     Args:
-        margin: by how much of plain decoding's speed it must be faster.
-        factor: see `speed_of`.
-        allowed: whether a plan may be taken; asked only where it would be.
+        trees: whether the model takes trees.
+        chains_only: whether this text is to have none all the same.
     """
-    found, fastest = None, (1.0 + margin) / costs.plain_at(length)
-    for each in prospects:
-        speed = speed_of(costs, each, length, share, factor)
-        if speed > fastest and allowed(each.plan):
-            found, fastest = each, speed
-    return found, fastest
-
-
-def make_planner(*args: object, **kwargs: object) -> None:
-    raise NotImplementedError
+    costs = load_costs(model, drafter, trees=trees)
+    planner = AutoPlanner(costs.chains_only() if chains_only else costs, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)
+    return planner if planner.plans else None

@@ -9,13 +9,12 @@ from typing import Any
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
 from ..drafters.recurrent import Drafter
-from ..engine.decode import Settings
-from ..engine.plan import AUTO, BEAM, MAX_DRAFT_DEPTH, Plan, make_plan, read_plan
-from ..options import Options
+from ..engine.plan import MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
+from ..options import PLAN_OPTIONS, Options
 from .bodies import LARGEST, Refusal
 
 CACHE = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-"""Flags of mlx-lm's server that are keywords of `make_settings`; no request has them."""
+"""Flags of mlx-lm's server that are keywords of `Options`; no request has them."""
 
 
 def check(prompt: Sequence[int], args: GenerationArguments, most: int | None, vocab_size: int) -> None:
@@ -41,14 +40,14 @@ def fixed_plan(asked: dict[str, Any], default_depth: int, vocab_size: int) -> Pl
     """The plan of every round, where one is asked for.
 
     Args:
-        asked: some of `BEAM`, or none.
+        asked: some of `PLAN_OPTIONS`, or none.
         default_depth: K, where it names none.
 
     Raises:
-        RedrafterError: no plan at all; see `read_plan` and `make_plan`.
+        RedrafterError: no plan at all; see `Options` and `make_plan`.
     """
-    plan, *beam = (asked.get(name) for name in BEAM)
-    shape = read_plan(AUTO if plan is None else plan, *beam)
+    given = {name: asked[name] for name in PLAN_OPTIONS if asked.get(name) is not None}
+    shape = Options(**given).plan_shape()
     if not isinstance(shape, tuple):
         return None
     width, depth, size = shape
@@ -74,26 +73,29 @@ def check_beam(asked: dict[str, Any], default_depth: int, most: int, vocab_size:
 
 
 def beam_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The command line's beam: those of `BEAM` that it gives."""
-    return {name: value for name in BEAM if (value := getattr(flags, name)) is not None}
+    """The command line's beam: those of `PLAN_OPTIONS` that it gives."""
+    return {name: value for name in PLAN_OPTIONS if (value := getattr(flags, name)) is not None}
 
 
-def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: Drafter | None = None) -> Settings:
+def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: Drafter | None = None) -> Options:
     """What a request gets that says nothing: no client shall be blamed for it.
 
     Args:
         vocab_size, drafter: of the models, once they are loaded; until then only what fits none is refused.
 
     Raises:
-        RedrafterError: see `make_settings`.
+        RedrafterError: see `Options`.
     """
     beam = beam_of(flags)
     given = {name: getattr(flags, name) for name in (*CACHE, "max_tokens", "temp", "top_p", "top_k", "min_p")}
-    settings = Options(**given, **beam)
-    settings.chooser.sampler.check(vocab_size)
+    options = Options(**given, **beam)
+    options.make_sampler(seed=0).check(vocab_size)
     if drafter is None:
-        fixed_plan(beam, MAX_DRAFT_DEPTH, vocab_size)
-    return settings
+        deepest = min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // beam.get("beam_width", 1)))
+        fixed_plan(beam, deepest, vocab_size)
+    else:
+        options.resolve_plan(drafter)
+    return options
 
 
 def options(args: GenerationArguments, flags: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..engine.plan import AUTO, OFF
+from ..options import AUTO, OFF
 
 MAX_NESTING = 64
 """How deep a body may be nested: templates and encoders walk it by recursion."""

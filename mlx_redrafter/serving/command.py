@@ -20,10 +20,10 @@ import mlx.core as mx
 from mlx_lm.server import get_system_fingerprint
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..checkpoints import check_demo_flags
 from ..demo import DIRECTORY
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import RedrafterError, one_line
-from ..pair import check_named
 from .answers import Responder
 from .asking import check_flags
 from .flags import read_flags
@@ -221,7 +221,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError("several processes are not served: expected one, without --pipeline")
     if args.no_drafter and args.drafter:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
-    check_named(args.model, args)
+    check_demo_flags(args.model, args)
     low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "max_tree_size",
            "decode_concurrency", "prompt_cache_size", "prefill_step_size", "max_tokens", "beam_width",
            "drain_timeout")  # fmt: skip

@@ -10,9 +10,8 @@ from typing import Any
 
 from mlx_lm import server
 
-from ..engine.plan import BEAM
 from ..errors import RedrafterError
-from ..flags import OPTIONS, add_options, add_plain
+from ..options import OPTION_FLAGS, PLAN_OPTIONS, add_options
 
 CONCURRENCY = 4
 """Answers in turns when --decode-concurrency is not given: turns share nothing but the device."""
@@ -79,8 +78,8 @@ def make_parser() -> Parser:
         help="a drafter for --model, by directory or hub id; several may be given, and a request names one in "
         "draft_model. The first is the default",
     )
-    add_plain(group)
-    add_options(group, without={name for name, _, _ in OPTIONS} - set(BEAM))
+    group.add_argument("--no-drafter", action="store_true", help="decode plainly")
+    add_options(group, without={flag.name for flag in OPTION_FLAGS} - set(PLAN_OPTIONS))
     add = parser.add_argument_group("service").add_argument
     add("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
     add("--api-key-file", metavar="FILE", help="a file that holds the key")

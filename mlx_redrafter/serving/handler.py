@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.server import APIHandler, CompletionRequest, _image_parts
 
-from ..engine.plan import BEAM
+from ..options import PLAN_OPTIONS
 from . import bodies
 from .answers import Responder
 from .bodies import Refusal
@@ -178,7 +178,7 @@ class Handler(APIHandler):
     def as_job(self, request: CompletionRequest) -> Job:
         """With what the engine has to know besides."""
         asked = self.asked
-        options = {name: asked[name] for name in BEAM if name in asked}
+        options = {name: asked[name] for name in PLAN_OPTIONS if name in asked}
         drafter = asked.get("draft_model", DEFAULT)
         if (depth := asked.get("num_draft_tokens")) is not None:
             drafter = drafter if depth else None

@@ -13,14 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.server import ModelProvider
 
-from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find, load_drafter, read_object
+from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find_model, load_drafter, read_object
 from ..demo import DIRECTORY
 from ..drafters.recurrent import Drafter
+from ..engine.request_checks import check_request
 from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line
 from ..options import AUTO, default_depth
-from ..planning.autopilot import flight_of
-from ..session.memory import free
+from ..planning.costs import load_costs
+from ..session.memory import free_memory
 from .asking import beam_of, check_beam, check_flags
 from .bodies import Refusal
 from .jobs import DEFAULT
@@ -85,7 +86,7 @@ class Provider(ModelProvider):
         if key != self.model_key:
             kept: dict[str, Any] = {}
             try:
-                path = find(key[0])
+                path = find_model(key[0])
                 check_directory(path)
                 if key[1] is not None:
                     read_object(Path(key[1], "adapter_config.json"))
@@ -128,8 +129,8 @@ class Provider(ModelProvider):
         self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]  # built, not computed
         self.home = self.home or self.model_key
         if self.model_key == self.home:
-            settings = check_flags(self.cli_args, self.vocab_size)
-            check_request(model, mx.zeros((1,), mx.int32), None, settings.quantization)
+            flags = check_flags(self.cli_args, self.vocab_size)
+            check_request(model, mx.zeros((1,), mx.int32), None, flags.quantization)
             self.drafters = self.load_drafters(model)
 
     def load_drafters(self, model: nn.Module) -> dict[str, Drafter]:
@@ -152,15 +153,12 @@ class Provider(ModelProvider):
         return found
 
     def measure(self, model: nn.Module, drafter: Drafter) -> None:
-        """What `plan="auto"` would else measure while the first client waits: with trees, and without for requests
-        with logits processors."""
+        """What `plan="auto"` would else measure while the first client waits."""
         args = self.cli_args
         beam = (args.beam_width, args.draft_depth, args.tree_size)
         if args.plan != AUTO or beam != (None, None, None):
             return
-        trees = check_draftable(model, tree=True) is None
-        for branched in {trees, False}:
-            flight_of(model, drafter, trees=branched)
+        load_costs(model, drafter, trees=check_draftable(model, tree=True) is None)
 
     def drafter(self, name: str | None) -> Drafter | None:
         """The drafter of a request; None for plain decoding.
@@ -208,7 +206,7 @@ def local(name: str | Path) -> str:
 
 def has_room(path: Path) -> bool:
     """Whether a model's weights fit twice, as loading may copy them, beside what is loaded; not where nobody knows."""
-    room = free()
+    room = free_memory()
     return room is not None and 2 * sum(file.stat().st_size for file in path.glob(WEIGHTS)) < room
 
 

@@ -1,13 +1,12 @@
-"""A conversation as token ids: what a turn adds behind what has been read and said already.
+"""A conversation as token ids: what a turn adds after the tokens that the cache already holds.
 
-Rendered anew, an earlier turn may become other tokens (two texts joined are not tokenised as each alone, and templates
-cut old reasoning), so nothing that was read is ever rendered again: only what stands behind the last answer is.
+Rendered again, an earlier turn may become other tokens: two texts joined are not tokenized as each alone, and templates
+cut old reasoning. So earlier turns are never tokenized again, only what the template puts after the last answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import RedrafterError, one_line
@@ -16,21 +15,18 @@ from ..generate import encode, is_text
 Message = dict[str, Any]
 """As chat templates take them: `role`, `content`, and whatever else a template knows."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""No arguments for a chat template."""
-
 MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
-"""Stand for the last answer while what comes behind it is looked for, and for what might be moved in front of it."""
+"""Stand for the last answer, to find what comes after it, and for a message that a template might move before it."""
 
 ANCHORS = ("a", "\n", ".", "0")
-"""Stand for what is in front of a text: one of them merges with no beginning."""
+"""Texts to tokenize a continuation after: with one of them its first token does not merge."""
 
 
-def as_messages(given: str | Sequence[Message]) -> list[Message]:
+def parse_messages(given: str | Sequence[Message]) -> list[Message]:
     """A user's text, or messages, as messages.
 
     Raises:
-        RedrafterError: they are none.
+        RedrafterError: neither of them.
     """
     messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -43,15 +39,15 @@ def as_messages(given: str | Sequence[Message]) -> list[Message]:
     return [dict(each) for each in messages]
 
 
-def template_of(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any]:
-    """The arguments of a chat template beside the messages.
+def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any]:
+    """The arguments of a chat template besides the messages.
 
     Args:
         tools: functions or their JSON schemas; None for none.
-        config: an object of others, as `enable_thinking`; None for none.
+        config: a dictionary of others, as `enable_thinking`; None for none.
 
     Raises:
-        RedrafterError: they are something else, or nobody would see the tools.
+        RedrafterError: they are something else, or there is no template to show the tools.
     """
     if not isinstance(config or {}, dict) or not all(isinstance(name, str) for name in config or {}):
         raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
@@ -64,111 +60,91 @@ def template_of(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any]:
     return {**(config or {}), "tools": list(tools)}
 
 
-def whole(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any] = NOTHING) -> list[int]:
-    """The ids of a conversation up to where an answer begins; without a chat template its texts as they are.
+def encode_conversation(
+    tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
+) -> list[int]:
+    """The ids of a conversation up to where the next answer begins; without a chat template, of its texts joined.
 
     Args:
-        template: see `template_of`.
+        template: see `make_template_args`.
 
     Raises:
-        RedrafterError: the template refuses them, or they come to nothing.
+        RedrafterError: the template refuses the messages.
     """
     if not tokenizer.has_chat_template:
-        return checked(encode(tokenizer, "".join(map(plain_text, messages))))
-    return checked(list(tokenizer.encode(rendered(tokenizer, messages, template), add_special_tokens=False)))
+        return encode(tokenizer, _join_texts(messages))
+    return _encode_plainly(tokenizer, render(tokenizer, messages, template))
 
 
-def behind(
+def encode_turn(
     tokenizer: Any,
     before: Sequence[Message],
     new: Sequence[Message],
     last: int,
-    template: Mapping[str, Any] = NOTHING,
-    read_with: Mapping[str, Any] | None = None,
+    template: dict[str, Any] | None = None,
+    previous: dict[str, Any] | None = None,
 ) -> list[int] | None:
-    """The ids that `new` adds behind an answer to `before`.
+    """The ids that `new` adds after an answer to `before`.
 
     Args:
-        last: the last token that was said. An end-of-text token is not said twice; where the template puts whitespace
-            between the answer and it, that goes, too.
-        template: see `template_of`.
-        read_with: those that `before` was read with; None for the same.
+        last: the last token of that answer. If it is an end-of-text token, the one that the template puts there is left
+            out, with whitespace before it (Llama 2's template has a space).
+        previous: the arguments that `before` was rendered with; None for `template`.
 
     Returns:
-        None where the template does not show the answer where it stood, or something else in front of it.
+        None where the template changes what comes before the answer, or does not show the answer once: the whole
+        conversation must then be read again.
 
     Raises:
-        RedrafterError: the template refuses them, or they come to nothing.
+        RedrafterError: the template refuses the messages.
     """
     if not tokenizer.has_chat_template:
-        return checked(continued(tokenizer, "".join(map(plain_text, new))))
-    messages = [*before, {"role": "assistant", "content": MARK}, *new]
-    parts = rendered(tokenizer, messages, template).split(MARK)
-    if len(parts) != 2 or moved(tokenizer, messages, len(new), template):
+        return encode_continuation(tokenizer, _join_texts(new))
+    answered = [*before, {"role": "assistant", "content": MARK}]
+    parts = render(tokenizer, [*answered, *new], template).split(MARK)
+    if len(parts) != 2:
         return None
-    if read_with not in (None, template) and front(tokenizer, messages, read_with) != parts[0]:
+    # Some templates move a system message to the front.
+    masked = [each if each["role"] in ("user", "assistant", "tool") else each | {"content": SENTINEL} for each in new]
+    if masked != list(new) and SENTINEL in render(tokenizer, [*answered, *masked], template).split(MARK)[0]:
         return None
-    ids = continued(tokenizer, parts[1])
-    return checked(ids[end_of(tokenizer, ids, last) :])
+    if previous not in (None, template):
+        try:
+            if render(tokenizer, [*answered, *new], previous).split(MARK)[0] != parts[0]:
+                return None
+        except RedrafterError:  # the template does not take these arguments any more
+            return None
+    ids = encode_continuation(tokenizer, parts[1])
+    if last in tokenizer.eos_token_ids and last in ids:
+        end = ids.index(last)
+        ids = ids if tokenizer.decode(ids[:end]).strip() else ids[end + 1 :]
+    return ids
 
 
-def front(tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any]) -> str | None:
-    """What stands before the mark with other arguments of the template; None where it takes them no more."""
-    try:
-        return rendered(tokenizer, messages, template).split(MARK)[0]
-    except RedrafterError:
-        return None
+def encode_continuation(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text that follows another one.
 
-
-def end_of(tokenizer: Any, ids: list[int], last: int) -> int:
-    """How many ids behind an answer only end it, and it has ended: Llama 2's template has a space before that."""
-    if last not in tokenizer.eos_token_ids or last not in ids:
-        return 0
-    at = ids.index(last)
-    return 0 if tokenizer.decode(ids[:at]).strip() else at + 1
-
-
-def continued(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that stands behind another one.
-
-    Alone, a SentencePiece tokenizer begins it with a space that is not there. So it is encoded behind an anchor, where
-    the ids alone do not decode to the text and those do. (With most tokenizers those alone do.)
+    A SentencePiece tokenizer puts a space before a text that it encodes alone. Where the ids alone therefore do not
+    decode to the text, it is encoded after an anchor. (With most tokenizers they do.)
     """
-    alone = ids_of(tokenizer, text)
+    alone = _encode_plainly(tokenizer, text)
     for anchor in ANCHORS:
-        front = ids_of(tokenizer, anchor)
+        front = _encode_plainly(tokenizer, anchor)
         if tokenizer.decode([*front, *alone]) == tokenizer.decode(front) + text:
             return alone
-        both = ids_of(tokenizer, anchor + text)
+        both = _encode_plainly(tokenizer, anchor + text)
         if both[: len(front)] == front:
             return both[len(front) :]
     return alone
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Its ids, and nothing around them."""
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def moved(tokenizer: Any, messages: Sequence[Message], count: int, template: Mapping[str, Any]) -> bool:
-    """Whether the template puts one of the last `count` messages in front of the answer before them, as some do with
-    what the system says."""
-    roles = ("user", "assistant", "tool")
-    new = [each if each["role"] in roles else {**each, "content": SENTINEL} for each in messages[-count:]]
-    if all(each["role"] in roles for each in new):
-        return False
-    named = [*messages[:-count], *new]
-    return SENTINEL in rendered(tokenizer, named, template).split(MARK)[0]
-
-
-def rendered(
-    tokenizer: Any, messages: Sequence[Message], template: Mapping[str, Any], *, prefilled: bool = False
+def render(
+    tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None, *, prefilled: bool = False
 ) -> str:
-    """Through the chat template, up to where an answer begins.
+    """The messages through the chat template, up to where the next answer begins.
 
     Args:
-        template: see `template_of`.
-        prefilled: whether the last message is the beginning of the answer.
+        prefilled: whether the last message is the beginning of that answer.
 
     Raises:
         RedrafterError: the template refuses them.
@@ -179,32 +155,22 @@ def rendered(
             tokenize=False,
             continue_final_message=prefilled,
             add_generation_prompt=not prefilled,
-            **template,
+            **(template or {}),
         )
-    except Exception as error:  # a template may raise whatever it likes
+    except Exception as error:  # a template may raise anything
         raise RedrafterError(f"the chat template refuses these messages: {one_line(error)}") from error
     if not isinstance(text, str):
         raise RedrafterError(f"the chat template must make a text, got {type(text).__name__}")
     return text
 
 
-def plain_text(message: Message) -> str:
-    """The text of a message, for tokenizers that have no chat template.
-
-    Raises:
-        RedrafterError: it is none.
-    """
-    if not isinstance(message["content"], str):
-        raise RedrafterError(f"without a chat template a message is a text, got {type(message['content']).__name__}")
-    return message["content"]
+def _join_texts(messages: Sequence[Message]) -> str:
+    for each in messages:
+        if not isinstance(each["content"], str):
+            kind = type(each["content"]).__name__
+            raise RedrafterError(f"without a chat template a message is a text, got {kind}")
+    return "".join(each["content"] for each in messages)
 
 
-def checked(ids: list[int]) -> list[int]:
-    """Itself.
-
-    Raises:
-        RedrafterError: it is empty.
-    """
-    if not ids:
-        raise RedrafterError("the message is empty: expected at least one token")
-    return ids
+def _encode_plainly(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))

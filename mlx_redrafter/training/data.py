@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 
-from ..atomic_files import expanded
+from ..atomic_files import expand_path
 from ..errors import RedrafterError, one_line
 from ..generate import encode_chat
 from .lessons import Batch
@@ -42,7 +42,7 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
     Raises:
         RedrafterError: there is no such data, or it is in no form that mlx-lm reads.
     """
-    path = expanded(data)
+    path = expand_path(data)
     settings = SimpleNamespace(
         data=str(path) if path.exists() else data, train=True, test=False, mask_prompt=mask_prompt
     )
@@ -101,7 +101,7 @@ def load_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
         RedrafterError: no such file, an empty one, or a line that is no prompt.
     """
     try:
-        lines = expanded(path).read_text(encoding="utf-8-sig").split("\n")
+        lines = expand_path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RedrafterError(f"cannot read the prompts in {path}: {one_line(error)}") from error
     found = [encoded_line(tokenizer, line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]

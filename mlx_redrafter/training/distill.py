@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from ..checkpoints import check_fit
+from ..checkpoints import check_fit, evaluate
 from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
 from .fitting import After, Course, Loss, fit_, make_schedule
@@ -73,7 +73,7 @@ def train_drafter(
     """
     check_fit(drafter, model)
     check(recipe, course)
-    mx.eval(model.parameters(), drafter.parameters())  # read by another thread, which could not evaluate them
+    evaluate(model, drafter)  # read by another thread, which could not evaluate them
     vocabulary = vocabulary_of(drafter)
     updates = -(-course.iters // course.accumulate)
     rate = make_schedule(recipe.learning_rate, updates, recipe.warmup)

@@ -12,10 +12,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafters.recurrent import Drafter, DrafterArgs
+from ..planning.sizing import n_weights
 from .distill import Recipe, lesson_arrays, loss_of, make_lesson
 from .fitting import Course, computed_in
 from .lessons import Batch, hear, vocabulary_of
-from .sizing import n_weights
 
 
 class Estimate(NamedTuple):

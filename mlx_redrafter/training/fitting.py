@@ -16,7 +16,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
-from ..atomic_files import replacing
+from ..atomic_files import replace_file
 from ..errors import CheckpointError, RedrafterError, one_line
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
@@ -187,7 +187,7 @@ def save_(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -
     arrays = dict(tree_flatten(state))
     kept = "the checkpoint before it is kept" if path.exists() else "nothing was saved before"
     try:
-        with replacing(path) as partly:
+        with replace_file(path) as partly:
             mx.save_safetensors(str(partly), arrays, {"step": str(step)})
             if partly.stat().st_size < sum(array.nbytes for array in arrays.values()):
                 raise OSError("no space left on the device")

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import mlx.nn as nn
 
+from ..checkpoints import load_pair
 from ..demo import demo_prompts
 from ..drafters.recurrent import Drafter
 from ..engine.stats import Stats
 from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
 from ..generate import encode_chat
-from ..pair import open_pair
 from .evaluation import Manner, decoded, make_prompts
 from .settings import Settings, check_numbers, check_sources
 from .sources import read_prompts, read_texts
@@ -62,7 +62,7 @@ def compared(
         plain = decoded(model, None, [prompt], (1, 1), manner)
         for i, shape in enumerate(shapes):
             trial = decoded(model, drafter, [prompt], shape, manner)
-            stats[i] = stats[i].plus(trial.stats)
+            stats[i] += trial.stats
             made[i] += len(trial.texts[0]) - 1
             seconds[i] += trial.seconds
             same[i] = same[i] and trial.texts == plain.texts
@@ -103,7 +103,7 @@ def measure(settings: Settings, drafter_name: str | None, shapes: Sequence[Seque
     check_numbers(settings)
     if settings.model and not drafter_name:
         raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
-    model, tokenizer, drafter = open_pair(settings, settings.model, drafter_name)
+    model, tokenizer, drafter = load_pair(settings, settings.model, drafter_name)
     assert drafter is not None
     if settings.prompts:
         prompts = read_prompts(settings, tokenizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from ..atomic_files import whole_name, why_not_writable, write_text
+from ..atomic_files import final_name, why_not_writable, write_text
 from ..checkpoints import read_object
 from ..drafters.recurrent import DrafterArgs
 from ..errors import RedrafterError, one_line
@@ -63,7 +63,7 @@ def is_free(settings: Settings) -> bool:
     if not place.exists() or not place.is_dir():
         return not place.exists()
     left = {path.name for path in place.iterdir()}
-    begun = {whole_name(path.name) for path in work.iterdir()} if work.is_dir() else set()
+    begun = {final_name(path.name) for path in work.iterdir()} if work.is_dir() else set()
     return left <= {"training"} and begun <= {settings.record.name, settings.answers.name, "lock"}
 
 

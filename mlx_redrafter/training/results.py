@@ -10,8 +10,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from ..atomic_files import replacing, write_text
-from ..cards import card_header
+from ..atomic_files import replace_file, write_text
+from ..checkpoints import card_header
 from ..drafters.recurrent import DrafterArgs
 from .measuring import Row
 from .record import Record
@@ -92,7 +92,7 @@ def draw(path: Path, record: Record) -> bool:
     rounds.set(ylabel="tokens per round, decoded")
     if depths:
         acceptance.legend(fontsize="small")
-    with replacing(path) as partly:
+    with replace_file(path) as partly:
         figure.savefig(partly, dpi=120)
     return True
 

@@ -15,12 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..atomic_files import held, write_text
-from ..checkpoints import load_drafter, save_drafter
+from ..atomic_files import lock_file, write_text
+from ..checkpoints import load_drafter, load_target, save_drafter
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..engine.supported_models import check_draftable, compute_dtype, model_sizes
 from ..errors import RedrafterError, one_line
-from ..pair import open_target
+from ..planning.sizing import choose_size
 from . import results
 from .answers import Asking, answered, digest, group_size, read
 from .data import PAD_TO, Text, make_batches, most_frequent, split, usable
@@ -33,7 +33,6 @@ from .lessons import new_drafter, untrained
 from .measuring import compared, table, takes_trees
 from .record import Record, open_record
 from .settings import Settings, check
-from .sizing import choose_size
 from .sources import base_name, read_prompts, read_texts
 from .validation import Ground, Say, get_callbacks, keep_best, manner_of, stale, validated
 
@@ -65,10 +64,10 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     found = content(settings.record)
     record = open_record(settings, resume=resume)
     callbacks = get_callbacks(settings) if not dry_run else None
-    model, tokenizer = open_target(settings, settings.model)
+    model, tokenizer = load_target(settings, settings.model)
     check_draftable(model, tree=False)
     args = record.drafter_args or chosen_size(settings, model, say)
-    record.args = dict(args.said)
+    record.args = args.to_dict()
     prompts = [] if settings.data else askable(settings, read_prompts(settings, tokenizer), say)
     texts = parted(settings, *read_texts(settings, tokenizer), say) if settings.data else None
     check_same(settings, record, prompts if texts is None else texts)
@@ -78,7 +77,7 @@ def train(settings: Settings, *, resume: bool = False, dry_run: bool = False, sa
     say(told(expected(settings, model, args, prompts, texts, 0 if record.ended else settings.iters - done), args))
     if dry_run:
         return 0
-    with held(settings.work / "lock"):
+    with lock_file(settings.work / "lock"):
         if content(settings.record) != found:
             raise RedrafterError(f"another process has gone on with the run in {settings.place} meanwhile: start anew")
         record.save_(settings.record)

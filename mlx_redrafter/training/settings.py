@@ -9,12 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..atomic_files import expanded
+from ..atomic_files import expand_path
+from ..checkpoints import DTYPES, check_demo_flags
 from ..engine.plan import MAX_DRAFT_DEPTH
-from ..engine.sampling import make_sampler
 from ..errors import RedrafterError
-from ..pair import check_named
-from ..shapes import DTYPES
+from ..options import Options
 from .distill import Recipe
 from .fitting import Course
 from .lessons import LABELS
@@ -108,7 +107,7 @@ class Settings:
     @property
     def place(self) -> Path:
         """Where the drafter will be."""
-        return expanded(self.output)
+        return expand_path(self.output)
 
     @property
     def answers(self) -> Path:
@@ -168,7 +167,7 @@ def check_sources(settings: Settings) -> None:
     """
     if settings.data and settings.prompts:
         raise RedrafterError("give either --data or --prompts, got both")
-    check_named(settings.model, settings)
+    check_demo_flags(settings.model, settings)
     if settings.mask_prompt and not settings.data:
         raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
 
@@ -208,7 +207,7 @@ def check_numbers(settings: Settings) -> None:
     if not settings.temp:
         raise RedrafterError("temp must be at least one number")
     for temp in settings.temp:
-        make_sampler(seed=0, temp=temp)
+        Options(temp=temp)
     numbers = ("learning_rate", "warmup", "weight_decay", "label_temp", "depth_weights")
     for name in numbers:
         value = getattr(settings, name)

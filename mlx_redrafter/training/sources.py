@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import expanded
+from ..atomic_files import expand_path
 from ..demo.sources import training_prompts
 from ..generate import encode_chat
 from .data import Text, load_prompts, load_texts
@@ -32,5 +32,5 @@ def base_name(settings: Settings) -> str | None:
     """The target's name as a drafter's config records it; None for the demo."""
     if settings.model is None:
         return None
-    path = expanded(settings.model)
+    path = expand_path(settings.model)
     return str(path.resolve()) if path.exists() else settings.model

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from statistics import median
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -12,9 +10,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..checkpoints import expected_shapes
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..engine.supported_models import compute_dtype, find_parts, model_sizes
-from ..shapes import expected_shapes
+from .costs import lower_quartile, time_calls
 
 CHEAP = 0.05
 """The share of a plain step that one draft step should cost at most."""
@@ -43,7 +42,7 @@ class Choice(NamedTuple):
 
 
 def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
-    """Sizes worth trying, best first: the largest first, and behind all others those of a small vocabulary."""
+    """Sizes worth trying, best first: the largest first, and after all others those of a small vocabulary."""
     widths = [2 * hidden_size, hidden_size, hidden_size // 2, hidden_size // 4, hidden_size // 8, hidden_size // 16]
     widths = sorted({max(64, 32 * (width // 32)) if width != 2 * hidden_size else width for width in widths})
 
@@ -102,15 +101,15 @@ def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | Non
 
 
 def plain_milliseconds(model: nn.Module) -> float:
-    """The median time of one step of plain decoding behind a short context."""
+    """Milliseconds of one step of plain decoding after a short context."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, CONTEXT), mx.int32), cache=cache))
     token = mx.zeros((1, 1), mx.int32)
-    return milliseconds(lambda: mx.argmax(model(token, cache=cache)[:, -1], axis=-1))
+    return _time(lambda: mx.argmax(model(token, cache=cache)[:, -1], axis=-1))
 
 
 def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
-    """The median time of one step of a chain, by a random drafter of these sizes and that dtype."""
+    """Milliseconds of one step of a chain, by a random drafter of these sizes and that dtype."""
     drafter = Drafter(args)
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
@@ -125,15 +124,10 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
             token = mx.argmax(drafter.logits(hidden, state), axis=-1)
         return token
 
-    return milliseconds(chain) / steps
+    return _time(chain) / steps
 
 
-def milliseconds(work: Callable[[], mx.array]) -> float:
-    """The median time of a piece of work, warm."""
-    times = []
-    for repeat in range(REPEATS + 2):
-        started = time.perf_counter()
-        mx.eval(work())
-        if repeat > 1:
-            times.append((time.perf_counter() - started) * 1e3)
-    return median(times)
+def _time(call: Callable[[], mx.array]) -> float:
+    """Milliseconds of a call that returns what it has built, warm."""
+    mx.eval(call())
+    return lower_quartile(time_calls({"call": lambda: mx.eval(call())}, 0.0, min_turns=REPEATS)["call"])

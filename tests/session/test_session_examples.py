@@ -13,7 +13,7 @@ from examples import side_by_side, terminal_ui, timer
 from mlx_redrafter import Session, load_demo
 
 PROMPT = "class Stack:\n"
-PAGE = Path(__file__).parent.parent / "docs" / "embedding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
 BLOCKS = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"))
 
 

@@ -1,0 +1,187 @@
+"""What a turn adds after the last answer is what the template would put there, once and without stray spaces."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sessions import END, chat_tokenizer, make_model
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from toys import make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from mlx_redrafter import RedrafterError, Session
+from mlx_redrafter.session.chat_template import encode_continuation, encode_conversation, encode_turn, render
+
+SPACE = "\u2581"
+LETTERS = ["<unk>", SPACE, *string.ascii_letters, "(", ")", ":", "\n", "."]
+JOINED = [SPACE + "t", "ab", "E" + SPACE, ")" + ":"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ ' E ' if m.role == 'assistant' else ' A ' }}{% endfor %}"
+TIGHT = "{% for m in messages %}{{ m.content }}{{ ':' if m.role == 'assistant' else '.' }}{% endfor %}"
+
+
+def sentencepiece(kind: str, template: str | None = None) -> Any:
+    """Letters and a few pairs, with a space before every text, as Llama 2's and Mistral's tokenizers have it."""
+    vocab = {piece: number for number, piece in enumerate([*LETTERS, *JOINED])}
+    pairs = [(piece[0], piece[1]) for piece in JOINED]
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, unk_token="<unk>"))
+    if kind == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        parts = [decoders.Replace(SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(parts)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always", split=False)
+        tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme="always", split=False)
+    wrapped: Any = TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False), eos_token_ids=[999]
+    )
+    if template is not None:
+        wrapped._tokenizer.chat_template, wrapped.has_chat_template = template, True
+    return wrapped
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+@pytest.mark.parametrize("template", [None, TEMPLATE, TIGHT])
+def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None) -> None:
+    tokenizer = sentencepiece(kind, template)
+    before, answer = [{"role": "user", "content": "def ma"}], "in"
+    for text in ("cd", " cd", "():", "i am", "\nab", ".", "  two"):
+        new = [{"role": "user", "content": text}]
+        read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, answer)]
+        ids = encode_turn(tokenizer, before, new, read[-1])
+        assert ids is not None
+        messages = [*before, {"role": "assistant", "content": answer}, *new]
+        rendered = "".join(m["content"] for m in messages) if template is None else render(tokenizer, messages)
+        assert tokenizer.decode([*read, *ids]) == rendered
+        assert [*read, *ids] == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+@pytest.mark.parametrize(
+    ("between", "twice"), [("", False), (" ", False), ("\n", False), (" \n", False), (".", True), (" b ", True)]
+)
+def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool) -> None:
+    end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
+    tokenizer = sentencepiece(kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}")
+    tokenizer._tokenizer.add_special_tokens({"eos_token": "</s>"})
+    last = tokenizer._tokenizer.eos_token_id
+    tokenizer.eos_token_ids = [last]
+    before, new = ([{"role": "user", "content": each}] for each in ("ab", "cd"))
+    read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, "in")]
+    cut, ended = (encode_turn(tokenizer, before, new, each) for each in (read[-1], last))
+    assert cut is not None
+    assert [*read, *cut] == tokenizer.encode(f"ab:in{between}</s>cd:", add_special_tokens=False)
+    assert ended == (cut if twice else cut[cut.index(last) + 1 :])
+
+
+def test_turn_is_what_follows_the_answer() -> None:
+    tokenizer = chat_tokenizer()
+    before = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    new = [{"role": "user", "content": "v"}]
+    assert tokenizer.decode(encode_conversation(tokenizer, before)) == "SszUuzA"
+    assert tokenizer.decode(encode_turn(tokenizer, before, new, 5)) == "zUvzA"
+    assert tokenizer.decode(encode_turn(tokenizer, before, new, END)) == "UvzA"
+    tokenizer._tokenizer.chat_template = "{{ messages[-1].content }}"
+    assert encode_turn(tokenizer, before, new, 5) is None
+
+
+def test_other_tokenizers_encode_the_text_alone() -> None:
+    tokenizer = make_tokenizer(vocab=53)
+    assert encode_continuation(tokenizer, "hello") == tokenizer.encode("hello", add_special_tokens=False)
+
+
+def test_session_adds_no_stray_spaces() -> None:
+    session = Session(make_model("qwen3"), sentencepiece("prepend"), max_tokens=2)
+    session.send("def ma")
+    session.send("in():")
+    answer = session.messages[1]["content"]
+    assert session.tokenizer.decode(session.tokens).startswith("def ma" + answer + "in():")
+
+
+THINKING = (
+    "{% if tools %}{{ 't' * (tools | length) }}{% endif %}{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}"
+    "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% if think is defined and think %}h{% endif %}"
+    "{% endif %}"
+)
+
+
+def make_thinker(**settings: Any) -> Session:
+    """Over a template that shows tools at the front, and an argument at the end."""
+    return Session(make_model("qwen3"), chat_tokenizer(THINKING), max_tokens=4, **settings)
+
+
+def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
+    """(the conversation as text up to the new answer, how many tokens of it this turn has read)."""
+    answer = session.send(text, **options)
+    assert answer.last is not None
+    return session.tokenizer.decode(session.tokens[: -len(answer.tokens)]), answer.last.prompt_tokens
+
+
+def look(what: str) -> str:
+    """Looks.
+
+    Args:
+        what: it should be.
+    """
+    return what
+
+
+def test_template_arguments_of_a_turn_override_the_sessions() -> None:
+    session = make_thinker(chat_template_config={"think": True})
+    assert send(session, "a") == ("UazAh", 5)
+    before = session.tokens
+    text, count = send(session, "b", chat_template_config={"think": False})
+    assert text.endswith("UbzA") and session.tokens[: len(before)] == before and count < 7, "no token is read twice"
+    assert send(session, "c", chat_template_config=None)[0].endswith("UczA")
+    assert send(session, "d")[0].endswith("UdzAh")
+
+
+def test_changed_tools_are_read_again() -> None:
+    session = make_thinker(tools=[look])
+    assert send(session, "a")[0] == "tUazA"
+    assert send(session, "b")[1] < 7
+    text, count = send(session, "c", tools=[look, look])
+    assert text.startswith("ttUazA") and count == len(text)
+    assert send(session, "d", tools=[look, look])[1] < 7, "only once"
+    assert send(session, "e")[0].startswith("tUazA")
+    assert send(session.fork(), "f")[1] < 7
+
+
+def test_saved_session_knows_its_template_arguments(tmp_path: Path) -> None:
+    session = make_thinker()
+    assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
+    session.save(tmp_path / "talk.safetensors")
+    loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
+    for one in (session, loaded):
+        assert send(one, "b")[0].startswith("Uaz"), "without the tools, so read again"
+    assert loaded.tokens == session.tokens
+
+
+def test_saved_session_goes_on_without_arguments_unknown_to_json(tmp_path: Path) -> None:
+    session = make_thinker()
+    session.send("a", chat_template_config={"think": {1, 2}})
+    session.save(tmp_path / "talk.safetensors")
+    loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
+    assert send(loaded, "b")[0].endswith("UbzA")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chat_template_config": 5}, "chat_template_config must be a dictionary of arguments, got 5"),
+        ({"chat_template_config": {1: 2}}, "chat_template_config must be a dictionary of arguments"),
+        ({"chat_template_config": {"tokenize": True}}, "the chat template refuses these messages: .*tokenize"),
+        ({"tools": "look"}, "tools must be a list of functions or JSON schemas, got 'look'"),
+        ({"tools": [5]}, "the chat template refuses these messages: "),
+    ],
+)
+def test_unusable_template_arguments_are_refused(options: dict[str, Any], reason: str) -> None:
+    session = make_thinker()
+    with pytest.raises(RedrafterError, match=reason) as raised:
+        session.send("a", **options)
+    assert "\n" not in str(raised.value) and session.send("a").tokens
+    with pytest.raises(RedrafterError, match="tools need a chat template, and the tokenizer has none"):
+        Session(make_model("qwen3"), make_tokenizer(vocab=53), tools=[{}])

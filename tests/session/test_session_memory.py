@@ -1,0 +1,118 @@
+"""How long a conversation may be for its cache to fit into a memory, and what happens at that length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+from sessions import END, assert_fresh, forbid, make_model, make_session, plain_session
+
+from mlx_redrafter import RedrafterError, Session
+from mlx_redrafter.options import Options
+from mlx_redrafter.session.memory import measure_cache
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+SPARE = 320
+"""Rows of the cache that a session keeps for spare allocations and trees."""
+
+
+def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
+    """Bytes for a conversation of so many tokens."""
+    return round(measure_cache(make_model(family), Options(**options)).at(tokens + SPARE))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_kv_size": 300}, {"kv_bits": 4, "kv_group_size": 32}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "falcon_h1", "deepseek_v32", "mamba"])
+def test_estimate_is_about_what_a_cache_holds(family: str, options: dict[str, Any]) -> None:
+    if "kv_bits" in options and family != "qwen3":
+        pytest.skip("mlx-lm quantizes the caches of few families")
+    model = make_model(family)
+    estimate = measure_cache(model, Options(prefill_step_size=64, quantized_kv_start=128, **options))
+    cache = make_prompt_cache(model, options.get("max_kv_size"))
+    for n in range(64, 1025, 64):  # tokens
+        model(mx.ones((1, 64), mx.int32), cache=cache)  # never computed: the shapes are known
+        if "kv_bits" in options:
+            maybe_quantize_kv_cache(cache, 128, 32, options["kv_bits"])
+        real = sum(c.nbytes for c in cache)
+        if n >= 512 or "kv_bits" not in options:  # before it is quantized, the spare rows are not
+            assert 0.4 * estimate.at(n) <= real <= estimate.at(n + 256), n
+        assert abs(estimate.tokens_in(estimate.at(n)) - n) <= 1 or estimate.at(n) == estimate.at(n + 1)
+    assert estimate.tokens_in(0) == 0
+
+
+def test_turn_without_room_is_refused_before_it_is_read() -> None:
+    size = budget(192)
+    session = make_session(memory_budget=size)
+    session.send("hello")
+    before = session.tokens
+    with pytest.raises(RedrafterError, match=f"the conversation would be .* more than its budget of {size}"):
+        session.send("x" * 300)
+    assert session.tokens == before
+    answer = session.send("more", max_tokens=-1, logits_processors=[forbid(END)])
+    assert answer.finish_reason == "length" and len(session.tokens) == 192
+
+
+def test_oldest_messages_are_trimmed_but_the_systems() -> None:
+    session = make_session(memory_budget=budget(192), when_full="trim")
+    session.send([{"role": "system", "content": "be brief"}, {"role": "user", "content": "a" * 40}])
+    for letter in "bcdefgh":
+        answer = session.send(letter * 40)
+        assert answer.finish_reason in ("stop", "length") and len(session.tokens) <= 192
+        assert_fresh(session, answer)
+    assert session.messages[0] == {"role": "system", "content": "be brief"}
+    assert session.messages[1]["content"] not in ("a" * 40, "b" * 40) and session.messages[-2]["content"] == "h" * 40
+    with pytest.raises(RedrafterError, match="more than its budget"):
+        session.send("x" * 300)
+
+
+def full_session() -> Session:
+    """192 letters have room; three turns of 40 letters were read."""
+    session = plain_session(max_tokens=9, memory_budget=budget(192), when_full="trim")
+    for letter in "abc":
+        session.send(letter * 40)
+    assert len(session.tokens) == 3 * 49
+    return session
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (150, "cd"), (-1, "cd")]
+)
+def test_no_more_is_trimmed_than_the_answer_needs(max_tokens: int, kept: str) -> None:
+    session = full_session()
+    answer = session.send("d" * 40, max_tokens=max_tokens)
+    assert [each["content"][0] for each in session.messages if each["role"] == "user"] == list(kept)
+    assert len(answer.tokens) == (max_tokens if 0 < max_tokens < 150 else 192 - 49 - 40)
+
+
+def test_cancel_while_a_trimmed_conversation_is_read() -> None:
+    session = full_session()
+    tokens, messages = session.tokens, session.messages
+    answer = session.send(
+        "d" * 40, prefill_step_size=8, prompt_progress_callback=lambda done, total: done > 20 and session.cancel()
+    )
+    assert answer.finish_reason == "cancelled" and (session.tokens, session.messages) == (tokens, messages)
+    with pytest.raises(RedrafterError, match="there is no cache to save"):
+        session.save("nowhere.safetensors")
+    assert_fresh(session, session.send("d", max_tokens=2))
+    assert len(session.messages) == 8
+
+
+def test_ring_has_room_for_ever() -> None:
+    session = make_session(max_kv_size=64, memory_budget=budget(10**6, max_kv_size=64), drafter=False)
+    for _ in range(12):
+        assert session.send("a" * 40).tokens
+    assert len(session.tokens) > 500
+
+
+def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = plain_session(max_tokens=4)
+    monkeypatch.setattr("mlx_redrafter.session.session.free_memory", lambda: budget(100))
+    for _ in range(8):  # what the cache has is not free, but the session's
+        session.send("a" * 30)
+    assert len(session.tokens) == 8 * 34
+    with pytest.raises(RedrafterError, match="more than the machine has left"):
+        session.send("a" * 200)

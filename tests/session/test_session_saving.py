@@ -1,0 +1,107 @@
+"""Saved sessions go on as they would have; what cannot be saved or loaded is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from sessions import FAMILIES, chat_tokenizer, make_model, make_session
+
+from mlx_redrafter import RedrafterError, Session
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where to save."""
+    return tmp_path / "talk.safetensors"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_session_goes_on_as_the_saved_one(family: str, file: Path) -> None:
+    options: dict[str, Any] = {"temp": 0.8, "seed": 3, "max_tokens": 9, "beam_width": 1, "draft_depth": 2}
+    session = make_session(family, **options)
+    session.send("hello")
+    session.save(file)
+    assert [*file.parent.iterdir()] == [file]
+    loaded = Session.load(file, session.model, session.tokenizer, session.drafter, **options)
+    assert loaded.tokens == session.tokens and loaded.messages == session.messages
+    assert loaded.send("more").tokens == session.send("more").tokens
+    assert load_prompt_cache(str(file)), "mlx-lm reads it, too"
+
+
+def test_unusable_place_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    session = make_session()
+    with pytest.raises(RedrafterError, match="nothing was said yet"):
+        session.save(file)
+    session.send("hello")
+    with pytest.raises(RedrafterError, match=r"saved as \.safetensors, got talk\.bin"):
+        session.save(file.with_suffix(".bin"))
+    (file.parent / "file").write_text("")
+    for folder in ("file", "new/deeper"):
+        with pytest.raises(RedrafterError, match=rf"cannot save the session .* there is no directory .*/{folder}$"):
+            session.save(file.parent / folder / file.name)
+    for path, reason in (("a\0.safetensors", "null character"), (5, "no such path: '5'")):
+        for use in (session.save, lambda path: Session.load(path, make_model("qwen3"), chat_tokenizer())):
+            with pytest.raises(RedrafterError, match=reason):
+                use(path)  # type: ignore[operator]
+    session.send([{"role": "user", "content": "hello", "seen": {1}}])
+    with pytest.raises(RedrafterError, match=r"cannot save the session .* set is not JSON serializable"):
+        session.save(file)
+    assert [*file.parent.iterdir()] == [file.parent / "file"], "nothing was made"
+
+
+def test_damaged_or_foreign_file_is_refused(file: Path) -> None:
+    session = make_session()
+    session.send("hello")
+    session.save(file)
+    content, other = file.read_bytes(), file.with_name("other.safetensors")
+    for damaged in (None, b"", content[: len(content) // 2], content.replace(b"session", b"sesion_")):
+        if damaged is not None:
+            other.write_bytes(damaged)
+        with pytest.raises(RedrafterError, match="cannot read the session"):
+            Session.load(other, session.model, session.tokenizer)
+    with pytest.raises(RedrafterError, match=r"cannot read the session .* was saved with another model"):
+        Session.load(file, make_model("gemma3_text"), session.tokenizer)
+    save_prompt_cache(str(other), load_prompt_cache(str(file)))
+    with pytest.raises(RedrafterError, match="expected a prompt cache with a conversation, got one without"):
+        Session.load(other, session.model, session.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": [64]}, "token ids must be from 0 to 63, got 64"),
+        ({"tokens": [2**40]}, "token ids, got 1099511627776"),
+        ({"tokens": []}, "the prompt is empty"),
+        ({"tokens": [1, "2"]}, "expected a list of token ids"),
+        ({"tokens": [1, 2]}, "its cache holds .* tokens, and it names 2"),
+        ({"messages": []}, "expected a text or messages"),
+        ({"template": 3}, "expected arguments of a chat template"),
+        ({"format": "9"}, "expected format 1, got '9'"),
+        ({"layers": 1}, "the prompt cache must have . layers as the model has, got 1"),
+    ],
+)
+def test_inconsistent_file_is_refused(change: dict[str, Any], reason: str, file: Path) -> None:
+    session = make_session()
+    session.send("hello")
+    session.save(file)
+    cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+    saved = json.loads(metadata["session"]) | change
+    save_prompt_cache(str(file), cache[: saved.pop("layers", None)], {"session": json.dumps(saved)})
+    with pytest.raises(RedrafterError, match=f"cannot read the session .*: .*{reason}") as raised:
+        Session.load(file, session.model, session.tokenizer)
+    assert "\n" not in str(raised.value)
+
+
+def test_cache_unknown_to_mlx_lm_is_not_saved(file: Path) -> None:
+    session = make_session("deepseek_v41")
+    session.send("hello")
+    with pytest.raises(RedrafterError, match="mlx-lm cannot read a LayerCache again: the cache of deepseek_v41 cannot"):
+        session.save(file)
+    assert not list(file.parent.iterdir()) and session.send("more").tokens

@@ -1,0 +1,68 @@
+"""A model is loaded in one thread, and each turn of a session over it may come from another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import pytest
+from families import make_family
+from sessions import assert_fresh, chat_tokenizer, make_drafter
+from small import save_target
+from threads import workers
+from toys import make_model
+
+from mlx_redrafter import RedrafterError, Session, load
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gpt_oss",  # ropes whose frequencies are not parameters, as those of Llama 3
+        "gemma4_text",
+        "bailing_hybrid",  # slopes of its linear attention
+        "gemma3n",  # its forward puts other weights into the model
+        "qwen3_5",
+        "mamba",
+    ],
+)
+def test_every_turn_may_come_from_another_thread(family: str) -> None:
+    def make() -> Session:
+        model = make_family(family)
+        return Session(model, chat_tokenizer(), make_drafter(model), max_tokens=6, beam_width=1, draft_depth=2)
+
+    with workers(3) as (first, second, third):
+        session = first.submit(make).result()
+        for pool in (second, third, first):
+            answer = pool.submit(session.send, "hello").result()
+            first.submit(assert_fresh, session, answer).result()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a model with a rope that keeps its frequencies."""
+    path = tmp_path_factory.mktemp("yarn")
+    model: Any = make_model("llama-yarn", vocab=53)
+    save_target(path, model, chat_tokenizer()._tokenizer, rope_scaling=ROPE, head_dim=32)
+    return path
+
+
+def test_loaded_model_may_be_used_in_another_thread(stored: Path) -> None:
+    with workers(2) as (one, other):
+        model, tokenizer = one.submit(load, stored).result()
+        answer = other.submit(lambda: Session(model, tokenizer, max_tokens=4).send("hello")).result()
+    assert answer.tokens
+
+
+def test_unevaluated_model_of_another_thread_is_refused(stored: Path) -> None:
+    with workers(2) as (one, other):
+        model, tokenizer = one.submit(lambda: mlx_lm.load(str(stored))[:2]).result()
+        with pytest.raises(RedrafterError, match=r"was loaded in another thread, .*: load it with mlx_redrafter\.load"):
+            other.submit(Session, model, tokenizer).result()
+        session = one.submit(Session, model, tokenizer, max_tokens=4).result()
+        assert other.submit(session.send, "hello").result().tokens

@@ -1,0 +1,84 @@
+"""Toy sessions, and what a fresh run says over the same tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from families import make_family
+from toys import make_tokenizer
+
+from mlx_redrafter import Answer, Session, generate_step
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.supported_models import model_sizes
+
+CHAT = (
+    "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"
+    "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+END = 26
+"""The id of z, which ends each message of `CHAT`."""
+
+FAMILIES = ["qwen3", "gemma3_text", "mamba", "qwen3_5"]
+"""KV caches, rings, recurrent states, and KV caches besides states."""
+
+
+@functools.cache
+def make_model(family: str) -> nn.Module:
+    """A random model, shared between tests."""
+    return make_family(family)
+
+
+def make_drafter(model: nn.Module) -> Drafter:
+    """A random one, never evaluated."""
+    return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1))
+
+
+def chat_tokenizer(template: str = CHAT) -> Any:
+    """One token a letter, and a chat template."""
+    tokenizer = make_tokenizer([END], vocab=53)
+    tokenizer._tokenizer.chat_template = template
+    tokenizer.has_chat_template = True
+    return tokenizer
+
+
+def make_session(family: str = "qwen3", *, drafter: bool = True, **options: Any) -> Session:
+    """Over a toy, with a random drafter."""
+    model = make_model(family)
+    options = {"max_tokens": 9, "beam_width": 1, "draft_depth": 2} | options
+    return Session(model, chat_tokenizer(), make_drafter(model) if drafter else None, **options)
+
+
+def plain_session(**options: Any) -> Session:
+    """Without a chat template and a drafter: a token is a letter."""
+    return Session(make_model("qwen3"), make_tokenizer(vocab=53), **options)
+
+
+def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
+    """Asserts that the last answer is what plain decoding from an empty cache generates after the same tokens."""
+    assert answer.tokens and session.tokens[-len(answer.tokens) :] == answer.tokens
+    read = session.tokens[: -len(answer.tokens)]
+    steps = generate_step(read, session.model, max_tokens=len(answer.tokens), **options)
+    assert [token for token, _, _ in steps] == answer.tokens
+
+
+def forbid(token: int) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor."""
+    return lambda history, logits: mx.where(mx.arange(logits.shape[-1]) == token, -mx.inf, logits)
+
+
+def interrupt_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, interrupted by Ctrl-C at the call of that number, from 1."""
+    calls = 0
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return function(*args, **keywords)
+
+    return counted
