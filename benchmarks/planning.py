@@ -20,7 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine import decode
+from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.round import make_draft
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
@@ -93,30 +94,16 @@ def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: in
     return found
 
 
-class Fixed:
-    """The same plan for every round."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def next_plan(self, length: int) -> Plan:
-        """The plan."""
-        return self._plan
-
-    def observe(self, *observed: object) -> None:
-        """Nothing is learned."""
-
-
 def gone_through(costs: CostTable, acceptance: Acceptance, length: int, right: list[int]) -> dict[str, Any]:
     """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
     found: dict[str, Any] = {
-        f"1 x {depth}": taken(costs, Fixed(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
+        f"1 x {depth}": taken(costs, decode.Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
     }
     found["auto x"], found["plain steps"] = taken(costs, Planner(costs, acceptance), length, right)
     return found
 
 
-def taken(costs: CostTable, planner: Planner | Fixed, length: int, right: list[int]) -> tuple[float, int]:
+def taken(costs: CostTable, planner: decode.Planner, length: int, right: list[int]) -> tuple[float, int]:
     """(speed against plain decoding, plain steps), with the next plan chosen before a round or a step is read."""
     made, took, steps = 1, 0.0, 0  # the prompt's own token
     following = planner.next_plan(length)
