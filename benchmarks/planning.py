@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine import decode
+from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.round import make_draft
 from mlx_redrafter.engine.sampling import make_sampler
@@ -28,7 +28,7 @@ from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
 from mlx_redrafter.generate import generate_step
 from mlx_redrafter.planning.costs import MAX_NODES, CostTable
-from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, Planner
+from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, AutoPlanner
 
 from .common import above_zero, positive
 from .shapes import add_json, show
@@ -97,13 +97,13 @@ def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: in
 def gone_through(costs: CostTable, acceptance: Acceptance, length: int, right: list[int]) -> dict[str, Any]:
     """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
     found: dict[str, Any] = {
-        f"1 x {depth}": taken(costs, decode.Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
+        f"1 x {depth}": taken(costs, Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
     }
-    found["auto x"], found["plain steps"] = taken(costs, Planner(costs, acceptance), length, right)
+    found["auto x"], found["plain steps"] = taken(costs, AutoPlanner(costs, acceptance), length, right)
     return found
 
 
-def taken(costs: CostTable, planner: decode.Planner, length: int, right: list[int]) -> tuple[float, int]:
+def taken(costs: CostTable, planner: Planner, length: int, right: list[int]) -> tuple[float, int]:
     """(speed against plain decoding, plain steps), with the next plan chosen before a round or a step is read."""
     made, took, steps = 1, 0.0, 0  # the prompt's own token
     following = planner.next_plan(length)

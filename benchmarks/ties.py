@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.cli.comparing import Difference, distance, first_difference
+from mlx_redrafter.cli.generate import first_difference, judge_difference
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_prompts, generate_step
@@ -91,7 +91,8 @@ def measure(
                 last_row(model, None, prompt, at + 1, options),
                 last_row(model, drafter, prompt, at + 1, drafted_options),
             ]
-            found.append(Difference(at, *distance(*rows)))
+            sampler = Options(**options).make_sampler(seed)
+            found.append(judge_difference(at, (rows[0], rows[1]), (one[at], other[at]), sampler, len(prompt) + at))
     return {
         "shape": "x".join(str(number) for number in plan),
         "texts": len(prompts),

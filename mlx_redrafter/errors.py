@@ -1,19 +1,19 @@
-"""The errors a user may meet. Each message names what was expected and what was got."""
+"""The errors of this package. Each message says what was expected and what was got, in one line."""
 
 from __future__ import annotations
 
 
 def one_line(error: object) -> str:
-    """Its text on one line."""
+    """The text of an error on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class RedrafterError(ValueError):
-    """The base of this package's errors: bad input, said in one line."""
+    """The base of this package's errors: bad input."""
 
 
 class UnsupportedModelError(RedrafterError):
-    """The target cannot be served losslessly; the message says why."""
+    """The target cannot be decoded losslessly; the message says why."""
 
 
 class CheckpointError(RedrafterError):

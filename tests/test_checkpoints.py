@@ -97,19 +97,13 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "config cut off": (file(CONFIG, b'{"hidden_size": '), "DIR/config.json is not JSON: Expecting value.*"),
     "config not UTF-8": (file(CONFIG, b"\xff\xfe"), "DIR/config.json is not JSON: 'utf-8' codec can't.*"),
     "config a list": (file(CONFIG, b"[1]"), "DIR/config.json must hold an object, got list"),
-    "config with 5000 digits": (
-        file(CONFIG, b'{"hidden_size": ' + 5000 * b"7" + b"}"),
-        "DIR/config.json is not JSON: Exceeds the limit .*",
-    ),
     "another model's config": (
         config(model_type="llama"),
         r"expected a drafter \(model_type 'recurrent_drafting_drafter'\) in DIR, got model_type 'llama'",
     ),
     "no weights": (file(WEIGHTS, None), r"no model\*.safetensors in DIR"),
     "empty weights": (cut(0), "cannot read DIR/model.safetensors: .*"),
-    "header cut off": (cut(100), "cannot read DIR/model.safetensors: .* 100 bytes.*"),
     "last byte cut off": (cut(-1), "cannot read DIR/model.safetensors: .*exceeding the size of the file.*"),
-    "weights of text": (file(WEIGHTS, b"not weights"), "cannot read DIR/model.safetensors: .*"),
     "shard missing": (
         index("model-00002-of-00002.safetensors"),
         "half a checkpoint: model.safetensors.index.json names model-00002-of-00002.safetensors, which is not in DIR",
@@ -118,7 +112,6 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         index("../model.safetensors"),
         "half a checkpoint: model.safetensors.index.json names ../model.safetensors, which is not in DIR",
     ),
-    "index cut off": (file(INDEX, b"{"), "DIR/model.safetensors.index.json is not JSON: .*"),
     "index null": (file(INDEX, b"null"), "DIR/model.safetensors.index.json must hold an object, got NoneType"),
     "index with nested names": (
         file(INDEX, b'{"weight_map": {"a": ["b"]}}'),
@@ -126,7 +119,6 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "extra tensor": (tensor("emb_norm.weight", mx.ones((32,))), "cannot load the drafter in DIR: .*emb_norm.weight.*"),
     "no head": (tensor("lm_head.1.weight", None), "not a drafter: DIR has no lm_head.N.weight; its tensors begin .*"),
-    "no recurrence": (tensor("rnn_w.weight", None), "DIR/config.json says rnn True, its tensors say False"),
     **{
         f"no {name}": (tensor(name, None), f"cannot load the drafter in DIR: .*{name}.*")
         for name in ("rnn_u.weight", "lm_head.0.linear.weight", "lm_head.0.linear.bias")

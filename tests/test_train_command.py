@@ -30,7 +30,7 @@ from mlx_redrafter.engine.supported_models import REFUSED
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode
 from mlx_redrafter.training import command, measuring, run
-from mlx_redrafter.training.command import make_parser
+from mlx_redrafter.training.command import make_parser, make_settings
 from mlx_redrafter.training.settings import Settings
 from mlx_redrafter.training.sources import base_name
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import Planner, expected_reach
+from mlx_redrafter.planning.planner import AutoPlanner, expected_reach
 
 ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
 CURVES: dict[str, Callable[[int], float]] = {
@@ -99,4 +99,4 @@ def fly_auto(
     table: CostTable, scale: Callable[[int], float], tokens: int = 256, seed: int = 0, *, truth: float = 1.0, **how: Any
 ) -> float:
     """The same of a new planner with that table, where rounds really take `truth` times as long."""
-    return fly(Planner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)
+    return fly(AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)

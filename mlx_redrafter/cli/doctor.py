@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -26,11 +25,11 @@ from ..engine.plan import Plan, chain_plan
 from ..engine.supported_models import check_draftable, compute_dtype, model_name
 from ..engine.target import Target
 from ..errors import RedrafterError
-from ..flags import add_pair
 from ..planning.costs import CostTable, is_disturbed, load_costs
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, expected_tokens, predict_all, starting_plan
 from ..planning.sizing import CHEAP, choose_size
+from .arguments import Parser, add_model_flags
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
 """How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
@@ -42,8 +41,8 @@ TO_FLOAT32 = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-
 def run() -> int:
     """Runs the command on `sys.argv`; its exit status."""
     about = "Measure whether drafting pays on this machine for a model, before a drafter is trained."
-    parser = argparse.ArgumentParser(prog="mlx_redrafter.doctor", description=about)
-    add_pair(parser, "a random one of the size that training would choose", plain=False)
+    parser = Parser(prog="mlx_redrafter.doctor", description=about)
+    add_model_flags(parser, "a random one of the size that training would choose", plain=False)
     parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
     parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -161,9 +160,8 @@ def find_start(costs: CostTable, acceptance: Acceptance, context: int) -> dict[s
     """What `auto` starts with: a plan, or None for plain decoding, and then the offer is that of the fastest plan."""
     plan = starting_plan(costs, acceptance, context)
     offer = find_offer(costs, acceptance, context, plan)
-    reason = "" if plan else f"the best plan is {describe_plan(offer['plan'])}, "
-    reason += f"{offer['tokens_per_round']:.2f} tokens expected in a round of {offer['plain_steps']:.2f} plain steps, "
-    reason += f"{offer['ratio']:.2f} times plain decoding"
+    reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
+    reason += f"{offer['plain_steps']:.2f} plain steps, {offer['ratio']:.2f} times plain decoding"
     return {"context": context, "plan": plan, "offer": offer, "reason": reason}
 
 
@@ -186,7 +184,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
-            openblas = "apt install libopenblas0-pthread, LD_PRELOAD=libopenblas.so.0 python -m mlx_redrafter.doctor"
+            openblas = "apt install libopenblas0-pthread, then put LD_PRELOAD=libopenblas.so.0 before the command"
             yield f"no fast BLAS was found: a forward of N nodes costs nearly N plain steps. Debian, Ubuntu: {openblas}"
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantised weights without the BLAS: slowly, slower for more nodes"
@@ -204,22 +202,27 @@ def describe_plan(plan: Plan) -> str:
     return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
 
 
+def format_verdict(report: dict[str, Any], limits: list[str]) -> str:
+    """Whether drafting pays, where `limits` are the tokens per round from which it does after each context."""
+    if report["not_finite"]:
+        return f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite."
+    drafter, start, least = report["drafter"], report["starts"][0], report["pays_from"][0]["tokens_per_round"]
+    pays = start["plan"] if drafter["stand_in"] is None else least
+    text = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
+    text += f" from {limits[0]} tokens per round on"
+    if drafter["stand_in"] is None:
+        text += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
+        text += f"about {start['offer']['ratio']:.2f} times plain decoding"
+    longer = zip(report["costs"]["contexts"][1:], limits[1:], strict=True)
+    return f"{text}." + "".join(f" After {context:,} tokens: from {limit} on." for context, limit in longer)
+
+
 def format_report(report: dict[str, Any]) -> list[str]:
     """Lines of text: the verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
-    costs, drafter, starts = report["costs"], report["drafter"], report["starts"]
+    costs, drafter = report["costs"], report["drafter"]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {chain_tokens(RATES[-1]):.2f}" for tokens in least]
-    pays = least[0] if drafter["stand_in"] else starts[0]["plan"]
-    verdict = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
-    verdict += f" from {limits[0]} tokens per round on"
-    if report["not_finite"]:
-        verdict = f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite"
-    elif not drafter["stand_in"]:
-        verdict += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
-        verdict += f"about {starts[0]['offer']['ratio']:.2f} times plain decoding"
-    for each, limit in zip(report["pays_from"][1:], limits[1:], strict=True):
-        verdict += f". After {each['context']:,} tokens: from {limit} on"
-    text = [f"{verdict}.", *(f"Warning: {note}." for note in report["notes"]), ""]
+    text = [format_verdict(report, limits), *(f"Warning: {note}." for note in report["notes"]), ""]
     text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for role in ("target", "drafter"):
         name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
@@ -228,10 +231,13 @@ def format_report(report: dict[str, Any]) -> list[str]:
         text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
-    text += ["", "auto starts with these plans (width x depth):"]
-    for start in starts:
-        plan = describe_plan(start["plan"]) if start["plan"] else "plain decoding"
-        text.append(f"After {start['context']:,} tokens: {plan}; {start['reason']}")
+    text += [
+        "",
+        "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):",
+    ]
+    for start in report["starts"]:
+        kind = "" if start["plan"] else "plain decoding, as the best plan "
+        text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")
     lines = [line for part in text for line in wrap(part, 80, subsequent_indent="  ", break_on_hyphens=False) or [""]]
 
     after = [f"after {context:,} tokens" for context in costs["contexts"]]
@@ -246,7 +252,7 @@ def format_report(report: dict[str, Any]) -> list[str]:
         offers = [each["offer"] for each in report["outlooks"] if each["tokens_per_round"] == tokens]
         table.append((f"{tokens:.2f}", *(f"{offer['ratio']:.2f} ({describe_plan(offer['plan'])})" for offer in offers)))
     table.append(("pays from", *limits))
-    return [*lines, *("".join(f"{cell:>24}" for cell in row) for row in table)]
+    return [*lines, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)]
 
 
 def check_plot(name: str) -> Path:

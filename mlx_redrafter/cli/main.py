@@ -6,10 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from pathlib import Path
 
 from .. import __version__
 from ..errors import one_line
@@ -27,8 +24,8 @@ COMMANDS = {
 """Name -> (the module whose `run()` is the command, what it does)."""
 
 NO_BACKEND = (
-    "MLX cannot run here: {error}. On Linux install a backend: "
-    "pip install 'mlx_redrafter[cpu]' or pip install 'mlx_redrafter[cuda]'"
+    "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
+    "pip install 'mlx_redrafter[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or '.[cuda]')"
 )
 
 
@@ -40,92 +37,52 @@ def main(command: str | None = None) -> None:
     """
     if command is None:
         command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    usage = "usage: mlx_redrafter COMMAND ...\n       mlx_redrafter --version"
     if command in ("-h", "--help"):
         listed = "\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())
-        print(f"{usage}\n\ncommands:\n{listed}\n\n'mlx_redrafter COMMAND --help' lists a command's options.")
+        print(f"usage: mlx_redrafter COMMAND ...\n       mlx_redrafter --version\n\ncommands:\n{listed}\n")
+        print("'mlx_redrafter COMMAND --help' lists a command's options.")
     elif command == "--version":
         print(__version__)
     elif command in COMMANDS:
         run_module(COMMANDS[command][0])
     else:
-        print(f"{usage}\nerror: expected a command, got {command!r}", file=sys.stderr)
+        wrong = f"expected a command, got {command!r}" if command else "expected a command"
+        print(f"mlx_redrafter: error: {wrong}; see --help", file=sys.stderr)
         sys.exit(2)
 
 
 def run_module(module: str) -> None:
     """Imports `module`, calls its `run()`, and exits with what that returns; errors become one line on stderr."""
-    with open_streams():
-        try:
-            check_backend()
-            with show_warnings_plainly(), show_log():
-                status = import_module(module).run()
-            sys.stdout.flush()
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except BrokenPipeError:
-            discard_stdout()
-            sys.exit(1)
-        except (ValueError, OSError) as error:
-            discard_stdout()
-            exit_with_error(one_line(error))
-        sys.exit(status)
-
-
-@contextmanager
-def open_streams() -> Iterator[None]:
-    """Replaces standard streams that the parent process closed with the null device."""
-    with ExitStack() as stack:
-        for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-            try:
-                os.fstat(number)
-            except OSError:
-                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which a file would take otherwise
-            if getattr(sys, name) is None:
-                setattr(sys, name, stack.enter_context(Path(os.devnull).open(mode, encoding="utf-8")))
-                stack.callback(setattr, sys, name, None)
-        yield
-
-
-def check_backend() -> None:
-    """Exits with what to install when MLX cannot be imported."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the parent process
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
+    logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
+    if logging.lastResort is not None:  # what shows a log that a command has not set up
+        logging.lastResort.setLevel(logging.INFO)
     try:
         import_module("mlx.core")
     except ImportError as error:
         exit_with_error(NO_BACKEND.format(error=one_line(error)))
-
-
-@contextmanager
-def show_warnings_plainly() -> Iterator[None]:
-    """Shows a warning as one line, without the place in the source."""
-    before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     try:
-        yield
-    finally:
-        warnings.formatwarning = before
-
-
-@contextmanager
-def show_log() -> Iterator[None]:
-    """Shows what the package logs on stderr, unless the command has set up a log of its own."""
-    logger, handler = logging.getLogger("mlx_redrafter"), logging.StreamHandler()
-    handler.addFilter(lambda record: not logging.root.handlers)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        status = import_module(module).run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        discard_stdout()
+        status = 1
+    except (ValueError, OSError) as error:
+        discard_stdout()
+        exit_with_error(one_line(error))
+    sys.exit(status)
 
 
 def discard_stdout() -> None:
     """Sends what is still buffered for stdout to the null device, so that Python's last flush cannot fail."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         return  # stdout is closed, or not a file
 
 

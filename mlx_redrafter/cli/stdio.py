@@ -1,13 +1,12 @@
-"""Sessions over lines of JSON: a program holds this one as a child process, and needs no Python of its own.
+"""`stdio`: sessions for another program, over lines of JSON; docs/stdio.schema.json has every request and event.
 
-Requests come on stdin, events go to stdout, an object a line; docs/stdio.schema.json has every one of them. The main
-thread loads, reads prompts and decodes, in the order of the requests; another one reads stdin, so that a request can be
-cancelled while it is answered. When stdin ends, what was asked is finished; when the parent is gone, nothing is.
+Requests come on stdin, events go to stdout. The main thread loads and answers in the order of the requests; another one
+reads stdin, so that a request can be cancelled while it is answered. When stdin ends, the requests before are finished;
+when the parent process is gone, this one ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,180 +18,104 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
-from ..checkpoints import load_pair
 from ..errors import RedrafterError, one_line
-from ..flags import OPTIONS, add_options, add_pair, add_template, template_config
+from ..options import CACHE_OPTIONS, OPTION_FLAGS, add_options
 from ..session.session import Session
-from . import parent
-from .protocol import PROTOCOL, USAGE, Refused, Request, requests
+from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
 
-WATCHED, PATIENCE = 0.5, 3.0
-"""Seconds between two looks at the parent, and from its end to ours."""
+PROTOCOL = 1
+"""Of the schema; another number means other lines."""
 
 MAIN = "main"
-"""The session that is there from the beginning."""
+"""The session that is open from the beginning."""
+
+PARENT = os.getppid()
+"""The process that has started this one, before a model is loaded, which takes seconds."""
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "send": ("session", "text", "messages", "options"),
+    "cancel": (),
+    "open": ("session",),
+    "reset": ("session",),
+    "fork": ("session", "as"),
+    "save": ("session", "path"),
+    "load": ("session", "path"),
+    "close": ("session",),
+    "ping": (),
+}
+"""What a request of each type may have besides its type and its id; "as" and "path" it must have."""
+
+OPTIONS = {flag.name: flag.kind for flag in OPTION_FLAGS if flag.name not in CACHE_OPTIONS} | {
+    "stop": list, "tools": list, "chat_template_config": dict,
+}  # fmt: skip
+"""The options of a turn; the session refuses values that do not fit."""
+
+USAGE = (
+    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
+    "tokens_per_round", "peak_memory", "seed",
+)  # fmt: skip
+"""The fields of the last response that `done` has."""
+
+Request = dict[str, Any]
 
 
-class Events:
-    """Where events go, whole lines from any thread.
+class RequestError(Exception):
+    """A line is not a request; `id` is the request's, if it has one."""
 
-    Args:
-        stream: binary.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._lock = stream, threading.Lock()
-
-    def tell(self, kind: str, name: str | None, **fields: Any) -> None:
-        """One event.
-
-        Raises:
-            OSError: nobody reads any more.
-        """
-        line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
-        with self._lock:
-            self._stream.write(line)
-            self._stream.flush()
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message)
+        self.id = name
 
 
-class Desk:
-    """Takes requests and answers them.
+def run() -> int:
+    """Loads as `sys.argv` says, and answers until stdin ends."""
+    args = make_parser().parse_args()
+    settings = read_options(args) | {"chat_template_config": read_template_config(args), "stop": list(args.stop)}
+    settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    stdout = take_stdout()
+    models = load_models(args, verbose=False)
 
-    Args:
-        events: where answers go.
-        make: makes a session; given a path, one that was saved.
-        gone: set once nobody wants answers any more.
-    """
+    def make_session(path: str | None) -> Session:
+        return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)
 
-    def __init__(self, events: Events, make: Callable[[str | None], Session], gone: threading.Event) -> None:
-        self._events, self._make = events, make
-        self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._waiting: set[str] = set()
-        self._cancelled: set[str] = set()
-        self._lock = threading.Lock()
-        self.gone = gone
-        self.sessions: dict[str, Session] = {}
-
-    def listen(self, stream: IO[bytes]) -> None:
-        """Reads requests until there are no more; in a thread of its own."""
-        try:
-            for request in requests(stream):
-                self.take(request)
-        except OSError:
-            self.gone.set()
-        finally:
-            self._queue.put(None)
-
-    def take(self, request: Request | Refused) -> None:
-        """Puts a request in the queue, or does at once what cannot wait.
-
-        Raises:
-            OSError: nobody reads any more.
-        """
-        if isinstance(request, Refused):
-            self._events.tell("error", request.id, message=str(request))
-            return
-        name, kind = request["id"], request["type"]
-        with self._lock:
-            known = name in self._waiting
-            if kind == "cancel" and known:
-                self._cancelled.add(name)
-            elif not known and kind not in ("cancel", "ping"):
-                self._waiting.add(name)
-        if kind == "ping":
-            self._events.tell("ok", name)
-        elif kind == "cancel":
-            if not known:
-                self._events.tell("error", name, message="nothing of this id is waiting or being answered")
-        elif known:
-            self._events.tell("error", name, message="a request of this id is waiting or being answered")
-        else:
-            self._queue.put(request)
-
-    def work(self) -> None:
-        """Answers requests in their order until there are no more."""
-        while (request := self._queue.get()) is not None and not self.gone.is_set():
-            name = request["id"]
-            try:
-                last = self.answer(request)
-            except (RedrafterError, ValueError, TypeError) as error:
-                last = {"kind": "error", "message": one_line(error)}
-            except OSError:
-                raise  # nobody reads any more
-            except Exception as error:  # as when memory runs out: the conversation is what it was
-                last = {"kind": "error", "message": f"{type(error).__name__}: {one_line(error)}"}
-            with self._lock:  # whoever has read the last event may use its id again
-                self._waiting.discard(name)
-                self._cancelled.discard(name)
-            self._events.tell(name=name, **last)
-
-    def answer(self, request: Request) -> dict[str, Any]:
-        """Does what one request asks for; its last event.
-
-        Raises:
-            RedrafterError: it cannot be done.
-            OSError: nobody reads any more.
-        """
-        kind, place = request["type"], request.get("session", MAIN)
-        new = place if kind in ("open", "load") else request.get("as")
-        if new in self.sessions and kind != "load":
-            raise RedrafterError(f"there is a session {new!r} already")
-        if kind in ("open", "load"):
-            self.sessions[place] = self._make(request.get("path"))
-        elif place not in self.sessions:
-            raise RedrafterError(f"there is no session {place!r}, only {', '.join(map(repr, self.sessions)) or 'none'}")
-        elif kind == "send":
-            return self.say(self.sessions[place], request)
-        elif kind == "reset":
-            self.sessions[place].reset()
-        elif kind == "fork":
-            self.sessions[request["as"]] = self.sessions[place].fork()
-        elif kind == "save":
-            self.sessions[place].save(request["path"])
-        elif kind == "close":
-            del self.sessions[place]
-        return {"kind": "ok"}
-
-    def say(self, session: Session, request: Request) -> dict[str, Any]:
-        """A turn, token by token; its last event.
-
-        Raises:
-            RedrafterError: see `Session.stream`.
-            OSError: nobody reads any more.
-        """
-        name, text, last = request["id"], "", None
-
-        def look(done: int = 0, total: int = 0) -> None:
-            """Passes on that an answer is no longer wanted."""
-            if self.gone.is_set() or name in self._cancelled:
-                session.cancel()
-
-        if name in self._cancelled:
-            return {"kind": "done", "text": "", "finish_reason": "cancelled", "usage": {}}
-        turn = request.get("options", {}) | {"prompt_progress_callback": look}
-        with closing(
-            session.stream(request["text"] if "text" in request else request["messages"], **turn)
-        ) as responses:
-            for last in responses:
-                text += last.text
-                self._events.tell("token", name, text=last.text, token=last.token, from_draft=last.from_draft)
-                look()
-        reason = None if last is None else last.finish_reason
-        fields = {} if last is None else {field: getattr(last, field) for field in USAGE}
-        return {"kind": "done", "text": text, "finish_reason": reason or "cancelled", "usage": fields}
+    server, status = SessionServer(stdout, make_session), 0
+    names = {"model": args.model or "demo", "drafter": None if models[2] is None else args.drafter or "demo"}
+    try:
+        server.write("ready", None, protocol=PROTOCOL, version=__version__, **names)
+        threading.Thread(target=server.read_requests, args=(sys.stdin.buffer,), daemon=True).start()
+        server.answer_requests()
+    except OSError:
+        pass  # nobody reads any more
+    except KeyboardInterrupt:
+        status = 130
+    sys.stderr.flush()
+    os._exit(status)  # Python's own exit would wait for the thread that reads, and abort
 
 
-def watch(gone: threading.Event) -> None:
+def make_parser() -> Parser:
+    """The parser."""
+    description = "Sessions for another program: lines of JSON on stdin and stdout."
+    parser = Parser(prog="mlx_redrafter.stdio", description=description)
+    add_model_flags(parser, "the packaged one with the packaged demo, or plain decoding")
+    add_template_flag(parser)
+    add = parser.add_argument
+    add("--stop", nargs="+", default=(), help="strings that end an answer")
+    add("--memory-budget", type=int, help="bytes that a session's cache may take; the free memory if not given")
+    add("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room (default: %(default)s)")
+    add_options(parser)
+    return parser
+
+
+def exit_with_parent() -> None:
     """Ends the process when its parent is gone; in a thread of its own."""
-    while os.getppid() == parent.noted():
-        time.sleep(WATCHED)
-    gone.set()
-    time.sleep(PATIENCE)
-    os._exit(0)  # what is still at work would speak to nobody
+    while os.getppid() == PARENT:
+        time.sleep(0.5)
+    os._exit(0)
 
 
-def own_stdout() -> IO[bytes]:
-    """The real stdout for events alone; what anything else prints goes to stderr from now on."""
+def take_stdout() -> IO[bytes]:
+    """The real stdout, for events alone; what anything else prints goes to stderr from now on."""
     sys.stdout.flush()
     for number in (0, 1):
         os.set_blocking(number, True)  # else "nothing yet" and "no room yet" would be taken for the end
@@ -201,48 +124,154 @@ def own_stdout() -> IO[bytes]:
     return events
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m mlx_redrafter.stdio`."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_redrafter.stdio", description="Sessions for another program: lines of JSON on stdin and stdout."
-    )
-    add_pair(parser, "the packaged one with the packaged demo, or plain decoding")
-    parser.add_argument("--stop", nargs="+", default=(), help="strings that end an answer")
-    parser.add_argument("--memory-budget", type=int, help="bytes a session's cache may take; then what the machine has")
-    parser.add_argument("--when-full", choices=("refuse", "trim"), default="refuse", help="a turn without room")
-    add_template(parser)
-    add_options(parser)
-    return parser
+class SessionServer:
+    """Reads requests and answers them.
+
+    Args:
+        events: where events are written.
+        make_session: makes a session; given a path, one that was saved.
+    """
+
+    def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
+        self._events, self._make_session = events, make_session
+        self._queue: SimpleQueue[Request | None] = SimpleQueue()
+        self._pending: dict[str, bool] = {}  # ids that wait or are answered, and whether each was cancelled
+        self._lock = threading.Lock()
+        self._sessions = {MAIN: make_session(None)}
+
+    def write(self, kind: str, name: str | None, **fields: Any) -> None:
+        """Writes an event, from any thread.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
+        with self._lock:
+            self._events.write(line)
+            self._events.flush()
+
+    def read_requests(self, stream: IO[bytes]) -> None:
+        """Queues requests until there are no more; a cancellation and a ping take effect at once."""
+        try:
+            for line in stream:
+                try:
+                    if line.strip():
+                        self._take(parse_request(line))
+                except RequestError as error:
+                    self.write("error", error.id, message=str(error))
+        except OSError:
+            pass  # nobody reads any more: the next event finds that, too
+        finally:
+            self._queue.put(None)
+
+    def _take(self, request: Request) -> None:
+        name, kind = request["id"], request["type"]
+        if kind == "ping":
+            self.write("ok", name)
+            return
+        with self._lock:
+            is_pending = name in self._pending
+            if kind != "cancel" and is_pending:
+                raise RequestError("a request of this id is waiting or being answered", name)
+            if kind == "cancel" and not is_pending:
+                raise RequestError("nothing of this id is waiting or being answered", name)
+            self._pending[name] = kind == "cancel"
+        if kind != "cancel":
+            self._queue.put(request)
+
+    def answer_requests(self) -> None:
+        """Answers requests in their order until there are no more.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        while (request := self._queue.get()) is not None:
+            try:
+                kind, fields = self._answer(request)
+            except OSError:
+                raise
+            except (RedrafterError, ValueError, TypeError) as error:
+                kind, fields = "error", {"message": one_line(error)}
+            except Exception as error:  # as when memory runs out: the conversation is what it was
+                kind, fields = "error", {"message": f"{type(error).__name__}: {one_line(error)}"}
+            with self._lock:  # who has read the last event may use its id again
+                del self._pending[request["id"]]
+            self.write(kind, request["id"], **fields)
+
+    def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """Does what a request asks for; type and fields of its last event."""
+        kind, name, sessions = request["type"], request.get("session", MAIN), self._sessions
+        new = name if kind == "open" else request.get("as")
+        if new in sessions:
+            raise RedrafterError(f"there is a session {new!r} already")
+        if kind in ("open", "load"):
+            sessions[name] = self._make_session(request.get("path"))
+        elif name not in sessions:
+            raise RedrafterError(f"there is no session {name!r}, only {', '.join(map(repr, sessions)) or 'none'}")
+        elif kind == "send":
+            return "done", self._send(sessions[name], request)
+        elif kind == "reset":
+            sessions[name].reset()
+        elif kind == "fork":
+            sessions[request["as"]] = sessions[name].fork()
+        elif kind == "save":
+            sessions[name].save(request["path"])
+        elif kind == "close":
+            del sessions[name]
+        return "ok", {}
+
+    def _send(self, session: Session, request: Request) -> dict[str, Any]:
+        """A turn, an event for every token; the fields of `done`."""
+        name, text, last = request["id"], "", None
+
+        def cancel_if_asked(*progress: int) -> None:
+            if self._pending[name]:
+                session.cancel()
+
+        if not self._pending[name]:
+            options = request.get("options", {}) | {"prompt_progress_callback": cancel_if_asked}
+            given = request["text"] if "text" in request else request["messages"]
+            with closing(session.stream(given, **options)) as responses:
+                for last in responses:
+                    text += last.text
+                    self.write("token", name, text=last.text, token=last.token, from_draft=last.from_draft)
+                    cancel_if_asked()
+        usage = {} if last is None else {field: getattr(last, field) for field in USAGE}
+        reason = None if last is None else last.finish_reason
+        return {"text": text, "finish_reason": reason or "cancelled", "usage": usage}
 
 
-def run() -> int:
-    """Reads the flags, loads, and answers until stdin ends."""
-    args = make_parser().parse_args()
-    gone = threading.Event()
-    threading.Thread(target=watch, args=(gone,), daemon=True).start()
-    events = Events(own_stdout())
-    model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
-    settings: dict[str, Any] = {option: getattr(args, option) for option, _, _ in OPTIONS}
-    settings |= {"stop": list(args.stop), "memory_budget": args.memory_budget, "when_full": args.when_full}
-    settings["chat_template_config"] = template_config(args)
+def parse_request(line: bytes) -> Request:
+    """The request of a line.
 
-    def make(path: str | None) -> Session:
-        """A session of these flags."""
-        if path is None:
-            return Session(model, tokenizer, drafter, **settings)
-        return Session.load(path, model, tokenizer, drafter, **settings)
-
-    desk = Desk(events, make, gone)
-    desk.sessions[MAIN] = make(None)
-    told = None if drafter is None else args.drafter or "demo"
+    Raises:
+        RequestError: it is not a request.
+    """
     try:
-        events.tell("ready", None, protocol=PROTOCOL, version=__version__, model=args.model or "demo", drafter=told)
-        threading.Thread(target=desk.listen, args=(sys.stdin.buffer,), daemon=True).start()
-        desk.work()
-        status = 0
-    except OSError:
-        status = 0  # nobody reads any more
-    except KeyboardInterrupt:
-        status = 130
-    sys.stderr.flush()
-    os._exit(status)  # Python's own end would wait for the thread that reads, and abort
+        request = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON: {one_line(error)}") from error
+    if not isinstance(request, dict):
+        raise RequestError(f"a request must be an object, got {type(request).__name__}")
+    name, kind = request.get("id"), request.get("type")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"id must be a string that is not empty, got {name!r:.100}")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise RequestError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}", name)
+    for field, value in request.items():
+        if field not in ("id", "type", *FIELDS[kind]):
+            raise RequestError(f"{kind} has no {field!r:.100}", name)
+        expected = {"messages": (list, "an array"), "options": (dict, "an object")}.get(field, (str, "a string"))
+        if not isinstance(value, expected[0]):
+            raise RequestError(f"{field} must be {expected[1]}, got {value!r:.100}", name)
+    if kind == "send" and ("text" in request) is ("messages" in request):
+        raise RequestError("send has either a text or messages", name)
+    for field in ("as", "path"):
+        if field in FIELDS[kind] and field not in request:
+            raise RequestError(f"{kind} needs {field!r}", name)
+    for option, value in request.get("options", {}).items():
+        if option not in OPTIONS:
+            raise RequestError(f"{option!r:.100} is not an option of a turn: {', '.join(sorted(OPTIONS))}", name)
+        if OPTIONS[option] is int and isinstance(value, float) and value.is_integer():
+            request["options"][option] = int(value)  # 3.0 is an integer to JSON
+    return request

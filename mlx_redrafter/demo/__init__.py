@@ -1,4 +1,4 @@
-"""The packaged demo: a small pair of models that shows the mechanism offline."""
+"""The packaged demo: a small target and drafter, for trying the package offline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DIRECTORY = Path(__file__).parent
 def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
     """(model, tokenizer, drafter) of the packaged demo, a llama of six million parameters for Python source.
 
-    Stored in 16 bits and decoded in float32: 16-bit kernels are slow on a CPU, and at this size cost nothing to avoid.
+    Stored in 16 bits and decoded in float32: 16-bit kernels are slow on a CPU, and this model is small.
 
     Args:
-        drafter: another drafter of the demo's target, a local directory or a hub id; it decodes in float32, too.
+        drafter: another drafter for the demo's target, a local directory or a hub id; it decodes in float32, too.
 
     Raises:
-        CheckpointError: the package was installed without it, or that drafter is none of this target.
+        CheckpointError: the package was installed without it, or that drafter does not fit this target.
     """
     model, tokenizer = load(DIRECTORY / "target")
     loaded = load_drafter(DIRECTORY / "drafter" if drafter is None else drafter, model)

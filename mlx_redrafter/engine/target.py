@@ -12,8 +12,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from . import kv_cache
 from .supported_models import ModelParts, capture_output, exact_until, find_parts
-from .tree_attention import Nodes, build_with_nodes
 from .tree import chain
+from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
 
 MIN_RING_SIZE = 8

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise, product
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..engine import decode
+from ..engine.decode import Planner
 from ..engine.plan import MAX_REPLAY, Plan, chain_plan
 from .costs import CostTable, load_costs, lower_quartile
 
@@ -134,7 +134,7 @@ def _candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ..
     return tuple(sorted(found))
 
 
-class Planner(decode.Planner):
+class AutoPlanner(Planner):
     """Chooses the plans of one text, from what was read so far.
 
     Args:
@@ -229,14 +229,14 @@ class Planner(decode.Planner):
 
 def starting_plan(costs: CostTable, acceptance: Acceptance, length: int) -> Plan | None:
     """The first plan of a text whose prompt has `length` tokens, after its `WARM_UP`; None: plain decoding."""
-    planner = Planner(costs, acceptance)
+    planner = AutoPlanner(costs, acceptance)
     for _ in range(WARM_UP):
         planner.next_plan(length)
         planner.observe(None, 1, length, 0, None)
     return planner.next_plan(length)
 
 
-def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> Planner | None:
+def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner | None:
     """A planner for one text of a pair of models, which is measured if it never was; None where nothing can pay.
 
     Args:
@@ -244,5 +244,5 @@ def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only
         chains_only: whether this text is to have none all the same.
     """
     costs = load_costs(model, drafter, trees=trees)
-    planner = Planner(costs.chains_only() if chains_only else costs, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)
+    planner = AutoPlanner(costs.chains_only() if chains_only else costs, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)
     return planner if planner.plans else None

@@ -59,7 +59,13 @@ class _Use:
 
 
 class _Turn(NamedTuple):
-    """`new` ids after those of the conversation before, `old`, which the cache holds unless it was discarded."""
+    """What a turn reads.
+
+    Attributes:
+        messages: the conversation before the turn.
+        old: its ids, which the cache holds unless it was discarded.
+        new: the ids that the turn adds.
+    """
 
     messages: list[Message]
     old: list[int]

@@ -18,7 +18,7 @@ from mlx_redrafter.planning.planner import (
     PROBE_EVERY,
     UNKNOWN_ACCEPTANCE,
     WARM_UP,
-    Planner,
+    AutoPlanner,
     candidate_plans,
     expected_reach,
     expected_replay,
@@ -102,7 +102,7 @@ def test_plans_of_unmeasured_sizes_are_not_considered() -> None:
 
 
 def test_a_planner_without_plans_decodes_plainly() -> None:
-    planner = Planner(make_costs("every row"), ACCEPTANCE)
+    planner = AutoPlanner(make_costs("every row"), ACCEPTANCE)
     assert planner.plans == () and fly(planner, make_costs("every row"), TEXTS["all"], 100, 0) == 1.0
 
 
@@ -115,7 +115,7 @@ def test_the_starting_plan_is_the_fastest_that_can_be_afforded() -> None:
     dear = costs._replace(verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify))
     slower, faster = (predict(dear, plan, START, expected_reach(acceptance, plan)).speedup for plan in plans)
     assert 1.2 < slower < faster
-    planner = Planner(dear, acceptance, plans)
+    planner = AutoPlanner(dear, acceptance, plans)
     chosen = [planner.next_plan(START) for _ in range(WARM_UP + 1)]
     assert chosen == [*[None] * WARM_UP, chain_plan(1)], "a rejected round of 15 costs more than the budget"
 
@@ -170,11 +170,11 @@ def test_rounds_that_become_dearer_in_a_long_text_are_noticed(curve: str) -> Non
     far = scale_rounds(costs, 2.0)
     truth = costs._replace(verify=(costs.verify[0], far.verify[1]))  # as the table says at 64 tokens, not at 1,024
     for text in ("a third", "most"):
-        assert fly(Planner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > WRONG_BOUND
+        assert fly(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > WRONG_BOUND
 
 
 def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
-    costs, planner = make_costs(), Planner(make_costs(), ACCEPTANCE)
+    costs, planner = make_costs(), AutoPlanner(make_costs(), ACCEPTANCE)
     assert fly(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
     assert planner.slowdown > 3
     fly(planner, costs, TEXTS["all"], 600, 2)
@@ -183,7 +183,7 @@ def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
 
 def test_slow_seconds_of_both_kinds_are_no_slowdown() -> None:
     costs, plan = make_costs(), chain_plan(3)
-    planner = Planner(costs, ACCEPTANCE, [plan])
+    planner = AutoPlanner(costs, ACCEPTANCE, [plan])
     for _ in range(8):
         planner.observe(None, 1, 64, 0, 3 * costs.plain_ms(64))
         planner.observe(plan, 2, 64, 0, 3 * costs.round_ms(plan, 64))
@@ -203,7 +203,7 @@ def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
 
 
 def test_while_nothing_pays_probes_are_ever_farther_between() -> None:
-    planner, plans = Planner(make_costs("gentle"), ACCEPTANCE), []
+    planner, plans = AutoPlanner(make_costs("gentle"), ACCEPTANCE), []
     for at in range(3000):
         plans.append(planner.next_plan(START + at))
         planner.observe(plans[-1], 1, START + at, 0, None)
@@ -217,6 +217,6 @@ def test_while_nothing_pays_probes_are_ever_farther_between() -> None:
 def test_a_choice_takes_the_host_less_than_half_a_millisecond() -> None:
     for replay in (0.0, 0.05):
         costs = make_costs("gentle", replay=replay)
-        planner, started = Planner(costs, ACCEPTANCE), time.process_time()
+        planner, started = AutoPlanner(costs, ACCEPTANCE), time.process_time()
         fly(planner, costs, TEXTS["most"], 3000, 0)
         assert (time.process_time() - started) / 3000 < 0.5e-3

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from sessions import FAMILIES, chat_tokenizer, make_model, make_session
-from threads import workers
 
 from mlx_redrafter import RedrafterError, Session
 
@@ -106,17 +105,3 @@ def test_cache_unknown_to_mlx_lm_is_not_saved(file: Path) -> None:
     with pytest.raises(RedrafterError, match="mlx-lm cannot read a LayerCache again: the cache of deepseek_v41 cannot"):
         session.save(file)
     assert not list(file.parent.iterdir()) and session.send("more").tokens
-
-
-def test_two_threads_saving_to_one_file_leave_a_sound_one(file: Path) -> None:
-    sessions = []
-    with workers(2) as pools:
-        for pool, text in zip(pools, ("hello", "what now"), strict=True):
-            session = pool.submit(make_session).result()
-            pool.submit(session.send, text).result()
-            sessions.append(session)
-        for _ in range(5):
-            for saved in [pool.submit(each.save, file) for pool, each in zip(pools, sessions, strict=True)]:
-                saved.result()
-            assert Session.load(file, make_model("qwen3"), chat_tokenizer()).tokens in [s.tokens for s in sessions]
-    assert [*file.parent.iterdir()] == [file]

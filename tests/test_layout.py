@@ -1,16 +1,20 @@
-"""What importing the package costs, and how it behaves however and wherever it is imported."""
+"""Which module may import which, what importing the package costs, and that it works in every order."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mlx_redrafter"
+COMMANDS = {"cli", "serving", "training", "convert"}
 
 WITHOUT_BACKEND = """
 import sys
@@ -22,6 +26,64 @@ class NoBackend:
 
 sys.meta_path.insert(0, NoBackend())
 """
+
+
+def imports(folder: str) -> Iterator[tuple[Path, str]]:
+    """(file, module that it imports, in full) in a folder of the package, imports in functions too, but for types."""
+    files = sorted((PACKAGE / folder).glob("*.py"))
+    assert files, folder
+    for file in files:
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from ((file, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = [*parts[: len(parts) - node.level]] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                yield from ((file, f"{module}.{alias.name}") for alias in node.names)
+
+
+def check_imports(folders: set[str], forbidden: set[str]) -> None:
+    """Asserts that no file of these folders imports one of those modules."""
+    for folder in folders:
+        for file, module in imports(folder):
+            found = [name for name in forbidden if f"{module}.".startswith(f"{name}.")]
+            assert not found, f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_imports_are_found() -> None:
+    found = {(file.name, module) for file, module in imports("engine")}
+    assert ("round.py", "mlx_redrafter.engine.beam_search") in found and ("round.py", "mlx.core") in found
+    # Negative control.
+    with pytest.raises(AssertionError, match=r"mlx_redrafter/cli/.*.py imports mlx.core"):
+        check_imports({"cli"}, {"mlx.core"})
+
+
+def test_engine_and_drafters_import_no_layer_above_them() -> None:
+    above = {"planning", "session", "generate", "options", "checkpoints", *COMMANDS}
+    check_imports({"engine", "drafters"}, {f"mlx_redrafter.{name}" for name in above})
+
+
+def test_planning_touches_arrays_only_where_it_measures() -> None:
+    libraries = ("mlx.", "mlx_lm.", "numpy.")
+    touching = {file.name for file, module in imports("planning") if f"{module}.".startswith(libraries)}
+    assert touching == {"costs.py", "sizing.py", "machine.py"}  # the last one asks for the device
+
+
+def test_commands_do_not_import_each_other() -> None:
+    for folder in ("cli", "serving", "training"):
+        check_imports({folder}, {f"mlx_redrafter.{other}" for other in COMMANDS - {folder}})
+
+
+def test_nothing_in_the_package_imports_benchmarks() -> None:
+    folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    check_imports(folders, {"benchmarks", "mlx_redrafter.benchmarks", "tests"})
+
+
+def test_the_packages_root_stays_small() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
 
 
 def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,66 @@
+"""Commands run in this process, and a pair of small models on disk."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small import save_target, small_drafter, small_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.cli.main import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """(command, *flags, stdin=bytes or None) -> (exit status, stdout, stderr)."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(logging, "lastResort", logging.lastResort)
+
+    def call(command: str, *flags: str, stdin: bytes | None = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [command, *flags])
+        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        if stdin is None:
+            sys.stdin.close()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Directories of a byte-level target and its drafter."""
+    root = tmp_path_factory.mktemp("pair")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    vocab = len(alphabet) + 1
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    save_target(root / "target", small_llama(vocab=vocab), fast, eos_token_id=0)
+    save_drafter(root / "drafter", small_drafter(vocab=vocab))
+    return str(root / "target"), str(root / "drafter")
+
+
+@pytest.fixture
+def chat_target(pair: tuple[str, str], tmp_path: Path) -> str:
+    """The target with a chat template that shows roles and contents."""
+    target = tmp_path / "chat_target"
+    target.mkdir()
+    for file in Path(pair[0]).iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    (target / "chat_template.jinja").write_text(template)
+    return str(target)

@@ -1,0 +1,297 @@
+"""`generate`: flags in, text or JSON out; `--compare` says whether rounding explains a difference."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import setup_arg_parser
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+from mlx_redrafter import generate_step, load
+from mlx_redrafter.cli import generate as command
+from mlx_redrafter.cli.generate import judge_difference, make_parser
+from mlx_redrafter.engine import wired_limit as wiring
+from mlx_redrafter.options import OPTION_FLAGS, Options
+
+Run = Any
+Pair = tuple[str, str]
+
+
+def run_json(run: Run, *flags: str) -> dict[str, Any]:
+    status, out, _ = run("generate", *flags, "--json")
+    assert status == 0
+    record: dict[str, Any] = json.loads(out)
+    return record
+
+
+def test_flags_have_mlx_lms_names_and_defaults() -> None:
+    ours, theirs = vars(make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
+    missing = {"draft_model", "num_draft_tokens", "image", "use_default_chat_template"}
+    assert missing == set(theirs) - set(ours)
+    assert {name: ours[name] for name in ours if name in theirs} == {
+        name: theirs[name] for name in theirs if name in ours
+    } | {"prompt": None}  # the demo has another one
+
+
+def test_options_have_the_librarys_defaults_but_for_max_tokens() -> None:
+    parsed = vars(make_parser().parse_args([]))
+    assert {flag.name for flag in OPTION_FLAGS if parsed[flag.name] != flag.default} == {"max_tokens"}
+    assert parsed["max_tokens"] == 100
+
+
+def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
+    common = ("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--temp", "0.9", "--seed", "4")
+    status, plain, err = run(*common)
+    assert status == 0 and "no --drafter given: decoding plainly" in err and "Rounds" not in err
+    status, drafted, err = run(*common, "--drafter", pair[1], "--beam-width", "3")
+    assert status == 0 and "tokens per round" in err and "nothing was drafted" not in err
+    assert plain == drafted and len(plain) > 1
+    assert run(*common, "--verbose", "F") == (0, plain, "")
+
+
+def test_json_has_counts_that_add_up_and_every_setting(pair: Pair, run: Run) -> None:
+    flags = (
+        "--model",
+        pair[0],
+        "--drafter",
+        pair[1],
+        "--prompt",
+        "abc",
+        "-m",
+        "17",
+        "--temp",
+        "1",
+        "--draft-depth",
+        "3",
+    )
+    # A drawn seed may end the text early.
+    records = [run_json(run, *flags) for _ in range(6)]
+    record = next(each for each in records if each["finish_reason"] == "length")
+    assert record["accepted"] + record["rounds"] + 1 == record["generation_tokens"] == len(record["tokens"]) == 17
+    assert record["drafted"] == 3 * (record["rounds"] - record["plain_steps"])
+    assert record["tokens_per_round"] == pytest.approx(1 + record["accepted"] / record["rounds"])
+    assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device"} <= set(record)
+    assert record["settings"]["draft_depth"] == 3 and record["settings"]["model"] == pair[0]
+    assert set(record["versions"]) == {"python", "mlx", "mlx-lm", "mlx_redrafter"}
+    again = run_json(run, *flags, "--seed", str(record["seed"]))
+    assert again["tokens"] == record["tokens"], "the drawn seed is reported"
+
+
+def test_json_of_plain_decoding_counts_plain_steps(pair: Pair, run: Run) -> None:
+    record = run_json(run, "--model", pair[0], "--prompt", "abc", "-m", "9", "--seed", "1")
+    assert record["generation_tokens"] == 1 + record["rounds"] and record["rounds"] == record["plain_steps"]
+
+
+def test_it_is_said_when_auto_drafts_nothing(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "1")
+    _, _, err = run("generate", *flags)
+    assert "nothing was drafted" in err and "Rounds" not in err
+
+
+def test_the_warning_of_a_large_model_is_not_in_the_json(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wiring, "maybe_set_recommended_wired_limit", lambda: 5)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda size: size)
+    monkeypatch.setattr(mx, "device_info", lambda *device: {"max_recommended_working_set_size": 10})
+    with pytest.warns(UserWarning, match="the model takes 0 MB, close to"):
+        record = run_json(run, "--model", pair[0], "--prompt", "abc", "-m", "2")
+    assert len(record["tokens"]) == 2
+
+
+def test_compare_passes_equal_tokens(pair: Pair, run: Run) -> None:
+    # Too few tokens for a warning about useless drafters.
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--compare", "--draft-depth", "3")
+    status, out, err = run("generate", *flags, "--temp", "0.8")
+    assert status == 0 and "tokens identical" in err and "times" in err and len(out) > 1
+    verdict = run_json(run, *flags)["compare"]
+    assert verdict["identical"] and verdict["difference"] is None
+    assert verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]
+
+
+@pytest.mark.parametrize("temp", ["0", "0.8"])
+def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch, temp: str) -> None:
+    def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
+        for count, response in enumerate(real(*args, drafter=drafter, **options)):
+            response.token ^= drafter is not None and count == 5
+            yield response
+
+    real = command.stream_generate
+    monkeypatch.setattr(command, "stream_generate", corrupt)
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--draft-depth", "3")
+    status, out, err = run("generate", *flags, "--compare", "--temp", temp, "--seed", "4")
+    assert status == 1 and "token 5 differs: " in err and "more than rounding explains: please report it" in err
+    status, out, _ = run("generate", *flags, "--compare", "--temp", temp, "--seed", "4", "--json")
+    difference = json.loads(out)["compare"]["difference"]
+    assert status == 1 and set(difference) == {"token", "distance", "margin", "rounding"}
+    assert difference["token"] == 5 and difference["rounding"] is False
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "rounding"),
+    [
+        (mx.float32, 0.0, False),
+        (mx.float32, 1e-4, True),
+        (mx.float32, 1e-2, False),
+        (mx.bfloat16, 0.125, True),
+        (mx.bfloat16, 3.0, False),
+    ],
+)
+def test_greedy_differences_are_rounding_where_rows_nearly_tie(dtype: mx.Dtype, step: float, rounding: bool) -> None:
+    row = mx.array([-1.0, -1.0 - step / 2, -17.0, -60.0])
+    other = row + mx.array([0.0, step, 0.0, 30.0])
+    chosen = (0, 1)
+    found = judge_difference(4, (row.astype(dtype), other.astype(dtype)), chosen, Options().make_sampler(0), 9)
+    assert found.rounding is (rounding or step == 0.0) and found.token == 4  # equal logits are a tie, too
+    other_choice = judge_difference(4, (row.astype(dtype), other.astype(dtype)), (0, 2), Options().make_sampler(0), 9)
+    assert other_choice.rounding is False, "no side would choose a token that is far from the best"
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.99}])
+def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[str, float]) -> None:
+    sampler, position = Options(temp=1.5, **options).make_sampler(seed=3), 7
+    gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]  # type: ignore[union-attr]
+    tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # scores of tokens 0 and 1 are equal
+    row = tie - mx.logsumexp(tie)
+    step = mx.array([0.0, 1e-5, 0.0, 0.0])
+    for rows in ((row, row), (row - step, row + step)):
+        assert judge_difference(4, rows, (0, 1), sampler, position).rounding
+    assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
+    assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
+
+
+def test_it_says_when_it_measures(pair: Pair, tmp_path: Path) -> None:
+    script = (
+        "from mlx_redrafter.planning import costs; from mlx_redrafter.cli.main import main; costs.SECONDS = 0.3; "
+        "costs.is_disturbed = lambda table: False; main('generate')"  # a busy machine is measured again
+    )
+    command = [sys.executable, "-c", script, "--model", pair[0], "--drafter", pair[1], "-m", "4", "-p", "some text"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)]
+    assert "measuring this machine" in runs[0].stderr and "measuring" not in runs[-1].stderr
+
+
+def test_the_prompt_comes_from_stdin_and_escapes_are_read(pair: Pair, run: Run) -> None:
+    common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F")
+    assert run(*common, "--prompt", "-", stdin=b"a\nb") == run(*common, "--prompt", "a\\nb")
+
+
+def test_stop_strings_and_extra_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
+    common = ("--model", pair[0], "--prompt", "abc", "-m", "40", "--temp", "1.5", "--seed", "2")
+    whole = run_json(run, *common)
+    printable = next(c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-")
+    cut = run_json(run, *common, "--stop", printable)
+    assert cut["text"] == whole["text"][: whole["text"].index(printable)] and cut["finish_reason"] == "stop"
+    ended = run_json(run, *common, "--extra-eos-token", printable)
+    assert ended["text"] == cut["text"] and ended["tokens"] == cut["tokens"]
+
+
+def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, run: Run) -> None:
+    common = ("-m", "8", "--verbose", "F", "--prompt")
+    plain = ("generate", "--model", pair[0], *common)
+    chat = ("generate", "--model", chat_target)
+    assert run(*chat, "--system-prompt", "s", *common, "u") == run(*plain, "<system>s<user>u")
+    assert run(*chat, "--ignore-chat-template", *common, "u") == run(*plain, "u")
+    assert run(*chat, "--prefill-response", "a", *common, "u") == run(*plain, "<user>u<assistant>a")
+
+
+def test_a_prompt_cache_file_replaces_the_beginning_of_the_prompt(pair: Pair, run: Run, tmp_path: Path) -> None:
+    model, tokenizer = load(pair[0])
+    cache = make_prompt_cache(model)
+    next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, cache, {"model": pair[0], "tokenizer_config": "{}"})
+    whole = run("generate", "--model", pair[0], "--prompt", "abcdef", "-m", "12", "--verbose", "F")
+    flags = ("generate", "--prompt-cache-file", file, "--prompt", "def", "-m", "12", "--verbose", "F")
+    assert run(*flags) == whole
+    assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole
+    status, _, err = run(*flags, "--model", pair[1])
+    assert status == 1 and "was made with" in err
+
+
+def test_a_drafter_drafts_as_deep_as_its_config_says(pair: Pair, run: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "drafter"
+    shutil.copytree(pair[1], copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"draft_depth": 2}))
+    flags = ("--model", pair[0], "--drafter", str(copy), "--prompt", "abc", "--max-tokens", "8")
+    for more, depth in ((("--beam-width", "1"), 2), (("--draft-depth", "4"), 4)):
+        assert len(run_json(run, *flags, *more)["acceptance_per_depth"]) == depth
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
+        (("--compare", "--no-drafter"), "give either --drafter or --no-drafter, got both"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--temp", "-1"), "temp must be at least 0"),
+        (("--stop", ""), "a stop string must be"),
+        (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
+        (("-m", "-5"), "max_tokens must be -1 (no limit) or at least 1, got -5"),
+        (("--drafter", "/no/such"), "no such directory"),
+        (("--beam-width", "0"), "beam_width must be from 1"),
+        (("--beam-width", "200", "--draft-depth", "20"), "beam_width * draft_depth must be at most 2048, got 4000"),
+        (("--chat-template-config", "{"), "--chat-template-config is not JSON"),
+        (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
+        (("--kv-bits", "7"), "kv_bits must be one of"),
+        (("--top-k", "100000"), "top_k must be below"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_1(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
+    status, out, err = run(
+        "generate", "--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5", *flags
+    )
+    assert status == 1 and out.strip() == ""
+    assert err.startswith(f"error: {reason}") and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
+        (("--model", "a" * 5000), "no such directory: 'aaa"),
+        (("--adapter-path", "x"), "--adapter-path needs --model"),
+        (("-qa",), "--quantize-activations needs --model"),
+        (("--system-prompt", "\udcff"), "the system prompt is not UTF-8"),
+        (("--prefill-response", "\udcff"), "the prefill response is not UTF-8"),
+        (("--prompt", "\udcff"), "the prompt is not UTF-8"),
+        (("--chat-template-config", "[" * 100_000), "--chat-template-config is not JSON"),
+        (("--draft-depth", "100000"), "draft_depth must be from 1 to 256, got 100000"),
+        (("--compare", "--no-drafter"), "--compare needs a drafter"),
+        (("--no-drafter", "--draft-depth", "3"), "--draft-depth says what is drafted"),
+        (("--no-drafter", "--plan", "off"), "--plan says what is drafted"),
+        (
+            ("--temp", "0.8", "--xtc-probability", "0.5", "--extra-eos-token", "9" * 20),
+            "xtc_special_tokens must be token ids from 0 to 2047, got 9999",
+        ),
+    ],
+)
+def test_odd_flags_of_the_demo_are_refused_in_one_line(run: Run, flags: tuple[str, ...], reason: str) -> None:
+    status, out, err = run("generate", *flags)
+    assert status == 1 and out == ""
+    assert err.splitlines()[-1].startswith(f"error: {reason}"), err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--verbose", "maybe"), "argument --verbose: expected true or false, got 'maybe'"),
+        (("--kv-bits", "5.5"), "argument --kv-bits: invalid int value: '5.5'"),
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_usage_errors_are_one_line_with_a_hint(run: Run, flags: tuple[str, ...], reason: str) -> None:
+    assert run("generate", *flags) == (2, "", f"mlx_redrafter.generate: error: {reason}; see --help\n")
+
+
+def test_a_deeply_nested_config_is_refused_in_one_line(pair: Pair, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    status, _, err = run("generate", "--model", pair[0], "--drafter", str(tmp_path))
+    assert status == 1 and err.startswith(f"error: {tmp_path / 'config.json'} is not JSON") and err.count("\n") == 1
