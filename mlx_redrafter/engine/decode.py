@@ -82,7 +82,7 @@ class Planner:
             tokens: how many it made.
             length: of the text before it.
             replayed: how many tokens it replayed.
-            milliseconds: from enqueueing to reading it; None after a round of the other kind, with which it overlaps.
+            milliseconds: from enqueueing to reading it; None for a plain step after a round, which nothing hides.
             verified: False where the draft was discarded and a plain step taken.
         """
 
@@ -188,7 +188,7 @@ def decode(
                     mx.async_eval(seen)
         verified, root = now.draft is not None, tokens[-1]
         if not now.is_prompt:
-            took = milliseconds if verified is was_verified else None
+            took = milliseconds if verified or not was_verified else None  # such a step was not enqueued ahead
             planner.observe(now.plan, len(tokens), now.length, now.replayed, took, verified=verified)
         was_verified = verified
         if number % CLEAR_EVERY == 0:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.decode import Planner
-from ..engine.plan import MAX_REPLAY, Plan
+from ..engine.plan import MAX_REPLAY, Plan, chain_plan
 from .costs import CostTable, load_costs, lower_quartile
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are 
 HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
 MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may be lost, of at least this many tokens
 WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
-PROBE_EVERY = 16  # plain steps between two probe rounds while no plan pays
+PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
 DECAY, PRIOR_HITS = 0.96, 2.5  # the scale: what a round's evidence weighs a round later, and what scale 1 weighs first
 MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
 
@@ -103,14 +103,17 @@ def predict(costs: CostTable, plan: Plan, length: int, reach: tuple[float, ...])
     return Prediction(plan, tokens, ms / plain * tokens / (tokens + discarded))
 
 
+def measured_plans(costs: CostTable) -> list[Plan]:
+    """Every plan whose parts were measured."""
+    trees = (Plan(*shape) for shape in product(costs.widths[1:], range(1, costs.counts[-1]), costs.counts))
+    chains = [chain_plan(size - 1) for size in costs.counts[1:]]
+    return chains + [plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth]
+
+
 def predict_all(costs: CostTable, acceptance: Acceptance, length: int, scale: float = 1.0) -> Iterator[Prediction]:
-    """Those of every plan that was measured."""
-    for width in costs.widths:
-        for depth in range(1, costs.counts[-1]):
-            for size in costs.counts:
-                if size == 1 + depth if width == 1 else max(depth, width) < size <= 1 + width * depth:
-                    plan = Plan(width, depth, size)
-                    yield predict(costs, plan, length, expected_reach(acceptance, plan, scale))
+    """What the rounds of every measured plan are expected to be."""
+    for plan in measured_plans(costs):
+        yield predict(costs, plan, length, expected_reach(acceptance, plan, scale))
 
 
 def candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
@@ -121,10 +124,11 @@ def candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...
 
 @lru_cache(maxsize=16)
 def _candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
-    found = set()
-    for length in (*costs.contexts, 2 * costs.contexts[-1]):
-        for scale in SCALES:
-            predictions = predict_all(costs, acceptance, length, scale)
+    found, plans = set(), measured_plans(costs)
+    for scale in SCALES:
+        reaches = [expected_reach(acceptance, plan, scale) for plan in plans]
+        for length in (*costs.contexts, 2 * costs.contexts[-1]):
+            predictions = (predict(costs, plan, length, reach) for plan, reach in zip(plans, reaches, strict=True))
             best = max(predictions, key=lambda each: each.speedup, default=None)
             found |= {best.plan} if best and best.speedup > 1 else set()
     return tuple(sorted(found))
@@ -148,7 +152,7 @@ class AutoPlanner(Planner):
         self._rounds: deque[float] = deque(maxlen=WINDOW)
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._in_flight: Plan | None = None
-        self._pause = WARM_UP
+        self._pause, self._next_pause = WARM_UP, PROBE_EVERY
         self._tokens, self._plain_ms, self._saved_ms = 0, 0.0, 0.0
 
     @property
@@ -159,12 +163,7 @@ class AutoPlanner(Planner):
         return min(max(lower_quartile(self._rounds) / lower_quartile(self._steps), 1.0), MAX_SLOWDOWN)
 
     def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
-        """The plan of the next round; None: a plain step. To be asked while the one before it is in flight, unread.
-
-        Args:
-            length: of the text before what is in flight.
-            replayed: tokens that the round in flight replays.
-        """
+        """See the base class; None is returned at once during a pause, else in less than 0.1 ms."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None and self._pause > 0:
             self._pause -= 1
@@ -176,12 +175,14 @@ class AutoPlanner(Planner):
         wanted = [plan for plan in ranked if speedups[plan] > (1 + HYSTERESIS) * now]
         if in_flight and now > 1 - HYSTERESIS:
             wanted.append(in_flight)
-        elif not in_flight and not wanted:  # a probe, at the table's price: one slow moment must not be the last
+        if is_probe := not in_flight and not wanted:  # at the table's price: one slow moment must not be the last
             wanted, slowdown = ranked, 1.0
         affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
         self._in_flight = next(affordable, None)
-        if self._in_flight is None or speedups[self._in_flight] < 1 - HYSTERESIS:
-            self._pause = PROBE_EVERY
+        if self._in_flight is None or is_probe:
+            self._pause = self._next_pause
+        if is_probe:
+            self._next_pause = min(2 * self._next_pause, 16 * PROBE_EVERY)
         return self._in_flight
 
     def observe(
@@ -194,22 +195,14 @@ class AutoPlanner(Planner):
         *,
         verified: bool = True,
     ) -> None:
-        """A round was read, or a plain step.
-
-        Args:
-            plan: of the round; None for a plain step.
-            tokens: that it made.
-            length: of the text before it.
-            replayed: tokens that it replayed.
-            milliseconds: from enqueueing it to reading it; None where that says nothing.
-            verified: False where the plan's draft was discarded for a plain step.
-        """
+        """See the base class."""
         costs, plain = self._costs, self._costs.plain_ms(length)
         if plan is not None and verified:
             predicted, ratios = costs.round_ms(plan, length, replayed), self._rounds
             self._hits = DECAY * self._hits + tokens - 1
             self._expected = DECAY * self._expected + sum(self._rates[plan][:tokens])
-            self._pause = 0 if tokens > 1 else self._pause  # a probe that was right is followed by another
+            if tokens > 1:  # a probe that was right is followed by another
+                self._pause, self._next_pause = 0, PROBE_EVERY
         else:
             predicted, ratios = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0), self._steps
         if milliseconds is not None and (ratios is self._rounds or not (plan or replayed)):

@@ -1,0 +1,302 @@
+"""The cost table: what lies between measurements, how it is measured, and how it is kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import make_family
+from toys import make_model
+from worlds import CURVES, make_costs
+
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning import costs as costs_module
+from mlx_redrafter.planning import machine
+from mlx_redrafter.planning.costs import (
+    CONTEXTS,
+    MAX_NODES,
+    CostTable,
+    interpolate,
+    is_disturbed,
+    load_costs,
+    lower_quartile,
+    measure_costs,
+    parse_costs,
+    time_calls,
+)
+from mlx_redrafter.planning.machine import blas_libraries, describe_machine, has_fast_blas, memory_bytes
+from mlx_redrafter.planning.planner import make_planner
+
+SMALL = CostTable((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
+Pair = tuple[Any, Drafter]
+
+
+def make_pair(acceptance: list[list[float]] | None = None, name: str | None = None) -> Pair:
+    """A model, and a drafter that knows nothing."""
+    model = make_model() if name is None else make_family(name)
+    return model, Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, acceptance=acceptance))
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder to keep tables in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The measurements, whether with trees; the n-th finds plain steps of n milliseconds."""
+    calls: list[bool] = []
+
+    def measure(model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
+        calls.append(trees)
+        count = len(calls)
+        table = SMALL._replace(plain=(float(count),), verify=(tuple(count * ms for ms in SMALL.verify[0]),))
+        return table if trees else table.chains_only()
+
+    monkeypatch.setattr(costs_module, "measure_costs", measure)
+    return calls
+
+
+def forget(pair: Pair) -> Pair:
+    """The same model and another drafter of its shape: this process does not know them as a pair."""
+    return pair[0], Drafter(pair[1].args)
+
+
+def test_between_contexts_lies_a_line_that_never_falls_after_the_last() -> None:
+    assert [interpolate((64, 1024), (1.0, 2.0), place) for place in (0, 64, 544, 1024, 1984)] == [1, 1, 1.5, 2, 3]
+    assert interpolate((64, 1024), (2.0, 1.0), 5000) == 1.0
+    assert interpolate((64,), (2.0,), 5000) == 2.0
+
+
+def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
+    costs = make_costs("a cliff at 6", replay=0.1)
+    plan, row = Plan(1, 3, 4), costs.verify[0]
+    alone = costs.round_ms(plan, 64)
+    assert costs.round_ms(plan, 64, 1) - alone == pytest.approx(row[4] - row[3])
+    assert costs.round_ms(plan, 64, 2) - alone == pytest.approx(row[5] - row[3])
+    assert costs.round_ms(plan, 64, 1.5) - alone == pytest.approx((row[4] + row[5]) / 2 - row[3])
+    assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), "beyond the largest"
+    assert costs.step_ms(64, 5) - costs.step_ms(64) == pytest.approx(row[5] - row[0])
+    assert costs._replace(again=0.0).round_ms(plan, 64, 5) == alone
+
+
+def test_a_round_is_never_thought_shorter_than_a_plain_step() -> None:
+    costs = make_costs()._replace(rest=(-50.0, -50.0)).check()
+    assert costs.round_ms(Plan(1, 1, 2), 64) == costs.plain_ms(64)
+
+
+def test_a_round_that_was_not_measured_is_refused() -> None:
+    costs = make_costs()
+    assert costs.has(Plan(2, 3, 7)) and not costs.chains_only().has(Plan(2, 3, 7))
+    for plan, table in ((Plan(2, 3, 7), costs.chains_only()), (chain_plan(16), costs), (Plan(3, 2, 7), costs)):
+        with pytest.raises(RedrafterError, match=f"a round of {plan.size} nodes, {plan.width} wide, was not measured"):
+            table.round_ms(plan, 10)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plain": (1.0,)},
+        {"plain": (1.0, float("nan"))},
+        {"plain": (True, 1.2)},
+        {"plain": (10**400, 1.0)},
+        {"plain": (5e-324, 1.0)},
+        {"counts": tuple(range(2, 18))},
+        {"counts": tuple(float(count) for count in range(1, 17))},
+        {"widths": (2, 1, 4)},
+        {"widths": (1, 2, 300_000)},
+        {"verify": ((1.0,) * 16, (-1.0,) * 16)},
+        {"rest": (0.1,)},
+        {"rest": (1e9, 0.0)},
+        {"contexts": ()},
+        {"contexts": ("64", "999")},
+        {"contexts": (64, 1 << 31)},
+        {"again": "0"},
+        {"again": -0.1},
+    ],
+)
+def test_a_table_that_is_not_sound_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(RedrafterError, match="costs must be a table"):
+        make_costs()._replace(**change).check()  # type: ignore[arg-type]
+
+
+def test_times_that_contradict_each_other_are_disturbed() -> None:
+    flat = make_costs()
+    assert not any(is_disturbed(make_costs(curve)) for curve in CURVES), "kernels change"
+    assert is_disturbed(flat._replace(plain=(1.0, 0.5)))
+    assert is_disturbed(flat._replace(plain=(1.3, 1.3)))
+    assert is_disturbed(flat._replace(level=(0.05, 0.08, 0.06)))
+    late = (*flat.verify[0][:8], 2.0, *flat.verify[0][9:])
+    assert is_disturbed(flat._replace(verify=(late, flat.verify[1])))
+    assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), "what is seen twice is so"
+
+
+def test_calls_take_turns_until_time_is_up() -> None:
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}  # type: ignore[misc]
+    times = time_calls(calls, 0.0, min_turns=3, between=lambda: order.append("-"))
+    assert "".join(order) == "a-b-" * 3 and {len(each) for each in times.values()} == {3}
+    assert {len(each) for each in time_calls(calls, 60.0, max_turns=2).values()} == {2}
+    started = time.perf_counter()
+    slow = time_calls({"sleep": lambda: time.sleep(0.02), "nothing": lambda: None}, 0.1)
+    assert lower_quartile(slow["sleep"]) > 19 > 10 > lower_quartile(slow["nothing"])
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)])
+def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def limit(model: Any) -> Any:
+        events.append("weights wired")
+        yield
+        events.append("as before")
+
+    def timed(calls: Any, *rest: Any, **more: Any) -> Any:
+        events.append("timed")
+        return time_calls(calls, *rest, **more)
+
+    monkeypatch.setattr(costs_module, "wired_limit", limit)
+    monkeypatch.setattr(costs_module, "time_calls", timed)
+    model, drafter = make_pair(name=name)
+    costs = measure_costs(model, drafter, trees=trees)
+    assert events == ["weights wired", "timed", "as before"]
+    assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
+    assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
+    assert (costs.again > 0) <= (name == "falcon_h1")
+
+
+@pytest.mark.parametrize(("positions", "contexts"), [(2000, CONTEXTS), (200, CONTEXTS[:1]), (30, (30 - MAX_NODES,))])
+def test_nothing_is_measured_after_the_end_of_learned_positions(
+    positions: int, contexts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drafter = make_pair(name="gpt2")
+    monkeypatch.setattr(model.args, "n_positions", positions)
+    assert measure_costs(model, drafter, trees=False).contexts == contexts
+
+
+def test_slow_models_are_measured_with_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    assert measure_costs(*make_pair(), trees=True).counts == (1, 2, 3, 4, 5)
+
+
+def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
+    pair, told = make_pair(), []
+    first = load_costs(*pair, trees=True, on_measure=lambda: told.append("now"))
+    assert load_costs(*pair, trees=True) is first and measured == [True] and told == ["now"]
+    assert load_costs(*forget(pair), trees=True) == first and measured == [True], "read from the disk"
+    chains = load_costs(*pair, trees=False)
+    assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "another question"
+    again = load_costs(*pair, trees=True, refresh=True)
+    assert again.plain == (3.0,) and load_costs(*pair, trees=True) is again
+    assert load_costs(*forget(pair), trees=True) == again
+    assert len(list(caches.rglob("*.json"))) == 2 and not list(caches.rglob("*partial*"))
+
+
+def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
+    pair = make_pair([[0.9, 0.05]])
+    planners = [make_planner(*pair, trees=True, chains_only=chains) for chains in (False, True, False)]
+    assert measured == [True]
+    chains = planners[1]
+    assert chains is not None and chains.plans and all(plan.width == 1 for plan in chains.plans)
+    assert make_planner(*make_pair([[0.0]]), trees=True) is None, "nothing can pay"
+
+
+@pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "a list", "deep"])
+def test_a_damaged_or_foreign_file_is_measured_again(damage: str, measured: list[bool], caches: Path) -> None:
+    pair = make_pair()
+    load_costs(*pair, trees=True)
+    (file,) = caches.rglob("*.json")
+    text, fields = file.read_text(), json.loads(file.read_text())
+    if damage == "another machine":
+        fields["of"]["machine"]["chip"] = "M9"
+    elif damage == "negative":
+        fields["costs"]["plain"][0] = -1
+    elif damage == "no costs":
+        del fields["costs"]["level"]
+    plain_texts = {"nothing": "", "half": text[: len(text) // 2], "a list": "[1]", "deep": "[" * 100_000}
+    file.write_text(plain_texts.get(damage, json.dumps(fields)))
+    assert load_costs(*forget(pair), trees=True).plain == (2.0,) and len(measured) == 2
+    assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "and kept"
+
+
+def test_a_disturbed_measurement_is_used_and_not_kept(
+    measured: list[bool], caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs_module, "is_disturbed", lambda costs: True)
+    pair = make_pair()
+    assert load_costs(*pair, trees=True) is load_costs(*pair, trees=True)
+    assert load_costs(*forget(pair), trees=True).plain == (2.0,) and not list(caches.rglob("*.json"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    measured: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="the measured costs cannot be kept"):
+        assert load_costs(*make_pair(), trees=True).plain == (1.0,)
+
+
+def test_without_a_home_nothing_is_kept(measured: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(costs_module, "cache_directory", fail)
+    with pytest.warns(UserWarning, match="cannot be kept: .*home directory"):
+        assert load_costs(*make_pair(), trees=True).plain == (1.0,)
+
+
+def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring, counted, pair = threading.Event(), [], make_pair()
+
+    def measure(*args: Any, **options: Any) -> CostTable:
+        counted.append(1)
+        measuring.set()
+        time.sleep(0.2)
+        return SMALL
+
+    monkeypatch.setattr(costs_module, "measure_costs", measure)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(load_costs, *pair, trees=True)
+        assert measuring.wait(60)
+        assert load_costs(*pair, trees=True) is first.result(60) and len(counted) == 1
+
+
+def test_a_table_survives_json() -> None:
+    costs = make_costs()
+    assert parse_costs(json.loads(json.dumps(costs._asdict()))) == costs
+    with pytest.raises(KeyError):
+        parse_costs({})
+
+
+def test_the_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = describe_machine()
+    assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(found)
+    assert (memory_bytes() or 0) > 1 << 28 and json.dumps(found)
+    monkeypatch.setattr(machine, "blas_libraries", lambda: [])
+    assert describe_machine().get("blas", "unknown") == "unknown"
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    assert machine.cache_directory().parts[-3:] == ("Library", "Caches", "mlx_redrafter")
+
+
+def test_blas_libraries_with_their_own_names_are_found(tmp_path: Path) -> None:
+    names = ["libblas.so.3", "libopenblas.so.0", "libmkl_rt.so.2", "libscipy_openblas64_-1f.so", "libc.so.6"]
+    (tmp_path / "maps").write_text(
+        "".join(f"7f00-7f01 r-xp 0 08:01 12 /opt/{name}\n" for name in [*names, *names]) + "7f02\n"
+    )
+    assert blas_libraries(tmp_path / "maps") == ["libblas.so.3", "libmkl_rt.so.2", "libopenblas.so.0"]
+    assert blas_libraries(tmp_path / "none") == []
+    assert has_fast_blas("libblas.so.3, libopenblas.so.0") and not has_fast_blas("libblas.so.3")

@@ -1,0 +1,222 @@
+"""Plans from numbers alone: expected tokens, the fastest plan, and what the worst text costs."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import pairwise
+from statistics import fmean
+
+import pytest
+from worlds import ACCEPTANCE, CURVES, START, TEXTS, draw_accepted, fly, fly_auto, make_costs, scale_rounds
+
+from mlx_redrafter.engine import decode
+from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
+from mlx_redrafter.planning.planner import (
+    MAX_LOSS,
+    MAX_RATE,
+    PROBE_EVERY,
+    UNKNOWN_ACCEPTANCE,
+    WARM_UP,
+    AutoPlanner,
+    candidate_plans,
+    expected_reach,
+    expected_replay,
+    expected_tokens,
+    measured_plans,
+    predict,
+    predict_all,
+    starting_plan,
+)
+
+BOUND = 1 - MAX_LOSS - 0.005
+"""Of plain decoding's speed, with a table that is right."""
+
+WRONG_BOUND = 0.965
+"""The same until a table that is 30% too cheap is found out."""
+
+
+def test_expected_tokens_of_the_running_example() -> None:
+    table = [[0.5, 0.25], [0.4, 0.2]]
+    assert expected_tokens(table, Plan(1, 2, 3)) == pytest.approx(1 + 0.5 + 0.5 * 0.4)
+    # Level 1: .5, .25. Level 2 keeps the best two of .5 * .4, .5 * .2, .25 * .4, .25 * .2.
+    assert expected_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
+    assert expected_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
+    assert expected_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), "as at depth 2"
+    assert expected_tokens(table, Plan(1, 2, 3), 2.0) == pytest.approx(1 + 2 * MAX_RATE / 3 * (1 + 2 * MAX_RATE / 3))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_expected_tokens_are_the_mean_of_drawn_rounds(seed: int) -> None:
+    generator = random.Random(seed)
+    width, depth = generator.randrange(1, 5), generator.randrange(1, 6)
+    size = 1 + depth if width == 1 else generator.randrange(max(width, depth) + 1, 2 + width * depth)
+    plan, scale = Plan(width, depth, size), generator.choice([0.3, 0.8, 1.2])
+    mean = sum(1 + draw_accepted(plan, scale, generator) for _ in range(20000)) / 20000
+    assert mean == pytest.approx(expected_tokens(ACCEPTANCE, plan, scale), abs=0.03)
+
+
+@pytest.mark.parametrize(("depth", "scale"), [(1, 0.9), (2, 0.6), (3, 1.0), (8, 1.3), (15, 0.3)])
+def test_expected_replay_is_the_mean_of_drawn_rounds(depth: int, scale: float) -> None:
+    plan, generator, rounds = chain_plan(depth), random.Random(0), 40000
+    replayed, by_rounds, discarded, by_steps = 0, 0, 0, 0
+    for _ in range(rounds):
+        if replayed > MAX_REPLAY:
+            discarded, by_steps, replayed = discarded + 1, by_steps + replayed, 0
+        count, by_rounds = 1 + draw_accepted(plan, scale, generator), by_rounds + replayed
+        replayed = replayed + count if count <= depth else 0
+    found = expected_replay(expected_reach(ACCEPTANCE, plan, scale))
+    assert found[:2] == pytest.approx((by_rounds / rounds, discarded / rounds), rel=0.05, abs=0.01)
+    assert found[2] == pytest.approx(by_steps / discarded if discarded else 0.0, rel=0.02)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_candidates_lose_little_against_every_plan(curve: str) -> None:
+    costs = make_costs(curve)
+    every = [chain_plan(depth) for depth in range(1, 16)] + [
+        Plan(width, depth, size)
+        for width in (2, 4)
+        for depth in range(1, 16)
+        for size in range(max(width, depth) + 1, min(16, 1 + width * depth) + 1)
+    ]
+    assert sorted(measured_plans(costs)) == sorted(every)
+    candidates = candidate_plans(costs, ACCEPTANCE)
+    assert len(candidates) <= 12
+    for length, scale in ((10, 0.3), (500, 0.7), (500, 1.0), (4000, 1.3)):
+        speedups = {found.plan: found.speedup for found in predict_all(costs, ACCEPTANCE, length, scale)}
+        fastest = max(speedups.values())
+        assert speedups[every[3]] == pytest.approx(
+            expected_tokens(ACCEPTANCE, every[3], scale) * costs.plain_ms(length) / costs.round_ms(every[3], length)
+        )
+        assert max([speedups[plan] for plan in candidates], default=1.0) >= 0.97 * fastest or fastest <= 1
+    assert all(plan.width == 1 for plan in candidate_plans(costs.chains_only(), ACCEPTANCE))
+
+
+def test_plans_of_unmeasured_sizes_are_not_considered() -> None:
+    costs = make_costs("gentle")
+    kept = (1, 2, 4, 9)
+    gaps = costs._replace(counts=kept, verify=tuple(tuple(row[n - 1] for n in kept) for row in costs.verify)).check()
+    assert candidate_plans(gaps, ACCEPTANCE) and all(plan.size in kept for plan in measured_plans(gaps))
+    assert candidate_plans(make_costs("every row"), ACCEPTANCE) == ()
+    assert candidate_plans(costs, UNKNOWN_ACCEPTANCE) and candidate_plans(costs, [[0.0]]) == ()
+
+
+def test_a_planner_without_plans_decodes_plainly() -> None:
+    planner = AutoPlanner(make_costs("every row"), ACCEPTANCE)
+    assert planner.plans == () and fly(planner, make_costs("every row"), TEXTS["all"], 100, 0) == 1.0
+
+
+def test_the_starting_plan_is_the_fastest_that_can_be_afforded() -> None:
+    costs = make_costs("gentle")
+    fastest = max(predict_all(costs, ACCEPTANCE, 64), key=lambda found: found.speedup)
+    assert starting_plan(costs, ACCEPTANCE, 64) == fastest.plan
+    assert starting_plan(make_costs("every row"), ACCEPTANCE, 64) is None
+    acceptance, plans = ((MAX_RATE,),), (chain_plan(1), chain_plan(15))
+    dear = costs._replace(verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify))
+    slower, faster = (predict(dear, plan, START, expected_reach(acceptance, plan)).speedup for plan in plans)
+    assert 1.2 < slower < faster
+    planner = AutoPlanner(dear, acceptance, plans)
+    chosen = [planner.next_plan(START) for _ in range(WARM_UP + 1)]
+    assert chosen == [*[None] * WARM_UP, chain_plan(1)], "a rejected round of 15 costs more than the budget"
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("replay", [0.0, 0.05, 0.5])
+def test_no_text_costs_more_than_the_bound(curve: str, replay: float) -> None:
+    costs = make_costs(curve, replay=replay)
+    for name, scale in TEXTS.items():
+        for tokens, seed in ((256, 0), (256, 1), (700, 2)):
+            assert fly_auto(costs, scale, tokens, seed) > BOUND, (name, tokens, seed)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("replay", [0.0, 0.05])
+@pytest.mark.parametrize("truth", [0.7, 1.3, 2.0])
+def test_a_wrong_table_costs_little_more(curve: str, replay: float, truth: float) -> None:
+    costs = make_costs(curve, replay=replay)
+    least = {0.7: BOUND, 1.3: WRONG_BOUND, 2.0: 0.94}[truth]
+    for name, scale in TEXTS.items():
+        for stalls in (0.0, 0.05):
+            assert fly_auto(costs, scale, 256, 3, truth=truth, stalls=stalls) > least, (name, stalls)
+
+
+def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
+    for replay in (0.0, 0.05):
+        costs = make_costs("gentle", replay=replay)
+        assert fly(decode.Planner(chain_plan(3)), costs, TEXTS["nothing"], 256, 0) < 0.9
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("replay", [0.0, 0.05])
+@pytest.mark.parametrize("text", ["most", "all"])
+def test_on_a_steady_text_it_is_near_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
+    costs, scale = make_costs(curve, replay=replay), TEXTS[text]
+    mean = fmean(fly_auto(costs, scale, 1500, seed) for seed in range(3))
+    fixed = [
+        fmean(fly(decode.Planner(plan), costs, scale, 1500, seed) for seed in range(3))
+        for plan in candidate_plans(costs, ACCEPTANCE)
+    ]
+    assert mean > 0.93 * max([1.0, *fixed])
+
+
+def test_a_text_that_turns_good_is_noticed() -> None:
+    speeds = [fly_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)]
+    assert min(speeds) > 1.4 and fly_auto(make_costs(), TEXTS["nothing"], 2000) > 0.985
+
+
+@pytest.mark.parametrize("curve", ["flat", "gentle", "half of every row"])
+def test_rounds_that_become_dearer_in_a_long_text_are_noticed(curve: str) -> None:
+    costs = make_costs(curve)
+    far = scale_rounds(costs, 2.0)
+    truth = costs._replace(verify=(costs.verify[0], far.verify[1]))  # as the table says at 64 tokens, not at 1,024
+    for text in ("a third", "most"):
+        assert fly(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > WRONG_BOUND
+
+
+def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
+    costs, planner = make_costs(), AutoPlanner(make_costs(), ACCEPTANCE)
+    assert fly(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
+    assert planner.slowdown > 3
+    fly(planner, costs, TEXTS["all"], 600, 2)
+    assert planner.slowdown < 1.1 and fly(planner, costs, TEXTS["all"], 600, 2) > 1.4
+
+
+def test_slow_seconds_of_both_kinds_are_no_slowdown() -> None:
+    costs, plan = make_costs(), chain_plan(3)
+    planner = AutoPlanner(costs, ACCEPTANCE, [plan])
+    for _ in range(8):
+        planner.observe(None, 1, 64, 0, 3 * costs.plain_ms(64))
+        planner.observe(plan, 2, 64, 0, 3 * costs.round_ms(plan, 64))
+        assert planner.slowdown == pytest.approx(1.0)
+    for _ in range(8):
+        planner.observe(None, 1, 64, 0, 9.0)
+    assert planner.slowdown == 1.0, "slow plain steps do not make rounds look cheap"
+    for _ in range(16):
+        planner.observe(None, 1, 64, 0, None)
+        planner.observe(plan, 2, 64, 0, 50.0)
+    assert planner.slowdown == 4.0
+
+
+def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
+    calm, stalled = (fly_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15))
+    assert stalled > 0.95 * calm > 1.5
+
+
+def test_while_nothing_pays_probes_are_ever_farther_between() -> None:
+    planner, plans = AutoPlanner(make_costs("gentle"), ACCEPTANCE), []
+    for at in range(3000):
+        plans.append(planner.next_plan(START + at))
+        planner.observe(plans[-1], 1, START + at, 0, None)
+    probes = [at for at, plan in enumerate(plans) if plan is not None and at > 100]
+    pauses = [later - earlier for earlier, later in pairwise(probes)]
+    assert pauses == sorted(pauses) and 2 * PROBE_EVERY < pauses[0] < pauses[-1] < 20 * PROBE_EVERY
+    planner.observe(plans[probes[-1]], 2, START + 3000, 0, None)
+    assert planner.next_plan(START + 3000) is not None, "a probe that was right is followed by another"
+
+
+def test_a_choice_takes_the_host_less_than_half_a_millisecond() -> None:
+    for replay in (0.0, 0.05):
+        costs = make_costs("gentle", replay=replay)
+        planner, started = AutoPlanner(costs, ACCEPTANCE), time.process_time()
+        fly(planner, costs, TEXTS["most"], 3000, 0)
+        assert (time.process_time() - started) / 3000 < 0.5e-3

@@ -1,0 +1,102 @@
+"""Simulated texts: cost curves, texts that grant more or less of a drafter's acceptance, and decoding by a planner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
+from mlx_redrafter.planning.costs import CostTable
+from mlx_redrafter.planning.planner import AutoPlanner, expected_reach
+
+ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
+CURVES: dict[str, Callable[[int], float]] = {
+    "flat": lambda n: 1.0 + 0.01 * (n - 1),
+    "gentle": lambda n: 1.0 + 0.05 * (n - 1),
+    "every row": lambda n: float(n),
+    "half of every row": lambda n: 1.0 + 0.5 * (n - 1),
+    "a step, a cliff at 16": lambda n: 1.0 if n == 1 else 1.37 + 0.013 * (n - 2) if n < 16 else 2.2,
+    "a cliff at 6": lambda n: 1.0 + 0.02 * (n - 1) if n < 6 else 1.8 + 0.02 * n,
+    "16 cheaper than 12": lambda n: 1.0 + 0.06 * (n - 1) if n < 9 else 2.5 if n < 16 else 1.6,
+}
+TEXTS: dict[str, Callable[[int], float]] = {
+    "nothing": lambda at: 0.0,
+    "a third": lambda at: 0.3,
+    "most": lambda at: 0.7,
+    "all": lambda at: 1.0,
+    "everything": lambda at: 9.0,
+    "in turns": lambda at: 1.2 if at % 80 < 40 else 0.0,
+    "turns bad": lambda at: 1.2 if at < 60 else 0.0,
+    "turns good": lambda at: 1.2 if at > 200 else 0.0,
+    "every seventh": lambda at: float(at % 7 == 0),
+}
+START = 100
+"""Tokens of the prompt."""
+
+
+def make_costs(curve: str = "flat", *, replay: float = 0.0) -> CostTable:
+    """Plain steps of a millisecond, a fifth more after 1,024 tokens; chains alone where tokens are replayed."""
+    counts = tuple(range(1, 17))
+    row = tuple(CURVES[curve](count) for count in counts)
+    rows = (row, tuple(1.2 * ms for ms in row))
+    costs = CostTable((64, 1024), counts, rows, (1.0, 1.2), (1, 2, 4), (0.05, 0.06, 0.075), (0.03, 0.05), replay)
+    return costs.check().chains_only() if replay else costs.check()
+
+
+def scale_rounds(costs: CostTable, times: float) -> CostTable:
+    """Costs with which everything of a round but its root takes so many times as long."""
+    rows = tuple((row[0], *(times * ms for ms in row[1:])) for row in costs.verify)
+    return costs._replace(verify=rows, level=tuple(times * ms for ms in costs.level))
+
+
+_reach = cache(expected_reach)
+
+
+def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:
+    """How many drafted tokens a round keeps, by the law that the planner assumes."""
+    drawn = generator.random()
+    return sum(drawn < chance for chance in _reach(ACCEPTANCE, plan, scale)[1:])
+
+
+def fly(
+    planner: Any,
+    costs: CostTable,
+    scale: Callable[[int], float],
+    tokens: int,
+    seed: int,
+    *,
+    stalls: float = 0.0,
+) -> float:
+    """Speed over plain decoding's. The next plan is chosen before what is in flight is read, as decoding does.
+
+    Args:
+        costs: what everything really takes.
+        scale: of the acceptance, by how many tokens were made.
+        stalls: how often the clock shows five times as long.
+    """
+    generator, made, took, replayed = random.Random(seed), 0, 0.0, 0
+    following = planner.next_plan(START)
+    while made < tokens:
+        length, plan = START + made, following
+        following = planner.next_plan(length, replayed)
+        verified = plan is not None and replayed <= MAX_REPLAY
+        if plan is not None and verified:
+            ms = costs.round_ms(plan, length, replayed)
+            count = 1 + draw_accepted(plan, scale(made), generator)
+            left = replayed + count if costs.again and count <= plan.depth else 0
+        else:
+            ms = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0)
+            count, left = 1, 0
+        shown = ms * (5.0 if generator.random() < stalls else 1.0)
+        planner.observe(plan, count, length, replayed, shown, verified=verified)
+        made, took, replayed = made + count, took + ms, left
+    return sum(costs.plain_ms(START + at) for at in range(made)) / took
+
+
+def fly_auto(
+    table: CostTable, scale: Callable[[int], float], tokens: int = 256, seed: int = 0, *, truth: float = 1.0, **how: Any
+) -> float:
+    """The same of a new planner with that table, where rounds really take `truth` times as long."""
+    return fly(AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)
