@@ -226,7 +226,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
     compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not options.temp
     places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if compared else []
     differs = min((place for place in places if place is not None), default=None)
-    forwards = (stats.rounds if stats else 0) or made
+    forwards = stats.rounds if stats else made
     return {
         "contestant": side.kind,
         "plan": side.plan,
@@ -239,7 +239,7 @@ def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, 
         "ratio_quartiles": spread(ratios),
         "rounds": forwards,
         "tokens_per_round": None if stats is None else stats.tokens_per_round,
-        "plain_steps": None if stats is None else stats.plain_steps if stats.rounds else made,
+        "plain_steps": None if stats is None else stats.plain_steps,
         "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
         "bandwidth_gb_s": None if read is None else read * forwards / middle.seconds / 1e9,

@@ -9,8 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..drafters.recurrent import Drafter
-from ..generate import decode_prompts
-from ..generate import encode_chat
+from ..generate import decode_prompts, encode_chat
 from ..options import Options
 
 ROWS = 8

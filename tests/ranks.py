@@ -1,55 +1,52 @@
-"""What each rank of a sharded model says, as JSON: run by tests/test_sharded.py under `mlx.launch`."""
+"""What each rank of a sharded model decodes, as JSON: run by test_sharded.py under `mlx.launch`."""
 
 from __future__ import annotations
 
 import json
 
 import mlx.core as mx
-from families import Follower, make_family, read_again, script
+from families import hidden_states, make_family, make_follower
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
+from toys import ids, run
 
 from mlx_redrafter.demo import DIRECTORY, load_demo
-from mlx_redrafter.generate import decode_tokens
-from mlx_redrafter.options import Options
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
 
 
-def loaded(group: mx.distributed.Group) -> dict[str, list[int]]:
-    """What the demo says, whole without its drafter, and as `sharded_load` shares it out with the drafter."""
+def decode_demo(group: mx.distributed.Group) -> dict[str, list[int]]:
+    """The demo's text: whole without its drafter, and as `sharded_load` shares it out with the drafter."""
     whole, tokenizer, drafter = load_demo()
     prompt = tokenizer.encode("def main(")
-    beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.0, "max_tokens": 12}
-    plain = [step.token for step in decode_tokens(prompt, whole, None, Options(temp=0.0, max_tokens=12))]
+    plain = run(whole, prompt, max_tokens=12)
     model, _ = sharded_load(str(DIRECTORY / "target"), tensor_group=group)
     model.set_dtype(mx.float32)
-    drafted = [step.token for step in decode_tokens(prompt, model, drafter, Options(**beam))]
-    return {"demo": plain, "demo sharded": drafted}
+    drafted = run(model, prompt, drafter, max_tokens=12, beam_width=2, draft_depth=3)
+    return {"demo": ids(plain), "demo sharded": ids(drafted)}
 
 
 def main() -> None:
-    """Prints the tokens of one rank alone, of all ranks with a drafter, and those of a seed that nobody gave."""
+    """Prints the tokens of one rank alone, of all ranks with a drafter, and those of a seed that was drawn."""
     group = mx.distributed.init()
-    whole, model = make_family("deepseek_v3"), make_family("deepseek_v3")
-    alone = [step.token for step in decode_tokens(PROMPT, whole, None, Options(max_tokens=30, temp=0.8, seed=1))]
+    model = make_family("deepseek_v3")
+    alone = ids(run(make_family("deepseek_v3"), PROMPT, max_tokens=30, temp=0.8, seed=1))
     model.shard(group)
     mx.eval(model.parameters())
-    heard = read_again(model, PROMPT + alone, 9, make_prompt_cache(model))
-    drafter = Follower(model, PROMPT + alone, heard, script("half", 39, 2), 2)
-    beam = {"beam_width": 2, "draft_depth": 3, "temp": 0.8, "max_tokens": 24}
-    together = list(decode_tokens(PROMPT, model, drafter, Options(seed=1, **beam)))
-    unseeded = [step.token for step in decode_tokens(PROMPT, model, drafter, Options(**beam))]
-    said = {
+    text = PROMPT + alone
+    drafter = make_follower(model, text, hidden_states(model, text, 9, make_prompt_cache(model)), "mixed", 2)
+    options = {"beam_width": 2, "draft_depth": 3, "temp": 0.8, "max_tokens": 24}
+    together = run(model, PROMPT, drafter, seed=1, **options)
+    decoded = {
         "rank": group.rank(),
         "size": group.size(),
         "alone": alone[:24],
-        "together": [step.token for step in together],
+        "together": ids(together),
         "accepted": together[-1].stats.accepted,
-        "unseeded": unseeded,
-        **loaded(group),
+        "unseeded": ids(run(model, PROMPT, drafter, **options)),
+        **decode_demo(group),
     }
-    print("RANK " + json.dumps(said), flush=True)
+    print("RANK " + json.dumps(decoded), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlx_lm.models import llama
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.beam_search import Advance
-from mlx_redrafter.engine.types import Beams
+from mlx_redrafter.engine.types import Beams, Tree
 
 THE, CAT, DOG, SAT, RAN, AWAY = 7, 11, 12, 13, 14, 15
 
@@ -44,6 +45,17 @@ def random_beams(rng: np.random.Generator, width: int, depth: int, *, ties: bool
         scores.append(total)
     tokens = 1 + np.arange(depth * width).reshape(depth, width)
     return Beams(mx.array(tokens.astype(np.int32)), mx.array(np.array(parents, np.int32)), mx.array(np.array(scores)))
+
+
+def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
+    """The tree of these nodes; node 0 is the root, every other stands after its parent."""
+    size = len(tokens)
+    depths, ancestors = [0] * size, [[False] * size for _ in range(size)]
+    for node, parent in enumerate(parents):
+        if node:
+            depths[node], ancestors[node] = depths[parent] + 1, list(ancestors[parent])
+        ancestors[node][node] = True
+    return Tree(mx.array(tokens), mx.array(parents), mx.array(depths), mx.array(ancestors))
 
 
 def random_advance(seed: int, vocab: int, scale: float = 1.0) -> Advance:

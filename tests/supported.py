@@ -9,7 +9,7 @@ from families import modules
 
 from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 
-README = Path(__file__).parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: made by tests/supported.py -->\n", "<!-- models: end -->\n"
 
 REPLAY_NOTE = "its states cannot be trimmed: accepted tokens are replayed after a rejection, at most 8"
@@ -41,11 +41,11 @@ def table() -> str:
     return "\n".join([*lines, ""])
 
 
-def placed(text: str) -> str:
+def insert_table(text: str) -> str:
     """The page with the table in its place."""
     head, rest = text.split(BEGIN)
     return head + BEGIN + table() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(placed(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(insert_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

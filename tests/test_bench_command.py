@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import measuring, predict, round_time, run, shapes, suite, sweep, synthetic
 from benchmarks.command import COMMANDS, make_parser
-from benchmarks.contest import Options
+from benchmarks.contest import RunOptions
 from benchmarks.prompts import Prompt
 from benchmarks.record import print_lines, problem, read
 from benchmarks.subject import Subject, open_subject
@@ -288,8 +288,8 @@ def test_quick_takes_a_prompt_of_each_category_and_fewer_tokens() -> None:
     found = open_subject(args)
     assert len(found.prompts) == len({each.category for each in found.prompts}) >= 6
     asked = measuring.options(args)
-    assert asked == Options(max_tokens=64, repeats=1) and Options().max_tokens == 128
-    assert measuring.options(flags(run, "--quick", "--max-tokens", "9", "--repeats", "2")) == Options(9, repeats=2)
+    assert asked == RunOptions(max_tokens=64, repeats=1) and RunOptions().max_tokens == 128
+    assert measuring.options(flags(run, "--quick", "--max-tokens", "9", "--repeats", "2")) == RunOptions(9, repeats=2)
 
 
 def test_synthetic_measures_without_any_download_and_all_say_the_same(

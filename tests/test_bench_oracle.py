@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,7 +17,6 @@ from benchmarks.subject import Subject
 from benchmarks.synthetic import add_arguments, asked
 from benchmarks.targets import TARGETS, Experts, TargetShape, target_of
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_tokens
@@ -32,21 +30,15 @@ V = 512
 def decoded(found: Subject, plan: Any, count: int) -> tuple[list[int], Stats]:
     """The tokens of a subject's first prompt, and its rounds; without a plan, of plain decoding."""
     drafter = None if plan is None else found.drafter
-    settings = Options(plan="off" if plan is None else plan, seed=0, max_tokens=count)
-    assert found.chooser is not None
-    steps = list(decode(found.prompts[0].ids, found.model, drafter, replace(settings, chooser=found.chooser)))
+    options = Options(plan="off" if plan is None else plan, max_tokens=count, sampler=found.sampler)
+    steps = list(decode_tokens(found.prompts[0].ids, found.model, drafter, options))
     return [step.token for step in steps], steps[-1].stats
 
 
-def tiny(acceptance: Acceptance) -> tuple[Any, Any, Chooser]:
-    model, drafter = small_llama(vocab=V, layers=1), small_drafter(vocab=V)
-    return model, drafter, Chooser(Oracle(acceptance), ())
-
-
 def rounds_of(acceptance: Acceptance, plan: tuple[int, ...], count: int) -> Stats:
-    model, drafter, chooser = tiny(acceptance)
-    settings = replace(Options(plan=plan, seed=0, max_tokens=count), chooser=chooser)
-    *_, last = decode_tokens([1, 2, 3], model, drafter, settings)
+    model, drafter = small_llama(vocab=V, layers=1), small_drafter(vocab=V)
+    options = Options(plan=plan, max_tokens=count, sampler=Oracle(acceptance))
+    *_, last = decode_tokens([1, 2, 3], model, drafter, options)
     return last.stats
 
 
@@ -76,11 +68,11 @@ def test_a_drafter_that_is_always_right_or_never_is_so() -> None:
 
 
 def test_another_seed_draws_anew_and_the_same_seed_does_not() -> None:
-    model, drafter, _ = tiny([[0.5]])
+    model, drafter = small_llama(vocab=V, layers=1), small_drafter(vocab=V)
     kept = []
     for seed in (0, 0, 1):
-        settings = replace(Options(plan=(1, 3), seed=0, max_tokens=30), chooser=Chooser(Oracle([[0.5]], seed), ()))
-        kept.append([step.from_draft for step in decode_tokens([1, 2], model, drafter, settings)])
+        options = Options(plan=(1, 3), max_tokens=30, sampler=Oracle([[0.5]], seed))
+        kept.append([step.from_draft for step in decode_tokens([1, 2], model, drafter, options)])
     assert kept[0] == kept[1] != kept[2]
 
 
@@ -178,11 +170,11 @@ def test_a_mixtures_gate_keeps_the_bits_that_mlx_lm_gives_it() -> None:
 def test_what_does_not_fit_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = target_of("llama-3.1-8b")
     assert weight_bytes(shape, 4, 32) == pytest.approx(8.03e9 * 4.5 / 8, rel=0.01)
-    monkeypatch.setattr(building, "about", lambda: {"memory_gb": 5.0})
+    monkeypatch.setattr(building, "describe_machine", lambda: {"memory_gb": 5.0})
     with pytest.raises(RedrafterError, match=r"llama-3.1-8b of 32 layers at 4 bits takes about 5.6 GB.* has 5.0 GB"):
         check_memory(shape, 4, 32)
     check_memory(shape, 4, 16)
-    monkeypatch.setattr(building, "about", lambda: {"memory_gb": None})
+    monkeypatch.setattr(building, "describe_machine", lambda: {"memory_gb": None})
     check_memory(shape, 32, 32)
 
 

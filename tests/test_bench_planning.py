@@ -11,8 +11,8 @@ from benchmarks import planning
 from benchmarks.planning import costs_of, guessed, taken
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import chain_plan
-from mlx_redrafter.planning.pilot import Fixed
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -23,9 +23,9 @@ def test_the_rounds_are_those_of_decoding(depth: int) -> None:
         ids = tokenizer.encode(text)
         *_, last = stream_generate(model, tokenizer, ids, drafter=drafter, draft_depth=depth, max_tokens=40)
         right = guessed(model, drafter, ids, 40)
-        speed, steps = taken(costs, Fixed(chain_plan(depth)), len(ids), right)
+        speed, steps = taken(costs, Planner(chain_plan(depth)), len(ids), right)
         assert steps == 0
-        assert speed == pytest.approx(last.tokens_per_round / costs.round_at(chain_plan(depth), 64), rel=0.1)
+        assert speed == pytest.approx(last.tokens_per_round / costs.round_ms(chain_plan(depth), 64), rel=0.1)
 
 
 def test_auto_is_near_the_best_chain_on_the_demo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,7 +236,8 @@ def test_openblas_is_loaded_before_mlx_and_named_by_the_stamp() -> None:
         pytest.skip("there is no OpenBLAS here")
     done = python(
         "from benchmarks.blas import load_openblas\nprint(load_openblas())\n"
-        "from mlx_redrafter.planning.machine import describe_machine\nprint(describe_machine().get('blas', 'openblas: a GPU'))"
+        "from mlx_redrafter.planning.machine import describe_machine\n"
+        "print(describe_machine().get('blas', 'openblas: a GPU'))"
     )
     loaded, told = done.stdout.splitlines()
     assert "openblas" in loaded and "openblas" in told and done.returncode == 0

@@ -14,7 +14,8 @@ from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape, target_of
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.generate import decode_prompts
+from mlx_redrafter.generate import PromptRuns, decode_prompts
+from mlx_redrafter.options import Options
 from mlx_redrafter.planning.sizing import candidates
 from tests.bench_records import MACHINE, flags
 from tests.small import small_drafter, small_llama
@@ -52,13 +53,13 @@ def test_a_row_a_shape_with_the_flags_and_the_machine(pair: Subject, capsys: pyt
 def test_another_ranking_keeps_the_text(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, samplers = [], []
 
-    def kept(model: Any, drafter: Any, prompts: Any, settings: Any) -> Any:
-        trial = decode_prompts(model, drafter, prompts, settings)
-        texts.append(trial.texts)
-        samplers.append(type(settings.chooser.sampler))
-        return trial
+    def kept(model: Any, drafter: Any, prompts: Any, options: Options) -> PromptRuns:
+        runs = decode_prompts(model, drafter, prompts, options)
+        texts.append(runs.texts)
+        samplers.append(type(options.sampler))
+        return runs
 
-    monkeypatch.setattr(acceptance, "try_out", kept)
+    monkeypatch.setattr(acceptance, "decode_prompts", kept)
     for more in ({}, {"without_noise": True}, {"count": 3}):
         options: dict[str, Any] = {"max_tokens": 12, "temp": 0.8, "seed": 1, **more}
         acceptance.measure(pair.model, small_drafter(), PROMPTS, (2, 2), **options)

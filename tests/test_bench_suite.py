@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import run, suite
-from benchmarks.contest import MLX_LM_DRAFT, Options, Run, contestants
+from benchmarks.contest import MLX_LM_DRAFT, Run, RunOptions, contestants
 from benchmarks.prompts import Prompt
 from benchmarks.record import problem
 from benchmarks.subject import open_subject
@@ -36,7 +36,7 @@ def test_the_suite_begins_with_the_demo_and_goes_from_small_to_large() -> None:
 def test_the_demo_of_the_suite_is_that_of_a_quick_run_with_mlx_lms_own_speculation() -> None:
     found, quick = suite.demo(), open_subject(flags(run, "--quick"))
     assert found.described == quick.described and found.prompts == quick.prompts
-    assert MLX_LM_DRAFT in {side.kind for side in contestants(found, [], Options())}
+    assert MLX_LM_DRAFT in {side.kind for side in contestants(found, [], RunOptions())}
 
 
 class Pace:
@@ -141,7 +141,7 @@ class Slow:
 
     def __init__(self, patch: pytest.MonkeyPatch, weights: float, parts: float, first: float, prompt: float) -> None:
         self.now = 0.0
-        self.asked: list[Options] = []
+        self.asked: list[RunOptions] = []
         self.weights, self.prompt = weights, prompt
         patch.setattr(suite, "perf_counter", lambda: self.now)
         patch.setattr(suite, "costs_record", lambda subject: self.after(parts, costs()))
@@ -157,7 +157,7 @@ class Slow:
         prompts = [Prompt("a/b", "a", [1, 2]), Prompt("b/b", "b", [1, 2, 3, 4])]
         return self.after(self.weights, SimpleNamespace(prompts=prompts))
 
-    def hold(self, subject: Any, sides: Any, options: Options, *, warm: bool) -> Iterator[Any]:
+    def hold(self, subject: Any, sides: Any, options: RunOptions, *, warm: bool) -> Iterator[Any]:
         assert warm, "nobody is warmed up twice"
         self.asked.append(options)
         for prompt in subject.prompts:

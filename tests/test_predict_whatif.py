@@ -112,7 +112,7 @@ def test_a_quantised_drafter_costs_its_bytes(everything: list[Published]) -> Non
     each = everything[0]
     model = fit(each.cells.values(), each.plain_ms)
     shape = Plan(2, 4, 9)
-    saved = model.costs().round_at(shape, 166) - model.costs(QUANTISED).round_at(shape, 166)
+    saved = model.costs().round_ms(shape, 166) - model.costs(QUANTISED).round_ms(shape, 166)
     assert saved == pytest.approx(4 * model.level_ms(2) * 11.5 / 16)
 
 

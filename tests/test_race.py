@@ -275,7 +275,7 @@ def test_the_demo_starts_by_itself_and_says_what_the_library_says(browser: webdr
         # The first root is the first token of the text.
         first = page.run("document.querySelector('.root text').textContent")
         assert expected.startswith(first.replace("·", " ").replace("⏎", "\n"))
-        assert re.search(r"^Drafted: \d+\.\d\d times as fast\.", page.find("#result").text)
+        assert re.search(r"^Drafted: (\d+\.\d\d times as fast|as fast as|slower here)", page.find("#result").text)
         assert "Same text, to the character: 60 tokens." in page.find("#result").text
         page.check()
         page = Page(browser, server, "?go=1&max=8&plan=")  # as the server was started: plainly

@@ -169,7 +169,7 @@ def test_for_a_client_that_went_while_it_waited_no_other_model_is_loaded(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sought: list[Any] = []
-    monkeypatch.setattr("mlx_redrafter.serving.provider.find", sought.append)
+    monkeypatch.setattr("mlx_redrafter.serving.provider.find_model", sought.append)
     left = counted(server, "clients_left_total")
     with held(server, monkeypatch) as gate, send(server, max_tokens=4) as first:
         assert gate.reached.wait(PATIENCE)

@@ -240,7 +240,7 @@ def test_a_model_that_fails_late_to_load_leaves_the_loaded_one_where_both_fit(
 ) -> None:
     broken = made(tmp_path)
     if room is not None:
-        monkeypatch.setattr("mlx_redrafter.serving.provider.free", lambda: room)
+        monkeypatch.setattr("mlx_redrafter.serving.provider.free_memory", lambda: room)
     with server_of(*with_toys(root), *BEAM) as server:
         provider = server.responder.model_provider
         first, before = complete(server, "x", max_tokens=4), provider.model

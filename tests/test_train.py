@@ -21,13 +21,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.planning.sizing import candidates, n_weights
 from mlx_redrafter.training import fitting
 from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.distill import Batches, Recipe, train_drafter
 from mlx_redrafter.training.fitting import Course, fit_, save_
 from mlx_redrafter.training.lessons import LABELS, Batch, Labels, hear, make_vocabulary, new_drafter, teach
 from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.planning.sizing import candidates, n_weights
 
 HIDDEN, VOCAB = 16, 23
 ARGS = DrafterArgs(HIDDEN, VOCAB, exit_dim=12, num_draft_layers=1)

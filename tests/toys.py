@@ -1,4 +1,4 @@
-"""Tiny targets of mlx-lm's own classes, drafters that follow a script, a tokenizer of single characters.
+"""Tiny targets of mlx-lm's own classes, a drafter that follows a script, a tokenizer of single characters.
 
 Everything is float32, and the logits are spread wide: the rows of one forward over N nodes and of N forwards over
 one token agree to about 1e-5, so that tokens can be compared, not only distributions.
@@ -11,18 +11,20 @@ import random
 import string
 from collections.abc import Sequence
 from importlib import import_module
+from math import inf
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.types import Beams
+from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine.supported_models import find_parts
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 
@@ -51,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", HEADS_OF_32 | MOE),
 }  # fmt: skip
-"""Every model type whose trees are served, and every rope module they can have: (module of mlx-lm, its arguments)."""
+"""Llama-like modules that take trees, and every rope module they can have: (module of mlx-lm, its arguments)."""
 
 LENGTH_BOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-dynamic": ("llama", HEADS_OF_32 | {
@@ -96,18 +98,18 @@ def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None,
     return list(decode_tokens(prompt, model, drafter, Options(**options)))
 
 
-def plainly(model: nn.Module, prompt: tuple[int, ...], count: int, **options: Any) -> list[Step]:
-    """Plain decoding of a shared model, once for all that ask for the same; not with processors or a cache."""
+def decode_plainly(model: nn.Module, prompt: tuple[int, ...], count: int, **options: Any) -> list[Step]:
+    """Plain decoding of a shared model, remembered; not with processors or a cache."""
     if "logits_processors" in options or "prompt_cache" in options:
         return run(model, prompt, max_tokens=count, **options)
     key = id(model), prompt, count, repr(sorted(options.items()))
-    if key not in _said:
-        _said[key] = model, run(model, prompt, max_tokens=count, **options)
-    return list(_said[key][1])
+    if key not in _decoded:
+        _decoded[key] = model, run(model, prompt, max_tokens=count, **options)
+    return list(_decoded[key][1])
 
 
-_said: dict[Any, tuple[nn.Module, list[Step]]] = {}
-"""What `plainly` has decoded, and the model, so that no other one gets its id."""
+_decoded: dict[Any, tuple[nn.Module, list[Step]]] = {}
+"""What `decode_plainly` has decoded, and the model, so that no other one gets its id."""
 
 
 def ids(steps: Sequence[Step]) -> list[int]:
@@ -115,31 +117,40 @@ def ids(steps: Sequence[Step]) -> list[int]:
     return [step.token for step in steps]
 
 
-class Scripted:
-    """A drafter that knows what the target will say, and is right exactly where its script says so.
+def assert_same_steps(steps: Sequence[Step], plain: Sequence[Step], *, tolerance: float = 1e-3) -> None:
+    """The same tokens, with the same log-probabilities."""
+    assert ids(steps) == ids(plain)
+    for mine, theirs in zip(steps, plain, strict=True):
+        assert mx.abs(mine.logprobs - theirs.logprobs).max().item() < tolerance
 
-    Its state is the path it has been led along: each token is found again by its embedding. Where in the text a
-    draft begins it sees from the hidden state that the engine hands it: only the right one leads anywhere.
-    A path that has left the text gets flat scores, the right one `width` good candidates.
+
+class Scripted:
+    """A drafter that knows the target's text, and is right exactly where its script says so.
+
+    Its state is the path so far: each token is found by its embedding. Where in the text a draft begins it sees from
+    the hidden state that it is given: only the right one leads anywhere. On a path that has left the text the scores
+    are flat; on the text `width` candidates are good.
 
     Args:
         model: the target.
         text: the prompt and its plain continuation, longer than what will be decoded.
         ranks: for each position of `text`, which of the candidates its token is, or -1 for none of them.
         width: W.
+        hidden: (T, D) the hidden states of `text`; None runs the model on all of it.
     """
 
     dtype = mx.float32
 
-    def __init__(self, model: nn.Module, text: Sequence[int], ranks: Sequence[int], width: int) -> None:
-        self._embedding = model.model.embed_tokens
+    def __init__(
+        self, model: nn.Module, text: Sequence[int], ranks: Sequence[int], width: int, hidden: mx.array | None = None
+    ) -> None:
+        vocab = model(mx.array([[0]])).shape[-1]
         self._text = mx.array(text)
         self.ranks, self._ranks = list(ranks), mx.array(ranks)
-        self._hidden = model.model(self._text[None])[0]
+        self._hidden = model.model(self._text[None])[0] if hidden is None else hidden
         self._width = width
-        vocab = model(mx.array([[0]])).shape[-1]
         self._tokens = mx.arange(vocab)
-        self._rows = self._embedding(self._tokens)
+        self._rows = find_parts(model).embedding(self._tokens)
         self.args = DrafterArgs(self._hidden.shape[-1], vocab, 2 * self._hidden.shape[-1], 0)
         mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
 
@@ -162,31 +173,14 @@ class Scripted:
         return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
 
 
-class Echo(Scripted):
-    """A drafter that is sure of itself, and at every depth of the next token: it says that one again and again."""
-
-    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(W, V) scores."""
-        place = mx.argmin(mx.square(self._hidden - hidden).sum(-1)) + 2
-        count = self.args.vocab_size
-        noise = mx.random.normal((count, count), key=mx.random.key(7)) * 8
-        return noise[state[:, -1]] + 25 * (self._tokens == self._text[mx.minimum(place, self._text.shape[0] - 1)])
-
-
-class Unsound:
-    """A drafter that knows nothing, and some of whose scores are no numbers.
-
-    Args:
-        model: the target.
-        score: stands in the place of every score above `threshold`; the others are random.
-    """
+class RandomDrafter:
+    """A drafter of random weights, whose scores above `threshold` are `score` instead."""
 
     dtype = mx.float32
 
-    def __init__(self, model: nn.Module, score: float, threshold: float) -> None:
-        hidden_size, vocab = 64, model(mx.array([[0]])).shape[-1]
-        self.args = DrafterArgs(hidden_size, vocab, 2 * hidden_size, 0)
-        self._weight = mx.random.normal((hidden_size, vocab), key=mx.random.key(0))
+    def __init__(self, vocab: int, score: float = 0.0, threshold: float = inf) -> None:
+        self.args = DrafterArgs(64, vocab, 128, 0)
+        self._weight = mx.random.normal((64, vocab), key=mx.random.key(0))
         self._score, self._threshold = score, threshold
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
@@ -202,56 +196,63 @@ class Unsound:
 SCRIPTS = ("right", "wrong", "mixed")
 
 
-def scripted(
-    model: nn.Module, text: Sequence[int], script: str, *, width: int, luck: int = 0, share: float = 0.6
-) -> Scripted:
-    """A drafter that is always right, never, or at a `share` of the positions, and then in a random rank."""
-    generator = random.Random(luck)
-    mixed = [generator.randrange(width) if generator.random() < share else -1 for _ in text]
-    ranks = {"right": [0] * len(text), "wrong": [-1] * len(text), "mixed": mixed}[script]
-    return Scripted(model, text, ranks, width)
+def make_ranks(script: str, size: int, width: int, *, seed: int = 0, share: float = 0.6) -> list[int]:
+    """Ranks for `Scripted`: always right, never, or at a `share` of the positions and then in a random rank."""
+    generator = random.Random(seed)
+    mixed = [generator.randrange(width) if generator.random() < share else -1 for _ in range(size)]
+    return {"right": [0] * size, "wrong": [-1] * size, "mixed": mixed}[script]
+
+
+def scripted(model: nn.Module, text: Sequence[int], script: str, *, width: int, seed: int = 0) -> Scripted:
+    """A drafter that follows `script`."""
+    return Scripted(model, text, make_ranks(script, len(text), width, seed=seed), width)
 
 
 def with_plain(
     model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, luck: int = 0, **options: Any
 ) -> tuple[list[Step], Scripted]:
-    """(what plain decoding says, `count` steps of it; a drafter that follows `script` beside it)."""
-    steps = plainly(model, tuple(prompt), count + 8, **options)
-    return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, luck=luck)
+    """(`count` steps of plain decoding, a drafter that follows `script` on that text)."""
+    steps = decode_plainly(model, tuple(prompt), count + 8, **options)
+    return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, seed=luck)
 
 
-def random_beams(width: int, depth: int, *, vocab: int = VOCAB, seed: int = 0) -> Beams:
-    """What a beam search may find: distinct (parent, token) pairs on each level, scores that fall."""
-    generator = random.Random(seed)
-    tokens, parents, scores = [], [], []
-    above = [0.0]
-    for _ in range(depth):
-        pairs = generator.sample([(p, t) for p in range(len(above)) for t in range(vocab)], width)
-        level = sorted(((above[p] - generator.random() * 3, p, t) for p, t in pairs), reverse=True)
-        above = [score for score, _, _ in level]
-        scores.append(above)
-        parents.append([p for _, p, _ in level])
-        tokens.append([t for _, _, t in level])
-    return Beams(mx.array(tokens), mx.array(parents), mx.array(scores))
+BEAMS: dict[str, dict[str, Any]] = {
+    "chain": {"beam_width": 1, "draft_depth": 4},
+    "tree": {"beam_width": 3, "draft_depth": 3},
+    "pruned tree": {"beam_width": 3, "draft_depth": 4, "tree_size": 9},
+}
+"""The shapes of rounds that most tests run."""
 
 
-def rows(cache: Sequence[Any]) -> list[mx.array]:
-    """Every layer's keys and values up to the offset, dequantised."""
-    found = []
-    for c in cache:
-        for array in c.keys_and_values():
+def contents(cache: Sequence[Any]) -> list[mx.array]:
+    """What a cache holds, in the order of positions, dequantized; of a ring what the next token will see."""
+    found: list[mx.array] = []
+    for c in kv_cache.leaves(list(cache)):
+        if not isinstance(c, kv_cache.TRIMMABLE):
+            flat: Any = tree_flatten(list(vars(c).values()))
+            found += [x for _, x in flat if isinstance(x, mx.array)]
+            continue
+        for x in (c.keys, c.values):
+            if x is None:
+                continue
+            if isinstance(c, RotatingKVCache):
+                x, seen = c._temporal_order(x), min(c.offset, c.max_size - 1)
+                kept = min(c.keep, seen)
+                found += [x[..., :kept, :], x[..., x.shape[-2] - (seen - kept) :, :]]
+                continue
             if isinstance(c, QuantizedKVCache):
-                array = mx.dequantize(*array, group_size=c.group_size, bits=c.bits)
-            found.append(array[..., : c.offset, :])
+                x = mx.dequantize(*x, group_size=c.group_size, bits=c.bits)
+            found.append(x[..., : c.offset - getattr(c, "start_position", 0), :])
     return found
 
 
 def assert_same_cache(cache: Sequence[Any], other: Sequence[Any], *, tolerance: float = 1e-4) -> None:
-    """Both hold the same rows, in caches of the same types."""
-    assert [type(c) for c in cache] == [type(c) for c in other]
-    assert [c.offset for c in cache] == [c.offset for c in other]
-    for mine, theirs in zip(rows(cache), rows(other), strict=True):
-        assert mx.allclose(mine, theirs, rtol=0, atol=tolerance), mx.abs(mine - theirs).max()
+    """Both hold the same rows and states, in caches of the same types."""
+    kinds = [[(type(c), getattr(c, "offset", None)) for c in kv_cache.leaves(list(each))] for each in (cache, other)]
+    assert kinds[0] == kinds[1]
+    for mine, theirs in zip(contents(cache), contents(other), strict=True):
+        assert mine.shape == theirs.shape
+        assert mx.allclose(mine, theirs, rtol=tolerance, atol=tolerance), mx.abs(mine - theirs).max()
 
 
 def snapshot(model: nn.Module) -> tuple[Any, ...]:

@@ -194,7 +194,8 @@ def decode(
         if number % CLEAR_EVERY == 0:
             mx.clear_cache()
         tree, verified_plan = (now.draft.tree, now.plan) if now.draft else (None, None)
-        yield Round(tokens, now.outcome.logprobs, verified_plan, tree, path, now.replayed, now.is_prompt)
+        logprobs = now.outcome.logprobs[: len(tokens)]
+        yield Round(tokens, logprobs, verified_plan, tree, path, now.replayed, now.is_prompt)
 
 
 def prefill(

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
 from ..drafters.recurrent import Drafter
-from ..engine.plan import MAX_DRAFT_DEPTH, Plan, make_plan
+from ..engine.plan import MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from ..options import PLAN_OPTIONS, Options
 from .bodies import LARGEST, Refusal
 
@@ -91,7 +91,8 @@ def check_flags(flags: argparse.Namespace, vocab_size: int = LARGEST, drafter: D
     options = Options(**given, **beam)
     options.make_sampler(seed=0).check(vocab_size)
     if drafter is None:
-        fixed_plan(beam, MAX_DRAFT_DEPTH, vocab_size)
+        deepest = min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // beam.get("beam_width", 1)))
+        fixed_plan(beam, deepest, vocab_size)
     else:
         options.resolve_plan(drafter)
     return options

@@ -109,11 +109,12 @@ class Decoding(ResponseGenerator):
             answers.put((done, total))
             self._go_on(job, context)
 
+        drafter = provider.drafter(job.drafter)
         steps = stream_responses(
             model,
             tokenizer,
             rest,
-            drafter=provider.drafter(job.drafter),
+            drafter=drafter,
             stop=args.stop_words,
             prompt_cache=cache,
             history=prompt[:known],
@@ -130,6 +131,8 @@ class Decoding(ResponseGenerator):
                     if response is None:
                         yield PIECE
                         continue
+                    if drafter is None:  # clients are told only of rounds that may draft
+                        response.rounds = 0
                     tokens.append(response.token)
                     told = self._told(job, args, response)
                     told.news = None if watch is None else watch.news(response)

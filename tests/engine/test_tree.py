@@ -1,20 +1,14 @@
-"""From beams to a tree and its mask, and what is kept of the tree in the cache."""
+"""From beams to a tree, whole or pruned."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from small import CAT, DOG, RAN, SAT, THE, example_beams, random_advance, random_beams
 
-from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.tree import chain, grow, prune
-from mlx_redrafter.engine.tree_attention import Nodes
 from mlx_redrafter.engine.types import Beams, Tree
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)]
@@ -79,11 +73,7 @@ def check_pruned(pruned: Tree, tree: Tree, beams: Beams, count: int) -> None:
     assert pruned.parents.tolist() == [order.index(tree.parents[node].item()) for node in order]
 
 
-def cases() -> list[tuple[int, int, int, bool]]:
-    return [(width, depth, seed, ties) for width, depth in SHAPES for seed in range(3) for ties in (False, True)]
-
-
-def test_the_running_example_grows_as_it_is_drawn() -> None:
+def test_running_example_grows_as_drawn() -> None:
     tree = grow(mx.array(THE), example_beams())
     assert tree.tokens.tolist() == [THE, CAT, DOG, SAT, RAN]
     assert tree.parents.tolist() == [0, 0, 0, 1, 1]
@@ -98,14 +88,14 @@ def test_the_running_example_grows_as_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_a_line_is_the_tree_without_branches(depth: int) -> None:
+def test_chain_is_the_tree_without_branches(depth: int) -> None:
     beams = random_beams(np.random.default_rng(depth), 1, depth)
     tree = chain(mx.array(THE), beams.tokens[:, 0])
     check_grown(tree, beams, THE)
     assert all(mx.array_equal(ours, grown) for ours, grown in zip(tree, grow(mx.array(THE), beams), strict=True))
 
 
-def test_the_running_example_loses_its_least_likely_nodes_first() -> None:
+def test_running_example_loses_its_least_likely_nodes_first() -> None:
     tree = grow(mx.array(THE), example_beams())
     # the 1, cat 0.7, sat 0.4, dog 0.3, ran 0.28
     pruned = prune(tree, example_beams(), 4)
@@ -117,43 +107,19 @@ def test_the_running_example_loses_its_least_likely_nodes_first() -> None:
     assert prune(tree, example_beams(), 5).tokens.tolist() == [THE, CAT, SAT, DOG, RAN]
 
 
-def test_the_mask_of_the_running_example_shows_the_prefix_and_ancestors() -> None:
-    tree = grow(mx.array(THE), example_beams())
-    nodes = Nodes(3, tree.depths, tree.ancestors, branched=True)
-    assert nodes.mask(mx.arange(3)).astype(mx.int32).tolist() == [
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0, 1, 0],
-        [1, 1, 1, 1, 1, 0, 0, 1],
-    ]
-    assert mx.array_equal(nodes.mask(mx.arange(0)), tree.ancestors)
-    # A window of 3 positions, and the first one that is seen whatever the window.
-    assert nodes.mask(mx.arange(3), 3, 1).astype(mx.int32).tolist() == [
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 0, 1, 1, 1, 0, 0, 0],
-        [1, 0, 1, 1, 0, 1, 0, 0],
-        [1, 0, 0, 1, 1, 0, 1, 0],
-        [1, 0, 0, 1, 1, 0, 0, 1],
-    ]
-
-
-@pytest.mark.parametrize(("width", "depth", "seed", "ties"), cases())
-def test_a_grown_tree_holds_every_hypothesis_and_its_ancestors(width: int, depth: int, seed: int, ties: bool) -> None:
-    beams = random_beams(np.random.default_rng(seed), width, depth, ties=ties)
-    check_grown(grow(mx.array(THE), beams), beams, THE)
-
-
-@pytest.mark.parametrize(("width", "depth", "seed", "ties"), cases())
-def test_pruning_keeps_exactly_the_likeliest_nodes_at_every_size(width: int, depth: int, seed: int, ties: bool) -> None:
-    beams = random_beams(np.random.default_rng(seed), width, depth, ties=ties)
-    tree = grow(mx.array(0), beams)
-    for count in range(2, 2 + width * depth):
-        check_pruned(prune(tree, beams, count), tree, beams, count)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("width", "depth"), SHAPES)
+def test_trees_hold_every_hypothesis_or_the_likeliest(width: int, depth: int, ties: bool) -> None:
+    for seed in range(3):
+        beams = random_beams(np.random.default_rng(seed), width, depth, ties=ties)
+        tree = grow(mx.array(THE), beams)
+        check_grown(tree, beams, THE)
+        for count in range(2, 2 + width * depth):
+            check_pruned(prune(tree, beams, count), tree, beams, count)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_beams_of_a_nearly_certain_drafter_are_pruned_to_a_tree(seed: int) -> None:
+def test_beams_of_a_certain_drafter_are_pruned_to_trees(seed: int) -> None:
     advance = random_advance(seed, 40, scale=30.0)
     for root in range(20):
         beams = search(advance, mx.array(root), 3, 5)
@@ -162,7 +128,7 @@ def test_the_beams_of_a_nearly_certain_drafter_are_pruned_to_a_tree(seed: int) -
             check_tree(prune(tree, beams, count))
 
 
-def test_the_checks_on_trees_refuse_each_kind_of_wrong_tree() -> None:
+def test_checks_refuse_wrong_trees() -> None:
     beams = random_beams(np.random.default_rng(1), 3, 3)
     tree = grow(mx.array(0), beams)
     # Negative controls: a chain's mask on a tree, depths of nodes rather than levels, a parent changed.
@@ -182,70 +148,3 @@ def test_the_checks_on_trees_refuse_each_kind_of_wrong_tree() -> None:
     for each in (first, right._replace(parents=first.parents), prune(tree, beams, 7)):
         with pytest.raises(AssertionError):
             check_pruned(each, tree, beams, 6)
-
-
-PREFIX, NODES, HEADS, DIMS = 3, 5, 2, 32
-
-
-def filled(kind: str) -> tuple[Any, Any]:
-    """(a cache of one layer with a prefix and five node rows, its contents in NumPy)."""
-    cache = KVCache() if kind == "plain" else QuantizedKVCache(group_size=32, bits=int(kind))
-    rng = np.random.default_rng(0)
-    for rows in (PREFIX, NODES):
-        cache.update_and_fetch(*(mx.array(rng.normal(size=(1, HEADS, rows, DIMS)).astype(np.float32)) for _ in "kv"))
-    return cache, contents(cache)
-
-
-def contents(cache: Any) -> Any:
-    return [np.array(x) for _, x in tree_flatten(cache.keys_and_values())]
-
-
-KINDS = ("plain", "4", "8")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_running_example_is_compacted_as_it_is_drawn(kind: str) -> None:
-    layers, before = zip(*(filled(kind) for _ in range(2)), strict=True)
-    kv_cache.keep_rows(list(layers), NODES, [0, 1, 4])
-    for cache, was in zip(layers, before, strict=True):
-        assert cache.offset == PREFIX + 3
-        for kept, rows in zip(contents(cache), was, strict=True):
-            # prefix . . . the cat ran
-            assert (kept == rows[:, :, [0, 1, 2, 3, 4, 7]]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("path", [[0], [0, 1], [0, 2], [0, 4], [0, 1, 3], [0, 2, 3], [0, 2, 4], [0, 1, 2, 3, 4]])
-def test_compaction_gathers_the_rows_of_the_path(path: list[int], kind: str) -> None:
-    cache, before = filled(kind)
-    kv_cache.keep_rows([cache], NODES, path)
-    rows = [*range(PREFIX), *(PREFIX + node for node in path)]
-    other = [*range(PREFIX), *(PREFIX + node for node in path[:-1]), PREFIX + (path[-1] + 1) % NODES]
-    assert cache.offset == PREFIX + len(path)
-    for kept, was in zip(contents(cache), before, strict=True):
-        assert (kept == was[:, :, rows]).all()
-        # Negative control: the rows of another path are not these.
-        assert not (kept == was[:, :, other]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("path", "moves"), [([0], 0), ([0, 1, 2], 0), ([0, 1, 2, 3, 4], 0), ([0, 1, 3], 1)])
-def test_nodes_that_are_in_place_are_not_moved(
-    path: list[int], moves: int, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, _ = filled(kind)
-    gathered = []
-    take = mx.take
-    monkeypatch.setattr(mx, "take", lambda *args, **kwargs: gathered.append(args[1].size) or take(*args, **kwargs))
-    arrays = tree_map(id, (cache.keys, cache.values))
-    kv_cache.keep_rows([cache], NODES, path)
-    assert tree_map(id, (cache.keys, cache.values)) == arrays
-    # One gather for each stored array, of no more rows than are out of place.
-    assert gathered == [moves] * len(gathered) and bool(gathered) == bool(moves)
-
-
-def test_rewinding_drops_every_row_behind_the_prefix() -> None:
-    cache, before = filled("plain")
-    kv_cache.keep_rows([cache], NODES, [])
-    for kept, was in zip(contents(cache), before, strict=True):
-        assert (kept == was[:, :, :PREFIX]).all()

@@ -17,8 +17,16 @@ from supported import README, placed, rows
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.plan import MAX_REPLAY
-from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES, model_sizes
-from mlx_redrafter.engine.target import Target, check_draftable
+from mlx_redrafter.engine.supported_models import (
+    CHAINS,
+    METAL_ONLY,
+    REFUSED,
+    REPLAYED,
+    TREES,
+    check_draftable,
+    model_sizes,
+)
+from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
@@ -146,7 +154,7 @@ def test_max_kv_size_means_what_it_means_in_mlx_lm(width: int) -> None:
     rings = make_prompt_cache(model, 12)
     heard = read_again(model, prompt + theirs, 9, rings)
     follower = Follower(model, prompt + theirs, heard, script("half", 49, width), width)
-    settings = Options(follower, max_tokens=34, max_kv_size=12, beam_width=width, draft_depth=3)
+    settings = Options(max_tokens=34, max_kv_size=12, beam_width=width, draft_depth=3)
     ours = list(decode_tokens(prompt, model, follower, settings))
     assert [step.token for step in ours] == theirs[:34] and ours[-1].stats.accepted > 5
     with pytest.raises(RedrafterError, match="mlx-lm cannot quantise a RotatingKVCache"):

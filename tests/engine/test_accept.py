@@ -1,0 +1,205 @@
+"""The rule of acceptance, and the choice that is made before log-probabilities are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from small import AWAY, CAT, RAN, SAT, THE, example_beams, random_beams
+
+from mlx_redrafter.engine.accept import accept, accept_chain, count_confirmed
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.round import Chooser, Draft, log_softmax, verify
+from mlx_redrafter.engine.sampling import Greedy
+from mlx_redrafter.engine.target import Forward
+from mlx_redrafter.engine.tree import chain, grow, prune
+from mlx_redrafter.engine.types import Beams, Tree, Verdict
+
+
+def walk(tree: Tree, choices: list[int], limit: int) -> list[int]:
+    """The kept nodes, by going down from the root while a child agrees with the choice at its parent."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    path = [0]
+    while len(path) <= limit:
+        agreeing = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == choices[path[-1]]]
+        if not agreeing:
+            break
+        path.append(agreeing[0])
+    return path
+
+
+def check_verdict(verdict: Verdict, tree: Tree, choices: list[int], depth: int, limit: int) -> int:
+    """Asserts that the verdict is the walk's, its end repeated up to a path of depth + 1 nodes; how many it accepts."""
+    path = walk(tree, choices, limit)
+    assert verdict.n_accepted.item() == len(path) - 1
+    assert verdict.path.tolist() == path + [path[-1]] * (depth + 1 - len(path))
+    return len(path) - 1
+
+
+def likely_choices(rng: np.random.Generator, tree: Tree) -> list[int]:
+    """A choice after each node: mostly the token of one of its children, so that paths of all lengths occur."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    choices = []
+    for node in range(len(tokens)):
+        children = [tokens[n] for n in range(1, len(tokens)) if parents[n] == node]
+        choices.append(int(rng.choice(children)) if children and rng.random() < 0.8 else int(rng.integers(1, 30)))
+    return choices
+
+
+def tree_of_few_tokens(rng: np.random.Generator, width: int, depth: int) -> tuple[Tree, Beams]:
+    """A tree in which many nodes hold the same token, though never two children of one parent."""
+    beams = random_beams(rng, width, depth)
+    parents, tokens = np.array(beams.parents), np.zeros((depth, width), np.int32)
+    for level, row in enumerate(parents):
+        for parent in set(row.tolist()):
+            mine = np.flatnonzero(row == parent)
+            tokens[level, mine] = 1 + rng.permutation(width)[: len(mine)]
+    beams = beams._replace(tokens=mx.array(tokens))
+    return grow(mx.array(int(rng.integers(1, width + 1))), beams), beams
+
+
+@pytest.mark.parametrize(
+    ("choices", "path"),
+    [
+        ([CAT, RAN, CAT, CAT, AWAY], [0, 1, 4]),  # the cat ran away; what it says after dog and sat does not matter
+        ([AWAY, SAT, AWAY, AWAY, AWAY], [0]),  # it agrees below a rejected node only
+    ],
+)
+def test_running_example_is_accepted_as_drawn(choices: list[int], path: list[int]) -> None:
+    verdict = accept(grow(mx.array(THE), example_beams()), mx.array(choices), 2, 2)
+    assert verdict.n_accepted.item() == len(path) - 1
+    assert verdict.path.tolist() == path + [path[-1]] * (3 - len(path))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_every_choice_over_a_small_tree(limit: int) -> None:
+    tree = grow(mx.array(THE), example_beams())
+    vocabulary = sorted({*tree.tokens.tolist(), AWAY})
+    accepted = set()
+    for choices in itertools.product(vocabulary, repeat=3):
+        choices = [*choices, AWAY, CAT]  # of the leaves one choice is enough: it is never matched
+        accepted.add(check_verdict(accept(tree, mx.array(choices), 2, limit), tree, choices, 2, limit))
+    assert accepted == set(range(limit + 1))
+
+
+@pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 5), (2, 3), (3, 4), (5, 3)])
+def test_acceptance_is_a_walk_from_the_root(width: int, depth: int) -> None:
+    accepted = set()
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        tree, beams = tree_of_few_tokens(rng, width, depth)
+        for count in {1 + width * depth, 2 + seed % (width * depth)}:
+            pruned = prune(tree, beams, count)
+            choices = likely_choices(rng, pruned)
+            for limit in range(depth + 1):
+                verdict = accept(pruned, mx.array(choices), depth, limit)
+                accepted.add(check_verdict(verdict, pruned, choices, depth, limit))
+    assert accepted == set(range(depth + 1)), "some length of path never occurred"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_chain_is_accepted_as_a_tree_is(depth: int) -> None:
+    rng = np.random.default_rng(depth)
+    accepted = set()
+    for _ in range(30):
+        tree = chain(mx.array(int(rng.integers(1, 4))), mx.array(rng.integers(1, 4, depth).astype(np.int32)))
+        choices = mx.array(rng.integers(1, 4, 1 + depth).astype(np.int32))
+        for limit in range(depth + 1):
+            as_chain, as_tree = accept_chain(tree, choices, limit), accept(tree, choices, depth, limit)
+            for one, other in zip(as_chain, as_tree, strict=True):
+                assert one.tolist() == other.tolist() and one.dtype == other.dtype
+            accepted.add(as_chain.n_accepted.item())
+    assert len(accepted) > 1
+
+
+def test_check_refuses_wrong_verdicts() -> None:
+    tree = grow(mx.array(THE), example_beams())
+    choices = [CAT, RAN, CAT, CAT, AWAY]
+    right = accept(tree, mx.array(choices), 2, 2)
+    # Negative controls: a limit ignored, a path cut short, the sibling's path, a path padded with the root.
+    for wrong, limit in (
+        (right, 1),
+        (accept(tree, mx.array(choices), 2, 1), 2),
+        (right._replace(path=mx.array([0, 1, 3])), 2),
+        (Verdict(mx.array(0), mx.array([0, 1, 4])), 0),
+        (Verdict(mx.array(1), mx.array([0, 1, 0])), 1),
+    ):
+        with pytest.raises(AssertionError):
+            check_verdict(wrong, tree, choices, 2, limit)
+
+
+# A tree's choice is made on logits. Taking their log-softmax rounds them, and may move the choice.
+
+VOCAB = 4096
+"""Enough that rows near 0 lose their last bits in log_softmax."""
+
+
+class ByLogprobs(Greedy):
+    """Chooses by log-probabilities alone."""
+
+    wants_logprobs = True
+
+
+class FixedTarget:
+    """A target with these logits (N, V); its hidden state at each node is the node's number."""
+
+    def __init__(self, logits: mx.array) -> None:
+        self._forward = Forward(logits, mx.arange(logits.shape[0])[:, None].astype(mx.float32))
+
+    def verify(self, tree: Any, *, branched: bool) -> Forward:
+        return self._forward
+
+
+def test_verdict_is_cut_where_the_final_choice_differs() -> None:
+    guessed = mx.array([4, 6, 8, 9])
+    for accepted, chosen, count in (
+        (3, [4, 6, 8, 9], 3),
+        (3, [4, 6, 8, 1], 3),
+        (3, [4, 1, 8, 9], 1),
+        (3, [1, 6, 8, 9], 0),
+        (1, [4, 6, 1, 1], 1),
+        (0, [1, 1, 1, 1], 0),
+    ):
+        assert count_confirmed(mx.array(accepted), guessed, mx.array(chosen)).item() == count
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_round_chooses_by_log_probabilities(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    width, depth = int(rng.integers(2, 5)), int(rng.integers(1, 5))
+    plan = Plan(width, depth, 1 + width * depth)
+    tree = grow(mx.array(1), random_beams(rng, width, depth))
+    logits = rng.normal(0, 1e-4, (plan.size, VOCAB)).astype(np.float32)
+    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
+    for node in range(plan.size):  # the likeliest tokens differ by less than log_softmax keeps
+        logits[node, rng.integers(VOCAB, size=3)] = np.float32(0.01) + np.float32(2e-9) * np.arange(3)
+    for node in range(1, plan.size):
+        logits[parents[node], tokens[node]] = np.float32(0.01) + np.float32(2e-9 * rng.integers(0, 3))
+    rows = mx.array(logits)
+    assert mx.any(mx.argmax(rows, axis=1) != mx.argmax(log_softmax(rows), axis=1)), "or nothing is tested here"
+    early, late = (
+        verify(FixedTarget(rows), Draft(tree, None), Chooser(each), None, plan, depth)  # type: ignore[arg-type]
+        for each in (Greedy(), ByLogprobs())
+    )
+    (path, chosen), (longer_path, longer_chosen) = early.read(), late.read()
+    count = len(path)
+    assert (path, chosen) == (longer_path[:count], longer_chosen[:count])
+    assert all(mx.array_equal(early.logprobs[i], late.logprobs[i]) for i in range(count))
+    assert early.tip is not None
+    assert (early.tip.token.item(), early.tip.hidden.item()) == (chosen[-1], path[-1])
+
+
+def test_early_choice_accepts_as_much_without_ties() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        tree = grow(mx.array(1), random_beams(rng, 3, 3))
+        rows = mx.array(rng.normal(0, 1, (10, VOCAB)).astype(np.float32))
+        for node in range(1, 10):
+            rows[tree.parents[node], tree.tokens[node]] = 9 + float(rng.random())
+        target: Any = FixedTarget(rows)
+        path, _ = verify(target, Draft(tree, None), Chooser(Greedy()), None, Plan(3, 3, 10), 3).read()
+        expected = accept(tree, mx.argmax(rows, axis=1), 3, 3)
+        assert path == expected.path.tolist()[: expected.n_accepted.item() + 1] and len(path) > 1

@@ -1,0 +1,334 @@
+"""The public functions: their responses, where a text ends, and what they report of its rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import follow_plain, make_family
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from small import small_drafter
+from toys import (
+    BEAMS,
+    SCRIPTS,
+    VOCAB,
+    RandomDrafter,
+    Scripted,
+    decode_plainly,
+    ids,
+    make_model,
+    make_prompt,
+    make_tokenizer,
+    run,
+    scripted,
+    with_plain,
+)
+
+from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, stream_generate
+from mlx_redrafter import generate as generation
+from mlx_redrafter.engine.types import Tree
+from mlx_redrafter.generate import decode_prompts, decode_tokens, stream_responses, summary
+from mlx_redrafter.options import Options
+
+PROMPT = make_prompt(7, seed=4)
+COUNT = 16
+CHOICES: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temp": 1.0, "top_p": 0.9, "seed": 8}}
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+
+def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
+    """Every response of one text."""
+    tokenizer = make_tokenizer(() if eos is None else (eos,))
+    return list(stream_generate(make_model(), tokenizer, PROMPT, **{"max_tokens": COUNT} | options))
+
+
+# Responses.
+
+
+def test_a_response_has_mlx_lms_fields_and_the_rounds() -> None:
+    last = stream(drafter=RandomDrafter(VOCAB), max_tokens=30, plan=(2, 3), temp=1.0)[-1]
+    theirs = {field.name for field in dataclasses.fields(MlxLmResponse)}
+    assert theirs < {field.name for field in dataclasses.fields(GenerationResponse)}
+    assert last.generation_tokens == 30 == 1 + last.rounds + last.accepted
+    assert last.drafted == 6 * last.rounds and last.plain_steps == 0 and last.rows_per_round == 7
+    assert last.tokens_per_round == pytest.approx(1 + last.accepted / last.rounds)
+    assert sum(last.acceptance_per_depth) * last.rounds == pytest.approx(last.accepted)
+    assert last.logprobs.shape == (VOCAB,) and mx.logsumexp(last.logprobs).item() == pytest.approx(0, abs=1e-4)
+    assert last.prompt_tokens == len(PROMPT) and last.finish_reason == "length"
+    assert f"Rounds: {last.rounds}, 0 of them plain steps, " in summary(last)
+
+
+def test_plain_steps_are_rounds_that_draft_nothing() -> None:
+    last = stream()[-1]
+    assert (last.rounds, last.plain_steps, last.accepted, last.drafted) == (COUNT - 1, COUNT - 1, 0, 0)
+    assert last.tokens_per_round == 1 == last.rows_per_round and last.acceptance_per_depth == ()
+    assert "Rounds" not in summary(last)
+
+
+@pytest.mark.parametrize("options", [{}, {"drafter": RandomDrafter(VOCAB), "plan": (2, 3)}], ids=["plain", "drafted"])
+def test_responses_are_mlx_lms(options: dict[str, Any]) -> None:
+    theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
+    ours = stream(max_tokens=40, **options)
+    for name in ("text", "token", "prompt_tokens", "generation_tokens", "finish_reason"):
+        assert [getattr(r, name) for r in ours] == [getattr(r, name) for r in theirs], name
+    assert all(mx.allclose(a.logprobs, b.logprobs, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_256_tokens_by_default() -> None:
+    options: dict[str, Any] = {"drafter": RandomDrafter(VOCAB), "plan": (2, 3)}
+    assert len(list(generate_step(PROMPT, make_model(), **options))) == 256
+    responses = list(stream_generate(make_model(), make_tokenizer(), PROMPT, **options))
+    assert len(responses) == 256 and responses[-1].finish_reason == "length"
+    assert generate(make_model(), make_tokenizer(), PROMPT, **options) == "".join(r.text for r in responses)
+
+
+def test_a_prompt_may_be_text_ids_or_an_array() -> None:
+    tokenizer = make_tokenizer()
+    text = tokenizer.decode(PROMPT)
+    tokens = tokenizer.encode(text)
+    prompts = (text, tokens, mx.array(tokens))
+    assert len({generate(make_model(), tokenizer, prompt, max_tokens=12) for prompt in prompts}) == 1
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = stream(temp=1.0), stream(temp=1.0)
+    again = stream(temp=1.0, seed=first[0].seed, drafter=RandomDrafter(VOCAB), plan=(2, 3))
+    assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
+    assert first[0].seed == again[-1].seed != other[0].seed
+    draws: list[int] = []
+    monkeypatch.setattr(generation, "draw_seed", lambda: draws.append(1) or 77)
+    assert {r.seed for r in stream(temp=1.0)} == {77} and draws == [1], "once: each draw waits for the other ranks"
+    assert stream(temp=1.0, seed=3)[-1].seed == 3 and draws == [1]
+
+
+def test_a_useless_drafter_is_warned_of_once() -> None:
+    right = {r.token for r in stream(max_tokens=100)}
+    wrong = next(token for token in range(VOCAB) if token not in right)
+    never = small_drafter(hidden=64, vocab=VOCAB)
+    only = mx.where(mx.arange(VOCAB) == wrong, 0.0, -1e9)
+    never.logits = lambda hidden, state: mx.broadcast_to(only, (*state.shape[:-1], VOCAB))  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="guessed no token right in 16 rounds") as caught:
+        stream(drafter=never, max_tokens=60, plan=(1, 3))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream(drafter=never, max_tokens=14, plan=(1, 3))
+
+
+@pytest.mark.parametrize(("name", "cache"), [("mamba", "ArraysCache"), ("qwen3_5", "ArraysCache")])
+def test_states_take_chains_and_the_warning_names_them(name: str, cache: str) -> None:
+    model = make_family(name)
+    plain, drafter = follow_plain(model, PROMPT, 12, "mixed", width=2)
+    reason = rf"drafting chains, not trees, for {name}: its cache \({cache}\) takes tokens one after the other"
+    with pytest.warns(UserWarning, match=reason) as caught:
+        steps = list(generate_step(PROMPT, model, drafter, max_tokens=12, plan=(2, 3)))
+    assert [token for token, _, _ in steps] == ids(plain)
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_a_callers_sampler_brings_its_own_randomness() -> None:
+    shapes = set()
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        shapes.add(logprobs.shape)
+        return make_sampler(temp=1.0)(logprobs)
+
+    texts = {generate(make_model(), make_tokenizer(), PROMPT, sampler=sampler, max_tokens=40) for _ in range(2)}
+    assert len(texts) == 2 and shapes == {(1, VOCAB)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, r"max_tokens must be -1 \(no limit\) or at least 1, got 0"),
+        ({"stop": [""]}, "a stop string must be a text that is not empty"),
+        ({"stop": ["a", 3]}, "stop must be a string or several"),
+        ({"seed": "x"}, "seed must be"),
+        ({"tokenizer": None}, "tokenizer must be what load returns, got NoneType"),
+        ({"model": "llama"}, "model must be what load returns, got str"),
+        ({"drafter": "drafter"}, "drafter must be what load_drafter returns, got str"),
+    ],
+)
+def test_bad_options_are_refused_on_the_first_next(options: dict[str, Any], message: str) -> None:
+    options = {"model": make_model(), "tokenizer": make_tokenizer(), "prompt": PROMPT} | options
+    steps = stream_generate(**options)
+    with pytest.raises(RedrafterError, match=message):
+        next(steps)
+
+
+def test_pieces_of_the_prompt_yield_none() -> None:
+    responses = list(stream_responses(make_model(), make_tokenizer(), PROMPT, max_tokens=3, prefill_step_size=2))
+    assert [response is None for response in responses] == [True] * 3 + [False] * 3
+
+
+def test_several_prompts_are_counted_together() -> None:
+    prompts = [PROMPT, PROMPT[:4]]
+    found = decode_prompts(make_model(), None, prompts, Options(max_tokens=6))
+    assert found.texts == tuple(tuple(ids(run(make_model(), prompt, max_tokens=6))) for prompt in prompts)
+    assert found.stats.rounds == 10 and found.tokens_per_second > 0
+    eos = found.texts[0][2]
+    assert decode_prompts(make_model(), None, prompts[:1], Options(max_tokens=6), [eos]).texts[0][-1] == eos
+
+
+# Where a text ends.
+
+
+@functools.cache
+def plain_tokens(choice: str) -> tuple[int, ...]:
+    return tuple(ids(run(make_model(), PROMPT, max_tokens=COUNT + 8, **CHOICES[choice])))
+
+
+@functools.cache
+def drafter_of(width: int, choice: str, script: str, luck: int) -> Scripted:
+    return scripted(make_model(), [*PROMPT, *plain_tokens(choice)], script, width=width, seed=luck)
+
+
+def place(last: GenerationResponse) -> str:
+    return "first" if last.rounds == 0 else "accepted" if last.from_draft else "own"
+
+
+def check_same_text(choice: str, beam: str, script: str, luck: int, **options: Any) -> GenerationResponse:
+    """Asserts that a stream is that without a drafter, and that its rounds add up; its last response."""
+    options |= CHOICES[choice]
+    plain = stream(**options)
+    drafter = drafter_of(BEAMS[beam]["beam_width"], choice, script, luck)
+    drafted = stream(drafter=drafter, **BEAMS[beam], **options)
+    for one, other in zip(drafted, plain, strict=True):
+        assert (one.token, one.text, one.finish_reason) == (other.token, other.text, other.finish_reason)
+    for last in (plain[-1], drafted[-1]):
+        missing = 1 + last.rounds + last.accepted - last.generation_tokens
+        assert 0 <= missing <= BEAMS[beam]["draft_depth"] and (not missing or last.finish_reason == "stop")
+    return drafted[-1]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("beam", BEAMS)
+def test_end_of_text_tokens_end_it_anywhere_in_a_round(beam: str, choice: str) -> None:
+    plain, places = plain_tokens(choice)[:COUNT], set()
+    for turn, eos in enumerate(sorted(set(plain))):
+        for script in ("mixed", SCRIPTS[turn % 2]):
+            last = check_same_text(choice, beam, script, turn, eos=eos)
+            assert (last.token, last.finish_reason) == (eos, "stop")
+            assert last.generation_tokens == plain.index(eos) + 1
+            places.add(place(last))
+    assert places == {"first", "accepted", "own"}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("beam", BEAMS)
+def test_stop_strings_end_it_anywhere_in_a_round(beam: str, choice: str) -> None:
+    whole, places = make_tokenizer().decode(plain_tokens(choice)[:COUNT]), set()
+    assert len(whole) == COUNT
+    for length in (1, 3):
+        for start in range(0, COUNT - length + 1, length):
+            stop = [whole[start : start + length], "never said"]
+            last = check_same_text(choice, beam, "mixed", start, stop=stop)
+            assert last.finish_reason == "stop"
+            assert "".join(r.text for r in stream(stop=stop, **CHOICES[choice])) == whole[: whole.index(stop[0])]
+            places.add(place(last))
+    assert places == {"first", "accepted", "own"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("beam", BEAMS)
+def test_max_tokens_ends_it_anywhere_in_a_round(beam: str, script: str) -> None:
+    for count in range(1, 13):
+        last = check_same_text("greedy", beam, script, 0, max_tokens=count)
+        assert (last.generation_tokens, last.finish_reason) == (count, "length")
+        assert 1 + last.rounds + last.accepted == count
+    drafter = drafter_of(BEAMS[beam]["beam_width"], "greedy", script, 0)
+    assert run(make_model(), PROMPT, drafter, max_tokens=0, **BEAMS[beam]) == []
+
+
+def test_no_limit_goes_on() -> None:
+    plain, drafter = with_plain(make_model(), PROMPT, 300, "mixed", width=3, luck=2)
+    options: dict[str, Any] = {"drafter": drafter, "max_tokens": -1} | BEAMS["pruned tree"]
+    responses = stream_generate(make_model(), make_tokenizer(), PROMPT, **options)
+    assert [next(responses).token for _ in range(300)] == ids(plain)
+    responses.close()
+
+
+# on_round.
+
+
+class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
+    """(tokens, parents, path, chosen) of each round."""
+
+    def __call__(self, tree: Tree, path: list[int], chosen: list[int]) -> None:
+        self.append((tree.tokens.tolist(), tree.parents.tolist(), path, chosen))  # type: ignore[arg-type]
+
+    def check(self, text: list[int]) -> None:
+        """Asserts that the rounds spell the text after its first token, along paths of their trees."""
+        spelled = text[:1]
+        for tokens, parents, path, chosen in self:
+            assert path[0] == 0 and len(path) == len(chosen)
+            assert [parents[node] for node in path[1:]] == path[:-1]
+            assert [tokens[node] for node in path] == [spelled[-1], *chosen[:-1]]
+            # No node after the last one is what the target chose there, unless the text had to end.
+            follow = [tokens[node] for node in range(1, len(tokens)) if parents[node] == path[-1]]
+            spelled += chosen
+            assert chosen[-1] not in follow or spelled == text
+        assert spelled == text
+
+
+@pytest.mark.parametrize("beam", BEAMS)
+@pytest.mark.parametrize(
+    "options",
+    [*CHOICES.values(), {"logits_processors": make_logits_processors(repetition_penalty=1.3)}],
+    ids=[*CHOICES, "processors"],
+)
+def test_reported_rounds_spell_the_text(options: dict[str, Any], beam: str) -> None:
+    plain, drafter = with_plain(make_model(), PROMPT, 24, "mixed", width=BEAMS[beam]["beam_width"], luck=1, **options)
+    rounds = Rounds()
+    steps = run(make_model(), PROMPT, drafter, max_tokens=24, on_round=rounds, **BEAMS[beam], **options)
+    assert ids(steps) == ids(plain)
+    rounds.check(ids(steps))
+    last = steps[-1].stats
+    assert len(rounds) == last.rounds and sum(len(path) - 1 for _, _, path, _ in rounds) == last.accepted > 3
+    assert sum(len(tokens) - 1 for tokens, _, _, _ in rounds) == last.drafted
+    from_draft = [at < len(chosen) - 1 for *_, chosen in rounds for at in range(len(chosen))]
+    assert [step.from_draft for step in steps[1:]] == from_draft
+
+
+def test_a_round_is_reported_before_its_first_token() -> None:
+    _, drafter = with_plain(make_model(), PROMPT, 24, "right", width=1)
+    rounds = Rounds()
+    steps = decode_tokens(PROMPT, make_model(), drafter, Options(max_tokens=24, on_round=rounds, plan=(1, 4)))
+    assert [len(rounds) for _ in steps][:7] == [0, 1, 1, 1, 1, 1, 2]
+
+
+def test_plain_steps_are_not_reported() -> None:
+    model = make_family("mamba")  # after many replayed tokens a round drafts nothing
+    plain, drafter = follow_plain(model, PROMPT, 24, "mixed", width=1)
+    rounds = Rounds()
+    steps = run(model, PROMPT, drafter, max_tokens=24, on_round=rounds, plan=(1, 4))
+    last = steps[-1].stats
+    assert ids(steps) == ids(plain) and last.plain_steps > 0 and len(rounds) == last.rounds - last.plain_steps
+    rounds.clear()
+    run(model, PROMPT, max_tokens=24, on_round=rounds)
+    run(model, PROMPT, drafter, max_tokens=24, on_round=rounds, plan="off")
+    assert rounds == []
+
+
+@pytest.mark.parametrize("where", ["on_round", "logits_processors", "sampler"])
+def test_an_error_of_a_callback_comes_through(where: str) -> None:
+    calls: list[int] = []
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("enough")
+        return mx.argmax(args[-1], axis=-1) if where == "sampler" else args[-1]
+
+    fail_: list[Callable[..., Any]] | Callable[..., Any] = [fail] if where == "logits_processors" else fail
+    text = [*PROMPT, *ids(decode_plainly(make_model(), tuple(PROMPT), 32))]
+    with pytest.raises(KeyError, match="enough"):
+        run(make_model(), PROMPT, scripted(make_model(), text, "mixed", width=1), plan=(1, 2), **{where: fail_})
+    assert len(calls) == 3
