@@ -136,7 +136,7 @@ class Options:
         self.plan_shape()
 
     def _check_sampler(self) -> None:
-        special = self.xtc_special_tokens or ()
+        special = () if self.xtc_special_tokens is None else self.xtc_special_tokens
         if isinstance(special, str) or not all(isinstance(token, Integral) for token in special):
             raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
         if self.sampler is None:
@@ -172,7 +172,7 @@ class Options:
             top_k=self.top_k,
             xtc_probability=self.xtc_probability,
             xtc_threshold=self.xtc_threshold,
-            xtc_special_tokens=self.xtc_special_tokens or (),
+            xtc_special_tokens=() if self.xtc_special_tokens is None else self.xtc_special_tokens,
             sampler=self.sampler,
         )
 

@@ -28,7 +28,7 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
         try:
             ids = np.array(list(prompt))
             prompt = mx.array(ids.astype(np.int64) if ids.dtype.kind in "iu" else ids)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RuntimeError):  # RuntimeError: an array of strings
             raise RedrafterError(f"{expected}, got {prompt!r:.100}") from None
     if prompt.size == 0:
         raise RedrafterError("the prompt is empty: expected at least one token")
