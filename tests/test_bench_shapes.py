@@ -13,6 +13,7 @@ from benchmarks.acceptance import Ranked
 from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
 from benchmarks.targets import TargetShape, target_of
+from mlx_redrafter.cli.generate import Difference
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import PromptRuns, decode_prompts
 from mlx_redrafter.options import Options
@@ -90,7 +91,8 @@ def test_a_target_is_turned_into_what_the_row_names_and_a_quantised_one_only_lef
 
 def test_a_text_that_parts_without_a_tie_is_an_error(pair: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ties, "first_difference", lambda one, other: 2)
-    monkeypatch.setattr(ties, "distance", lambda one, other: (1.0, 0.001))
+    found = Difference(2, 1.0, 0.001, rounding=False)
+    monkeypatch.setattr(ties, "judge_difference", lambda *args: found)
     row = ties.measure(pair.model, small_drafter(), PROMPTS, (1, 2), max_tokens=4, temp=0.0, seed=0)
     assert (row["parted"], row["errors"], row["largest gap"]) == (2, 2, 1.0)
 

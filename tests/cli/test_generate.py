@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_redrafter import generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
-from mlx_redrafter.engine import wired_limit as wiring
 from mlx_redrafter.options import OPTION_FLAGS, Options
 
 Run = Any
@@ -94,15 +93,6 @@ def test_it_is_said_when_auto_drafts_nothing(pair: Pair, run: Run, monkeypatch: 
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "1")
     _, _, err = run("generate", *flags)
     assert "nothing was drafted" in err and "Rounds" not in err
-
-
-def test_the_warning_of_a_large_model_is_not_in_the_json(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "maybe_set_recommended_wired_limit", lambda: 5)
-    monkeypatch.setattr(mx, "set_wired_limit", lambda size: size)
-    monkeypatch.setattr(mx, "device_info", lambda *device: {"max_recommended_working_set_size": 10})
-    with pytest.warns(UserWarning, match="the model takes 0 MB, close to"):
-        record = run_json(run, "--model", pair[0], "--prompt", "abc", "-m", "2")
-    assert len(record["tokens"]) == 2
 
 
 def test_compare_passes_equal_tokens(pair: Pair, run: Run) -> None:

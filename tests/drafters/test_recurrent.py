@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from small import hypotheses, small_drafter
 
+from benchmarks.acceptance import keep_top
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.beam_search import keep_top, search
+from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.types import Beams
 
 GOLDEN = Path(__file__).parent / "golden"

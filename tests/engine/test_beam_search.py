@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from small import CAT, DOG, RAN, SAT, THE, hypotheses, random_advance
 
-from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, keep_top, search, top_w
+from benchmarks.acceptance import keep_top
+from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, search, top_w
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.types import Beams
 

@@ -27,10 +27,10 @@ from toys import (
 )
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.engine.decode import FixedPlan, Planner, Round, decode
+from mlx_redrafter.engine.decode import Planner, Round, decode
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import Chooser
-from mlx_redrafter.engine.sampling import Greedy, make_sampler
+from mlx_redrafter.engine.sampling import Sampler, make_sampler
 from mlx_redrafter.engine.target import Target
 
 PROMPT = make_prompt(9)
@@ -49,7 +49,7 @@ def take(
 ) -> tuple[list[Round], list[int]]:
     """(rounds until there are `count` tokens, their tokens)."""
     rounds, tokens = [], []
-    with_rounds = decode(Target(model), drafter, Chooser(sampler or Greedy()), planner, mx.array(PROMPT), **more)
+    with_rounds = decode(Target(model), drafter, Chooser(sampler or Sampler()), planner, mx.array(PROMPT), **more)
     for each in with_rounds:
         rounds.append(each)
         tokens += each.tokens
@@ -65,7 +65,7 @@ def test_whole_rounds_flatten_to_plain_decoding(options: dict[str, Any], plan: s
     model = make_model()
     plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, luck=1, **options)
     sampler = make_sampler(**options) if options else None
-    rounds, tokens = take(model, drafter, FixedPlan(PLANS[plan]), COUNT, sampler, prefill_step_size=3)
+    rounds, tokens = take(model, drafter, Planner(PLANS[plan]), COUNT, sampler, prefill_step_size=3)
     assert tokens[:COUNT] == ids(plain)
     assert [(r.tokens, r.is_prompt) for r in rounds[:3]] == [([], True)] * 3
     assert rounds[3].is_prompt and len(rounds[3].tokens) == 1
