@@ -13,7 +13,7 @@ from small import AWAY, CAT, RAN, SAT, THE, example_beams, random_beams
 from mlx_redrafter.engine.accept import accept, accept_chain, count_confirmed
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.round import Chooser, Draft, log_softmax, verify
-from mlx_redrafter.engine.sampling import Greedy
+from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.engine.target import Forward
 from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Tree, Verdict
@@ -137,7 +137,7 @@ VOCAB = 4096
 """Enough that rows near 0 lose their last bits in log_softmax."""
 
 
-class ByLogprobs(Greedy):
+class ByLogprobs(Sampler):
     """Chooses by log-probabilities alone."""
 
     wants_logprobs = True
@@ -182,7 +182,7 @@ def test_round_chooses_by_log_probabilities(seed: int) -> None:
     assert mx.any(mx.argmax(rows, axis=1) != mx.argmax(log_softmax(rows), axis=1)), "or nothing is tested here"
     early, late = (
         verify(FixedTarget(rows), Draft(tree, None), Chooser(each), None, plan, depth)  # type: ignore[arg-type]
-        for each in (Greedy(), ByLogprobs())
+        for each in (Sampler(), ByLogprobs())
     )
     (path, chosen), (longer_path, longer_chosen) = early.read(), late.read()
     count = len(path)
@@ -200,6 +200,6 @@ def test_early_choice_accepts_as_much_without_ties() -> None:
         for node in range(1, 10):
             rows[tree.parents[node], tree.tokens[node]] = 9 + float(rng.random())
         target: Any = FixedTarget(rows)
-        path, _ = verify(target, Draft(tree, None), Chooser(Greedy()), None, Plan(3, 3, 10), 3).read()
+        path, _ = verify(target, Draft(tree, None), Chooser(Sampler()), None, Plan(3, 3, 10), 3).read()
         expected = accept(tree, mx.argmax(rows, axis=1), 3, 3)
         assert path == expected.path.tolist()[: expected.n_accepted.item() + 1] and len(path) > 1

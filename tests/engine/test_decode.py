@@ -27,10 +27,10 @@ from toys import (
 )
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.engine.decode import FixedPlan, Planner, Round, decode
+from mlx_redrafter.engine.decode import Planner, Round, decode
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import Chooser
-from mlx_redrafter.engine.sampling import Greedy, make_sampler
+from mlx_redrafter.engine.sampling import Sampler, make_sampler
 from mlx_redrafter.engine.target import Target
 
 PROMPT = make_prompt(9)
@@ -49,7 +49,7 @@ def take(
 ) -> tuple[list[Round], list[int]]:
     """(rounds until there are `count` tokens, their tokens)."""
     rounds, tokens = [], []
-    with_rounds = decode(Target(model), drafter, Chooser(sampler or Greedy()), planner, mx.array(PROMPT), **more)
+    with_rounds = decode(Target(model), drafter, Chooser(sampler or Sampler()), planner, mx.array(PROMPT), **more)
     for each in with_rounds:
         rounds.append(each)
         tokens += each.tokens
@@ -65,7 +65,7 @@ def test_whole_rounds_flatten_to_plain_decoding(options: dict[str, Any], plan: s
     model = make_model()
     plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, luck=1, **options)
     sampler = make_sampler(**options) if options else None
-    rounds, tokens = take(model, drafter, FixedPlan(PLANS[plan]), COUNT, sampler, prefill_step_size=3)
+    rounds, tokens = take(model, drafter, Planner(PLANS[plan]), COUNT, sampler, prefill_step_size=3)
     assert tokens[:COUNT] == ids(plain)
     assert [(r.tokens, r.is_prompt) for r in rounds[:3]] == [([], True)] * 3
     assert rounds[3].is_prompt and len(rounds[3].tokens) == 1
@@ -80,24 +80,22 @@ def test_whole_rounds_flatten_to_plain_decoding(options: dict[str, Any], plan: s
     assert max(len(each.tokens) for each in rounds) > 1 or plan == "plain"
 
 
-class Changing:
-    """A planner that takes one plan after the other, and records what it observes."""
+class Changing(Planner):
+    """Takes one plan after the other, over and over, and records what it observes."""
 
     def __init__(self, plans: list[Plan | None]) -> None:
         self._plans = plans
         self.chosen: list[Plan | None] = []
         self.observed: list[tuple[Any, ...]] = []
 
-    def next_plan(self, length: int, replayed: int) -> Plan | None:
-        """The next one, over and over."""
+    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
+        """The next one."""
         self.chosen.append(self._plans[len(self.chosen) % len(self._plans)])
         return self.chosen[-1]
 
-    def observe(
-        self, plan: Plan | None, tokens: int, length: int, replayed: int, milliseconds: float | None, *, verified: bool
-    ) -> None:
+    def observe(self, *args: Any, verified: bool = True) -> None:
         """Records it."""
-        self.observed.append((plan, tokens, length, replayed, milliseconds, verified))
+        self.observed.append((*args, verified))
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])

@@ -29,10 +29,10 @@ from toys import (
 
 from mlx_redrafter import generate_step, stream_generate
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.decode import FixedPlan, decode
+from mlx_redrafter.engine.decode import Planner, decode
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.round import Chooser
-from mlx_redrafter.engine.sampling import Greedy
+from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.engine.supported_models import capture_output, find_parts
 from mlx_redrafter.engine.target import KVQuantization, Target
 
@@ -180,7 +180,7 @@ def test_finish_after_any_number_of_tokens_of_a_round(kind: str) -> None:
     for count in range(1, 16):
         target = Target(model, None, quantization, options["max_kv_size"])
         taken: list[int] = []
-        rounds = decode(target, drafter, Chooser(Greedy()), FixedPlan(Plan(width, 4, 1 + 4 * width)), mx.array(PROMPT))
+        rounds = decode(target, drafter, Chooser(Sampler()), Planner(Plan(width, 4, 1 + 4 * width)), mx.array(PROMPT))
         for each in rounds:
             taken += each.tokens[: count - len(taken)]
             if len(taken) == count:
