@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def small_drafter(
 ) -> Drafter:
     """A drafter of random weights."""
     drafter: Drafter = randomised(Drafter(DrafterArgs(hidden, vocab, exit_dim, layers, rnn)), seed)
+    return drafter
+
+
+def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
+    """`whole`, without the rows of its head for other tokens than `guessed`."""
+    args = replace(whole.args, draft_vocab_size=len(guessed))
+    drafter = Drafter(args)
+    arrays = dict(tree_flatten(whole.parameters()))
+    head = f"lm_head.{args.num_draft_layers}.weight"
+    arrays |= {head: arrays[head][mx.array(guessed)], "draft_ids": mx.array(guessed.astype(np.int32))}
+    drafter.load_weights(list(arrays.items()))
     return drafter
 
 

@@ -1,21 +1,24 @@
-"""The drafter and its beam search, against Apple's PyTorch code and against a second implementation in NumPy."""
+"""The recurrent drafter against Apple's PyTorch code and a second implementation in NumPy; its draft vocabulary."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from small import hypotheses, small_drafter
+from small import hypotheses, partial_drafter, small_drafter, small_llama
+from toys import ids, make_prompt, run
 
 from benchmarks.acceptance import keep_top
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.types import Beams
+from mlx_redrafter.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("no-blocks", "rnn", "rnn-input-proj", "sum")
@@ -28,8 +31,8 @@ VARIANTS = {
 }
 
 
-def apple(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array]]:
-    """(the drafter of a golden file, read from a checkpoint directory made of it; all arrays of the file)."""
+def load_golden(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array]]:
+    """(the drafter of a golden file, through a checkpoint directory made of it; all arrays of the file)."""
     arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
     weights = {k.removeprefix("drafter."): w for k, w in arrays.items() if k.startswith("drafter.")}
     config = {"model_type": "recurrent_drafting_drafter", **json.loads(metadata["config"])}
@@ -38,7 +41,7 @@ def apple(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array]]:
     return load_drafter(directory), arrays
 
 
-def drafted(
+def draft(
     drafter: Drafter, embedding: mx.array, hidden: mx.array, token: mx.array, width: int, depth: int, top: int | None
 ) -> Beams:
     """Our beam search, all the way from an embedding table."""
@@ -53,7 +56,7 @@ def drafted(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_teacher_forced_logits_are_apples(name: str, tmp_path: Path) -> None:
-    drafter, golden = apple(name, tmp_path)
+    drafter, golden = load_golden(name, tmp_path)
     state = None
     for t in range(4):
         state = drafter.advance(golden["embedding"][golden["chain_tokens"][:, t]], state)
@@ -64,44 +67,46 @@ def test_teacher_forced_logits_are_apples(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(log_probs, golden["chain_log_probs_top50"][:, t], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("row", range(3))
 @pytest.mark.parametrize(("width", "length"), [(1, 5), (3, 4), (5, 5)])
 @pytest.mark.parametrize("name", NAMES)
-def test_beam_search_finds_apples_beams_and_scores(
-    name: str, width: int, length: int, row: int, tmp_path: Path
-) -> None:
-    drafter, golden = apple(name, tmp_path)
-    token = golden["token"][row]
-    beams = drafted(drafter, golden["embedding"], golden["hidden"][row], token, width, length - 1, 50)
-    # Apple's length counts the token that the target chose.
-    expected = golden[f"beams_{width}_{length}"][row].tolist()
-    assert [[token.item(), *spelled] for spelled in hypotheses(beams)] == expected
-    np.testing.assert_allclose(beams.scores[-1], golden[f"beam_scores_{width}_{length}"][row], atol=5e-5)
+def test_beam_search_finds_apples_beams_and_scores(name: str, width: int, length: int, tmp_path: Path) -> None:
+    drafter, golden = load_golden(name, tmp_path)
+    for row in range(3):
+        token = golden["token"][row]
+        beams = draft(drafter, golden["embedding"], golden["hidden"][row], token, width, length - 1, 50)
+        # Apple's length counts the token that the target chose.
+        expected = golden[f"beams_{width}_{length}"][row].tolist()
+        assert [[token.item(), *tokens] for tokens in hypotheses(beams)] == expected
+        np.testing.assert_allclose(beams.scores[-1], golden[f"beam_scores_{width}_{length}"][row], atol=5e-5)
 
 
-def test_the_golden_files_tell_a_wrong_drafter_from_a_right_one(tmp_path: Path) -> None:
-    drafter, golden = apple("rnn", tmp_path)
-    # Negative control: TensorRT-LLM's variant, without U at the first step, is not what the files say.
+def test_golden_files_tell_a_wrong_drafter(tmp_path: Path) -> None:
+    drafter, golden = load_golden("rnn", tmp_path)
+    # Negative control: TensorRT-LLM's variant, without U at the first step.
     drafter.rnn_u.bias = mx.zeros_like(drafter.rnn_u.bias)
     state = drafter.advance(golden["embedding"][golden["chain_tokens"][:, 0]], None)
-    logits = drafter.logits(golden["hidden"], state)
-    assert not np.allclose(logits, golden["chain_logits"][:, 0], atol=1e-3)
+    assert not np.allclose(drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3)
+
+
+def test_keep_top_keeps_ties_and_drops_the_rest() -> None:
+    kept = keep_top(mx.array([[1.0, 5.0, 3.0, 3.0], [4.0, 3.0, 2.0, 1.0]]), 2)
+    assert kept.tolist() == [[-50000.0, 0.0, -2.0, -2.0], [0.0, -1.0, -50000.0, -50000.0]]
 
 
 class Reference:
     """The drafter in float64, written from its formulas with no regard for speed; weights (out, in)."""
 
     def __init__(self, drafter: Drafter, embedding: mx.array, hidden: mx.array) -> None:
-        self.weights = dict(dense(drafter))
+        self.weights = dense_weights(drafter)
         self.embedding, self.hidden = np.array(embedding, np.float64), np.array(hidden, np.float64)
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
         return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
 
-    def log_probs(self, fed: list[int]) -> np.ndarray:
-        """(V,) after the tokens `fed`, from the first one on."""
+    def log_probs(self, tokens: list[int]) -> np.ndarray:
+        """(V,) after `tokens`, the first of which is the root."""
         state = np.zeros_like(self.hidden)
-        for token in fed:
+        for token in tokens:
             if "rnn_w.weight" in self.weights:
                 state = silu(self.linear("rnn_w", self.embedding[token]) + self.linear("rnn_u", state))
             else:
@@ -121,13 +126,13 @@ class Reference:
         beams: list[tuple[list[int], float]] = [([], 0.0)]
         for _ in range(depth):
             grown = [
-                ([*spelled, following], score + log_prob)
-                for spelled, score in beams
-                for following, log_prob in enumerate(self.log_probs([token, *spelled]))
+                ([*tokens, following], score + log_prob)
+                for tokens, score in beams
+                for following, log_prob in enumerate(self.log_probs([token, *tokens]))
             ]
             grown.sort(key=lambda beam: -beam[1])
             gaps = -np.diff([score for _, score in grown[: width + 1]])
-            assert gaps.min() > 1e-4, "choose another seed: these hypotheses cannot be told apart in float32"
+            assert gaps.min() > 1e-4, "choose another seed: float32 cannot tell these hypotheses apart"
             beams = grown[:width]
         return beams
 
@@ -136,49 +141,43 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def dense(drafter: Drafter) -> list[tuple[str, np.ndarray]]:
-    """Every weight in float64; quantised ones unpacked."""
-    found = []
+def dense_weights(drafter: Drafter) -> dict[str, np.ndarray]:
+    """Every weight in float64; quantized ones unpacked."""
+    found = {}
     for name, module in drafter.named_modules():
         if "weight" not in module:
             continue
         weight = module.weight
         if "scales" in module:
-            weight = mx.dequantize(
-                weight,
-                module.scales,
-                module.get("biases"),
-                group_size=module.group_size,
-                bits=module.bits,
-                mode=module.mode,
-            )
-        found.append((f"{name}.weight", np.array(weight.astype(mx.float32), np.float64)))
+            sizes = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            weight = mx.dequantize(weight, module.scales, module.get("biases"), **sizes)
+        found[f"{name}.weight"] = np.array(weight.astype(mx.float32), np.float64)
         if "bias" in module:
-            found.append((f"{name}.bias", np.array(module.bias.astype(mx.float32), np.float64)))
+            found[f"{name}.bias"] = np.array(module.bias.astype(mx.float32), np.float64)
     return found
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_drafter_and_search_agree_with_a_second_implementation(variant: str, seed: int) -> None:
+def test_drafter_and_search_agree_with_numpy(variant: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     width, depth, vocab = int(rng.integers(1, 6)), int(rng.integers(1, 5)), int(rng.integers(20, 300))
     drafter = small_drafter(vocab=vocab, seed=seed, **VARIANTS[variant])
     embedding, hidden = mx.array(rng.normal(size=(vocab, 32))), mx.array(rng.normal(size=32))
     embedding, hidden = embedding.astype(mx.float32), hidden.astype(mx.float32)
-    reference = Reference(drafter, embedding, hidden)
-    beams = drafted(drafter, embedding, hidden, mx.array(3), width, depth, None)
-    expected = reference.search(3, width, depth)
-    assert hypotheses(beams) == [spelled for spelled, _ in expected]
-    np.testing.assert_allclose(beams.scores[-1], [score for _, score in expected], atol=1e-4)
+    beams = draft(drafter, embedding, hidden, mx.array(3), width, depth, None)
+    expected = Reference(drafter, embedding, hidden).search(3, width, depth)
+    scores = [score for _, score in expected]
+    assert hypotheses(beams) == [tokens for tokens, _ in expected]
+    np.testing.assert_allclose(beams.scores[-1], scores, atol=1e-4)
     # Negative control: the same search from another root finds something else.
-    other = drafted(drafter, embedding, hidden, mx.array(4), width, depth, None)
-    assert not np.allclose(other.scores[-1], [score for _, score in expected], atol=1e-4)
+    other = draft(drafter, embedding, hidden, mx.array(4), width, depth, None)
+    assert not np.allclose(other.scores[-1], scores, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("mode", "bits"), [("affine", 4), ("affine", 8), ("mxfp4", 4)])
-def test_a_quantised_drafter_survives_its_checkpoint(variant: str, mode: str, bits: int, tmp_path: Path) -> None:
+def test_a_quantized_drafter_is_saved_and_loaded(variant: str, mode: str, bits: int, tmp_path: Path) -> None:
     quantization = {"group_size": 32, "bits": bits, "mode": mode}
     drafter = small_drafter(**VARIANTS[variant])
     embedding = mx.random.normal((64, 32), key=mx.random.key(1))
@@ -193,7 +192,67 @@ def test_a_quantised_drafter_survives_its_checkpoint(variant: str, mode: str, bi
     loaded = load_drafter(tmp_path)
     assert "scales" in loaded.lm_head[-1] and loaded.args == drafter.args
     assert mx.array_equal(logits(loaded), logits(drafter))
-    # Held against its own rounded weights, and clearly apart from the weights before rounding.
+    # It is that of its own rounded weights, and clearly not that of the weights before rounding.
     log_probs = logits(loaded) - mx.logsumexp(logits(loaded))
     np.testing.assert_allclose(log_probs, Reference(loaded, embedding, hidden).log_probs([4, 9]), atol=1e-4)
     assert not np.allclose(logits(loaded), plain, atol=1e-4)
+
+
+VOCAB = 64
+GUESSED = np.array([0, 3, 5, 8, 13, 21, 34, 55, 61, 60, 1, 2])
+
+
+def test_other_tokens_have_logits_of_minus_infinity() -> None:
+    whole = small_drafter()
+    drafter = partial_drafter(whole, GUESSED)
+    rng = np.random.default_rng(0)
+    hidden, state = (mx.array(rng.normal(size=(2, 3, 32)).astype(np.float32)) for _ in range(2))
+    logits, expected = drafter.logits(hidden, state), whole.logits(hidden, state)
+    assert logits.shape == expected.shape == (2, 3, VOCAB) and logits.dtype == mx.float32
+    others = np.setdiff1d(np.arange(VOCAB), GUESSED)
+    assert mx.allclose(logits[..., mx.array(GUESSED)], expected[..., mx.array(GUESSED)], atol=1e-5)
+    assert (np.array(logits)[..., others] == -np.inf).all()
+    assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB), "the hidden state is broadcast"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temp": 0.9},
+        {"temp": 0.9, "top_k": 20},
+        {"temp": 1.0, "top_p": 0.8, "min_p": 0.05},
+        {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1, "xtc_special_tokens": [7]},
+    ],
+    ids=str,
+)
+def test_a_draft_vocabulary_gives_the_plain_text(options: dict[str, Any]) -> None:
+    model, prompt = small_llama(), make_prompt(9, vocab=VOCAB)
+    plain = run(model, prompt, max_tokens=20, seed=3, **options)
+    for size in (2, 12, VOCAB):
+        drafter = partial_drafter(small_drafter(), np.random.default_rng(1).permutation(VOCAB)[:size])
+        for plan in ((1, 4), (2, 3), (4, 5, 9), (20, 2)):
+            steps = run(model, prompt, drafter, max_tokens=20, seed=3, plan=plan, **options)
+            assert ids(steps) == ids(plain), (size, plan)
+
+
+def test_only_tokens_of_the_draft_vocabulary_are_drafted() -> None:
+    model, prompt = small_llama(seed=4), make_prompt(9, vocab=VOCAB)
+    known = np.unique(ids(run(model, prompt, max_tokens=30)))[:3]
+    steps = run(model, prompt, partial_drafter(small_drafter(), known), max_tokens=30, plan=(3, 1))
+    drafted = {step.token for step in steps if step.from_draft}
+    assert drafted and drafted <= set(known.tolist())
+
+
+def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path) -> None:
+    drafter = partial_drafter(small_drafter(), GUESSED)
+    save_drafter(tmp_path, drafter, dtype=mx.float16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, len(GUESSED))
+    found = load_drafter(tmp_path, small_llama())
+    assert found.draft_ids.dtype == mx.int32 and np.array_equal(np.array(found.draft_ids), GUESSED)
+    assert found.lm_head[-1].weight.dtype == mx.float16 and found.args == drafter.args
+    found.set_dtype(mx.float32)
+    assert found.draft_ids.dtype == mx.int32 and "draft_ids" not in found.trainable_parameters()
+    with pytest.raises(CheckpointError, match="vocabulary size 64, the target has 70"):
+        load_drafter(tmp_path, small_llama(vocab=70))

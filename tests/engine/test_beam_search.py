@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from small import CAT, DOG, RAN, SAT, THE, hypotheses, random_advance
 
-from benchmarks.acceptance import keep_top
 from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, search, top_w
 from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.types import Beams
@@ -159,8 +158,3 @@ def test_logits_are_adjusted_before_they_are_ranked() -> None:
     assert hypotheses(search(advance, mx.array(5), 3, 4))[0] != forced
     assert draft_chain(advance, mx.array(5), 4, adjust=adjust).tolist() == forced
     assert draft_chain(advance, mx.array(5), 4).tolist() != forced
-
-
-def test_keep_top_keeps_ties_and_drops_the_rest() -> None:
-    kept = keep_top(mx.array([[1.0, 5.0, 3.0, 3.0], [4.0, 3.0, 2.0, 1.0]]), 2)
-    assert kept.tolist() == [[-50000.0, 0.0, -2.0, -2.0], [0.0, -1.0, -50000.0, -50000.0]]

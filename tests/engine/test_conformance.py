@@ -34,7 +34,7 @@ from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 
-RUNNING = sorted(TREES | REPLAYED | set(CHAINS))
+RUNNING = sorted({*TREES, *REPLAYED, *CHAINS})
 CLOSE = 2e-3
 """How far log-probabilities and cache rows may be apart in float32: logits spread over about ten."""
 
@@ -68,7 +68,7 @@ def test_every_module_is_in_exactly_one_list() -> None:
 def test_the_page_lists_every_module() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert insert_table(text) == text, "python tests/supported.py writes it anew"
-    assert {name for name, mode, _ in rows() if mode == "trees"} == TREES
+    assert {name for name, mode, _ in rows() if mode == "trees"} == set(TREES)
 
 
 @pytest.mark.parametrize("name", RUNNING)

@@ -80,24 +80,22 @@ def test_whole_rounds_flatten_to_plain_decoding(options: dict[str, Any], plan: s
     assert max(len(each.tokens) for each in rounds) > 1 or plan == "plain"
 
 
-class Changing:
-    """A planner that takes one plan after the other, and records what it observes."""
+class Changing(Planner):
+    """Takes one plan after the other, over and over, and records what it observes."""
 
     def __init__(self, plans: list[Plan | None]) -> None:
         self._plans = plans
         self.chosen: list[Plan | None] = []
         self.observed: list[tuple[Any, ...]] = []
 
-    def next_plan(self, length: int, replayed: int) -> Plan | None:
-        """The next one, over and over."""
+    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
+        """The next one."""
         self.chosen.append(self._plans[len(self.chosen) % len(self._plans)])
         return self.chosen[-1]
 
-    def observe(
-        self, plan: Plan | None, tokens: int, length: int, replayed: int, milliseconds: float | None, *, verified: bool
-    ) -> None:
+    def observe(self, *args: Any, verified: bool = True) -> None:
         """Records it."""
-        self.observed.append((plan, tokens, length, replayed, milliseconds, verified))
+        self.observed.append((*args, verified))
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
