@@ -148,7 +148,6 @@ def test_flags_derive_from_the_options() -> None:
         ({"beam_width": 2, "draft_depth": 2, "tree_size": 4}, Plan(2, 2, 4)),
         ({"plan": (2, 3, 5), "logits_processors": [pick]}, Plan(2, 3, 7)),
     ],
-    ids=str,
 )
 def test_resolve_plan(options: dict[str, Any], plan: Any) -> None:
     assert Options(**options).resolve_plan(small_drafter()) == plan
