@@ -7,6 +7,7 @@ if __name__ == "__main__":  # before MLX is imported, which may be missing
 
     main("generate")
 
+import inspect
 import secrets
 import sys
 import time
@@ -493,4 +494,5 @@ class _CallableModule(ModuleType):
         return generate(*args, **kwargs)
 
 
+__signature__ = inspect.signature(generate)
 sys.modules[__name__].__class__ = _CallableModule
