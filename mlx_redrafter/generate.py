@@ -7,6 +7,7 @@ if __name__ == "__main__":  # before MLX is imported, which may be missing
 
     main("generate")
 
+import inspect
 import secrets
 import sys
 import time
@@ -494,3 +495,4 @@ class _CallableModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
+__signature__ = inspect.signature(generate)  # of the module as a function
