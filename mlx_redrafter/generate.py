@@ -496,3 +496,4 @@ class _CallableModule(ModuleType):
 
 __signature__ = inspect.signature(generate)
 sys.modules[__name__].__class__ = _CallableModule
+__signature__ = inspect.signature(generate)  # of the module as a function

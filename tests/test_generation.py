@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import secrets
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,6 @@ from toys import (
 )
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, generate_step, stream_generate
-from mlx_redrafter import generate as generation
 from mlx_redrafter.engine.types import Tree
 from mlx_redrafter.generate import decode_prompts, decode_tokens, stream_responses, summary
 from mlx_redrafter.options import Options
@@ -103,7 +103,7 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(monkeypatch: pytest.Monke
     assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
     assert first[0].seed == again[-1].seed != other[0].seed
     draws: list[int] = []
-    monkeypatch.setattr(generation, "draw_seed", lambda: draws.append(1) or 77)
+    monkeypatch.setattr(secrets, "randbits", lambda bits: draws.append(1) or 77)
     assert {r.seed for r in stream(temp=1.0)} == {77} and draws == [1], "once: each draw waits for the other ranks"
     assert stream(temp=1.0, seed=3)[-1].seed == 3 and draws == [1]
 

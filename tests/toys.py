@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -225,7 +225,7 @@ BEAMS: dict[str, dict[str, Any]] = {
 
 
 def contents(cache: Sequence[Any]) -> list[mx.array]:
-    """What a cache holds, in the order of positions, dequantized; of a ring what the next token will see."""
+    """What a cache holds, in the order of positions, dequantized; of rings and chunks what the next token will see."""
     found: list[mx.array] = []
     for c in kv_cache.leaves(list(cache)):
         if not isinstance(c, kv_cache.TRIMMABLE):
@@ -242,7 +242,8 @@ def contents(cache: Sequence[Any]) -> list[mx.array]:
                 continue
             if isinstance(c, QuantizedKVCache):
                 x = mx.dequantize(*x, group_size=c.group_size, bits=c.bits)
-            found.append(x[..., : c.offset - getattr(c, "start_position", 0), :])
+            first = max(0, c.offset - c.chunk_size - c.start_position) if isinstance(c, ChunkedKVCache) else 0
+            found.append(x[..., first : c.offset - getattr(c, "start_position", 0), :])
     return found
 
 
