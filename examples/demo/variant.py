@@ -20,9 +20,9 @@ import numpy as np
 from mlx_redrafter import load_drafter
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.planning.sizing import draft_milliseconds, plain_milliseconds
 from mlx_redrafter.training.distill import Recipe
 from mlx_redrafter.training.lessons import LABELS
-from mlx_redrafter.planning.sizing import draft_milliseconds, plain_milliseconds
 
 from . import drafter, report
 from .recipe import trained
