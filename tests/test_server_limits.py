@@ -466,6 +466,10 @@ def test_flags_that_do_not_go_together_are_refused(flags: list[str], said: str) 
     assert said in str(caught.value)
 
 
+def test_a_wide_beam_may_fit_a_drafter_that_is_not_loaded_yet() -> None:
+    assert checked(read_flags(["--beam-width", "54"])).beam_width == 54
+
+
 def test_spaces_around_a_key_are_no_part_of_it() -> None:
     assert checked(read_flags(["--api-key", " a b "])).api_key == "a b"
 

@@ -56,7 +56,7 @@ class Watch:
         self._round: tuple[list[int], list[int], list[int], int] | None = None
 
     def on_round(self, tree: Tree, path: list[int], chosen: list[int]) -> None:
-        """Keeps a round as numbers; see `make_settings`. Both arrays are computed: nothing waits."""
+        """Keeps a round as numbers; see `Options`. Both arrays are computed: nothing waits."""
         self._round = cast(list[int], tree.tokens.tolist()), cast(list[int], tree.parents.tolist()), path, chosen[-1]
 
     def pause(self) -> None:

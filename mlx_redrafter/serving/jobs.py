@@ -22,7 +22,7 @@ class Job(CompletionRequest):
 
     Attributes:
         drafter: a drafter's name, `DEFAULT`, or None for plain decoding.
-        options: of `make_settings`: those of its four for the beam that the client gave.
+        options: of `Options`: those of its four for the beam that the client gave.
         client: whose line it waits in: an address, and the name of a user there.
         sock: to see whether the client is still there.
         status: of HTTP, once something went wrong.
