@@ -38,8 +38,8 @@ def build(
     """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
 
     Args:
-        bits: 16 or 32 for weights that are not quantised.
-        dtype: of what is not quantised.
+        bits: 16 or 32 for weights that are not quantized.
+        dtype: of what is not quantized.
         layers: how many of the shape's.
         acceptance: see `acceptance_of`.
 
@@ -66,7 +66,7 @@ def build(
 
 
 def weight_bytes(shape: TargetShape, bits: int, layers: int) -> float:
-    """What its weights take; a group of 64 quantised ones has a scale and a bias of 16 bits."""
+    """What its weights take; a group of 64 quantized ones has a scale and a bias of 16 bits."""
     numbers = shape._replace(num_hidden_layers=layers).n_weights
     return numbers * (bits + (0 if bits >= 16 else 32 / GROUP_SIZE)) / 8
 
@@ -86,7 +86,7 @@ def check_memory(shape: TargetShape, bits: int, layers: int) -> None:
 
 
 def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
-    """A model of mlx-lm's own class, layer by layer, so that no more than one is there before it is quantised."""
+    """A model of mlx-lm's own class, layer by layer, so that no more than one is there before it is quantized."""
     home = import_module(f"mlx_lm.models.{shape.model_type}")
     model: nn.Module = home.Model(home.ModelArgs.from_dict(shape.config))
     if shape.tie_word_embeddings and "lm_head" in model:
@@ -103,7 +103,7 @@ def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
 
 
 def quantize(model: nn.Module, bits: int) -> None:
-    """Quantises what groups divide, as mlx-lm does: where a model says itself how, as it says."""
+    """Quantizes what groups divide, as mlx-lm does: where a model says itself how, as it says."""
     own = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def how(path: str, module: nn.Module) -> Any:

@@ -27,7 +27,7 @@ from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
 from mlx_redrafter.generate import generate_step
-from mlx_redrafter.planning.costs import MAX_NODES, CostTable
+from mlx_redrafter.planning.costs import MEASURED_NODES, CostTable
 from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, AutoPlanner
 
 from .common import above_zero, positive
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def costs_of(second: float, row: float, level: float) -> CostTable:
     """Plain steps of 1, forwards of `second` and `row` for each node beyond two, drafts of `level` a level."""
-    counts = tuple(range(1, MAX_NODES + 1))
+    counts = tuple(range(1, MEASURED_NODES + 1))
     verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in counts)
     return CostTable((64,), counts, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
 

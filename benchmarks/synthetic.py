@@ -24,7 +24,7 @@ from .measuring import PLANS, add_options, checked, measured, plan
 from .targets import TARGETS, TargetShape, target_of
 
 WHOLE = {"float32": 32, "float16": 16, "bfloat16": 16}
-"""Bits of a number that is not quantised."""
+"""Bits of a number that is not quantized."""
 
 QUICK_PLANS = ["auto", (1, 3)]
 QUICK_LAYERS = 2
@@ -34,11 +34,11 @@ QUICK_TOKENS = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--shape", default=TARGETS[0].name, help=f"one of {', '.join(each.name for each in TARGETS)}")
-    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="16 and 32: not quantised")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of what is not quantised (default: by the device)")
+    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="16 and 32: not quantized")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of what is not quantized (default: by the device)")
     parser.add_argument("--layers", type=positive, help="only so many of its layers")
     parser.add_argument("--acceptance", default="0.7", help="chance of the first guess, or of each rank (default: 0.7)")
-    parser.add_argument("--drafter-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantises the drafter, too")
+    parser.add_argument("--drafter-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantizes the drafter, too")
     parser.add_argument("--plans", type=plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
     add_options(parser, f"{QUICK_LAYERS} layers, {QUICK_TOKENS} tokens, plans auto and 1,3, once")
     default = RunOptions()
@@ -73,5 +73,5 @@ def asked(args: argparse.Namespace) -> tuple[TargetShape, int, int, str]:
     dtype = args.dtype or ("float32" if args.bits == 32 or (on_cpu and args.bits != 16) else "bfloat16")
     bits = args.bits or (WHOLE[dtype] if on_cpu else 4)
     if bits in WHOLE.values() and bits != WHOLE[dtype]:
-        raise RedrafterError(f"{bits} bits that are not quantised need another --dtype than {dtype}")
+        raise RedrafterError(f"{bits} bits that are not quantized need another --dtype than {dtype}")
     return shape, layers, bits, dtype

@@ -4,7 +4,7 @@
 
 Every prompt is decoded plainly and with the drafter at each shape. Where the texts part, the log-probabilities of both
 sides there are compared: rounding explains the difference (a tie), or it does not (an error). `float32` to `4 bits`
-name what the target is turned into; `as it is` leaves it alone, as a quantised one must be.
+name what the target is turned into; `as it is` leaves it alone, as a quantized one must be.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ KINDS = {
     "8 bits": (mx.float16, 8),
     "4 bits": (mx.float16, 4),
 }
-"""name -> (dtype, bits of the quantised weights)."""
+"""name -> (dtype, bits of the quantized weights)."""
 
 
 def turned(model: nn.Module, kind: str) -> None:
     """Gives the weights of `model` the type of that name.
 
     Raises:
-        RedrafterError: they are quantised, and should become something else.
+        RedrafterError: they are quantized, and should become something else.
     """
     dtype, bits = KINDS[kind]
     if kind != AS_IT_IS and any(name.endswith(".scales") for name, _ in arrays(model)):
         raise RedrafterError(
-            f"expected weights that can be turned into {kind}, got quantised ones: give --kinds '{AS_IT_IS}'"
+            f"expected weights that can be turned into {kind}, got quantized ones: give --kinds '{AS_IT_IS}'"
         )
     if dtype is not None:
         model.set_dtype(dtype)
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a row for each kind of weights and shape; the exit status."""
     rows = []
-    # A quantised target is refused before anything is decoded.
+    # A quantized target is refused before anything is decoded.
     for kind in sorted(dict.fromkeys(args.kinds), key=lambda kind: kind == AS_IT_IS):
         subject = open_subject(args)
         drafter = drafter_of(subject, "counting ties")

@@ -6,7 +6,7 @@ pickles   the same of what torch has pickled
 names     one mapping from every known style of names to Apple's
 finding   the drafter among the tensors: located and checked, its rows read when asked for
 streaming the drafter that was found, as a module
-pack      dtype and quantisation, layer by layer
+pack      dtype and quantization, layer by layer
 placing   what may be replaced, and how the result takes its place
 writing   the files of the result
 report    what the conversion cost

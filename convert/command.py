@@ -14,23 +14,23 @@ from .pack import MODES
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `python -m mlx_redrafter.convert`; each flag is a parameter of `convert`."""
     parser = argparse.ArgumentParser(
-        prog="mlx_redrafter.convert", description="Convert a recurrent drafter to MLX, and quantise it."
+        prog="mlx_redrafter.convert", description="Convert a recurrent drafter to MLX, and quantize it."
     )
     add = parser.add_argument
     add("--hf-path", "--model", required=True, help="the drafter: a directory, a file or a Hugging Face repo")
     add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
-    add("-q", "--quantize", action="store_true", help="quantise the drafter")
-    add("--q-group-size", type=int, help="group size of the quantisation")
-    add("--q-bits", type=int, help="bits per weight of the quantisation")
-    add("--q-mode", default="affine", choices=list(MODES), help="the quantisation's mode (default: %(default)s)")
+    add("-q", "--quantize", action="store_true", help="quantize the drafter")
+    add("--q-group-size", type=int, help="group size of the quantization")
+    add("--q-bits", type=int, help="bits per weight of the quantization")
+    add("--q-mode", default="affine", choices=list(MODES), help="the quantization's mode (default: %(default)s)")
     for part, means in (
         ("head", "the output matrix"),
         ("blocks", "the blocks and input projection"),
         ("rnn", "the cell"),
     ):
-        add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for {means}; 0 does not quantise it")
-    add("--dtype", choices=DTYPES, help="dtype of what is not quantised; as stored when not given")
-    add("-d", "--dequantize", action="store_true", help="dequantise a quantised drafter")
+        add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for {means}; 0 does not quantize it")
+    add("--dtype", choices=DTYPES, help="dtype of what is not quantized; as stored when not given")
+    add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
     add("--base-model", help="its target: recorded, and used to measure tokens per round before and after")
     add("--draft-depth", type=int, help="how many tokens it should draft by default; recorded")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")

@@ -75,7 +75,7 @@ def convert(
         hf_path: a directory, a file or a hub id; docs/checkpoints.md lists what is read.
         mlx_path: the directory to write; it appears whole or not at all.
         quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in `mlx_lm.convert`.
-        head_bits, blocks_bits, rnn_bits: other bits for a part; 0 does not quantise it.
+        head_bits, blocks_bits, rnn_bits: other bits for a part; 0 does not quantize it.
         base_model: the target it was trained for: recorded, and used to measure tokens per round.
         draft_depth: K it should draft when nothing else is asked for; recorded.
         force: replace what is at `mlx_path`.
@@ -122,7 +122,7 @@ def convert(
         8 * packing.n_bytes / found.n_weights,
         compared,
         None if before is None or after is None else (before, after),
-        found.notes + tuple(f"{layer} is not quantised: {reason}" for layer, reason in packing.left.items()),
+        found.notes + tuple(f"{layer} is not quantized: {reason}" for layer, reason in packing.left.items()),
     )
 
 
@@ -160,17 +160,17 @@ def settings(
     mode: str,
     parts: dict[Part, int],
 ) -> Quantization | None:
-    """How to quantise, or None for not.
+    """How to quantize, or None for not.
 
     Raises:
         RedrafterError: settings that do not go together, or that MLX does not have.
     """
     if quantize and dequantize:
-        raise RedrafterError("choose either to quantise (-q) or to dequantise (-d), not both")
+        raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
     if quantize:
         return make_quantization(group_size, bits, mode, parts)
     if parts or bits is not None or group_size is not None or mode != "affine":
-        raise RedrafterError("bits, group size and mode are those of quantisation: give -q with them")
+        raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
     return None
 
 
@@ -184,14 +184,14 @@ def check_state(source: Source, *, quantize: bool, dequantize: bool, changed: bo
     quantized = isinstance(said, dict) and "bits" in said  # TensorRT-LLM has an entry of this name too
     done = quantized or any(metadata(file).get("format") == "mlx" for file in source.files)
     if dequantize and not quantized:
-        raise CheckpointError(f"{source.path} is not quantised: leave out -d")
+        raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if quantized and not dequantize:
         raise CheckpointError(
-            f"{source.path} is converted and quantised already: --drafter reads it, -d dequantises it, "
+            f"{source.path} is converted and quantized already: --drafter reads it, -d dequantizes it, "
             "draft_depth and base_model may be written into its config.json"
         )
     if done and not (quantize or dequantize or changed):
-        raise CheckpointError(f"{source.path} is converted already: --drafter reads it; -q quantises it")
+        raise CheckpointError(f"{source.path} is converted already: --drafter reads it; -q quantizes it")
 
 
 def measured(found: Found, models: Models | None, name: str) -> tuple[mx.array, float | None]:
@@ -206,7 +206,7 @@ def measured(found: Found, models: Models | None, name: str) -> tuple[mx.array, 
 def measured_result(
     stage: Path, config: dict[str, Any], packing: Packing, models: Models | None
 ) -> tuple[mx.array, float | None]:
-    """The same of what has been written and will have that config; quantised it is small, and loaded whole."""
+    """The same of what has been written and will have that config; quantized it is small, and loaded whole."""
     source = find_source(stage)._replace(config=config)
     if not packing.layers:
         return measured(find(source), models, str(stage))

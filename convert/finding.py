@@ -213,12 +213,12 @@ def check_shapes(args: DrafterArgs, stored: dict[str, Stored], names: dict[str, 
 
 
 def dequantized(source: Source, drafter: Drafter | None = None) -> Found:
-    """A drafter that MLX has quantised, in floating point again; `drafter` where it is loaded already."""
+    """A drafter that MLX has quantized, in floating point again; `drafter` where it is loaded already."""
     drafter = drafter or load_drafter(source.path if source.path.is_dir() else source.path.parent)
     weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
     layers = {name: module for name, module in drafter.named_modules() if hasattr(module, "bits")}
     shapes = expected_shapes(drafter.args)
-    # The scales of mxfp4 and its like are bytes: what is not quantised tells the dtype, or else the config.
+    # The scales of mxfp4 and its like are bytes: what is not quantized tells the dtype, or else the config.
     floats = [array.dtype for array in weights.values() if mx.issubdtype(array.dtype, mx.floating)]
     said = source.config.get("dtype")
     dtype = floats[0] if floats else cast(mx.Dtype, getattr(mx, said if said in DTYPES else "float32"))
@@ -229,7 +229,7 @@ def dequantized(source: Source, drafter: Drafter | None = None) -> Found:
         if kind != "weight" or layer not in layers:
             return weights[name][start:stop]
         how = layers[layer]
-        # An even number, where there are as many: some quantisations pack two rows together.
+        # An even number, where there are as many: some quantizations pack two rows together.
         even = slice(start, stop + (stop - start) % 2)
         packed, scales = (weights[f"{layer}.{part}"][even] for part in ("weight", "scales"))
         biases = weights[f"{layer}.biases"][even] if f"{layer}.biases" in weights else None

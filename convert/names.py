@@ -30,7 +30,7 @@ DROPPED = {"emb_norm.weight": "no forward pass uses it"}
 FOREIGN = (
     (
         r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
-        "ModelOpt has quantised it: convert the checkpoint from before, and quantise with -q",
+        "ModelOpt has quantized it: convert the checkpoint from before, and quantize with -q",
     ),
     (
         r".*medusa_?heads?\..*|[1-9]\d*\.\d+\.(linear\.)?(weight|bias)",

@@ -1,4 +1,4 @@
-"""Dtype and quantisation of a drafter's tensors, a few rows at a time, so that no tensor need be in memory."""
+"""Dtype and quantization of a drafter's tensors, a few rows at a time, so that no tensor need be in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKED_TOGETHER = 32
 
 
 class Quantization(NamedTuple):
-    """How to quantise.
+    """How to quantize.
 
     Attributes:
         group_size: how many weights share a scale.
@@ -56,10 +56,10 @@ class Quantization(NamedTuple):
 
 
 def make_quantization(group_size: int | None, bits: int | None, mode: str, parts: dict[Part, int]) -> Quantization:
-    """The quantisation of these flags, with mlx-lm's defaults.
+    """The quantization of these flags, with mlx-lm's defaults.
 
     Raises:
-        RedrafterError: MLX has no such quantisation.
+        RedrafterError: MLX has no such quantization.
     """
     if mode not in MODES:
         raise RedrafterError(f"q_mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -85,11 +85,11 @@ class Packing(NamedTuple):
     """How each tensor is written.
 
     Attributes:
-        dtype: of what is not quantised.
-        layers: quantised layer -> (group size, bits, mode).
+        dtype: of what is not quantized.
+        layers: quantized layer -> (group size, bits, mode).
         kinds: name -> (dtype, shape) of every tensor that is written.
-        quantization: the config's entry, in mlx-lm's form; None when nothing is quantised.
-        left: layers that could not be quantised, each with the reason.
+        quantization: the config's entry, in mlx-lm's form; None when nothing is quantized.
+        left: layers that could not be quantized, each with the reason.
     """
 
     dtype: mx.Dtype
@@ -110,7 +110,7 @@ def make_packing(shapes: dict[str, tuple[int, ...]], dtype: mx.Dtype, head: str,
     Args:
         shapes: of its tensors, by Apple's names.
         head: the name of the output matrix' layer, `lm_head.N`.
-        how: None for no quantisation.
+        how: None for no quantization.
     """
     layers: dict[str, tuple[int, int, str]] = {}
     entry: dict[str, Any] = {}
@@ -154,13 +154,13 @@ def quantized(name: str, rows: mx.array, layers: dict[str, tuple[int, int, str]]
 def pack(
     shapes: dict[str, tuple[int, ...]], read: Callable[[str, int, int], mx.array], packing: Packing
 ) -> Iterator[tuple[str, int, mx.array]]:
-    """Reads, casts and quantises a few rows at a time: (name, the first row's number, the rows).
+    """Reads, casts and quantizes a few rows at a time: (name, the first row's number, the rows).
 
     Args:
         read: (name, start, stop) -> these rows.
 
     Raises:
-        RedrafterError: numbers too large for the dtype, or for the quantisation's scales.
+        RedrafterError: numbers too large for the dtype, or for the quantization's scales.
     """
     for name, shape in shapes.items():
         for start, stop in split_rows(shape):
@@ -179,7 +179,7 @@ def pack(
 
 
 def check_range(name: str, rows: mx.array, layers: dict[str, tuple[int, int, str]]) -> None:
-    """Refuses weights that the quantisation would make others of.
+    """Refuses weights that the quantization would make others of.
 
     Raises:
         RedrafterError: a group's largest weight is out of the mode's range.

@@ -54,7 +54,7 @@ def streamed(found: Found) -> Drafter:
 
 
 def restreamed(drafter: Drafter, found: Found) -> Drafter:
-    """The same drafter, whose matrices that are not quantised are read from `found` when they are used."""
+    """The same drafter, whose matrices that are not quantized are read from `found` when they are used."""
     linear = [name for name, module in drafter.named_modules() if isinstance(module, nn.Linear)]
     drafter.update_modules(tree_unflatten([(name, Streamed(found, name)) for name in linear]))
     return drafter

@@ -96,7 +96,7 @@ def model_card(source: str | Path, args: DrafterArgs, quantization: dict[str, An
     """The README of the result, in the hub's form."""
     name = str(source)
     base = args.base_model
-    packing = "not quantised"
+    packing = "not quantized"
     if quantization:
         packing = f"{quantization['bits']} bits, group size {quantization['group_size']}, mode {quantization['mode']}"
     body = f"""\

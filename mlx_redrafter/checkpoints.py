@@ -96,7 +96,7 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """A drafter, plain or quantised, with its weights evaluated.
+    """A drafter, plain or quantized, with its weights evaluated.
 
     Its sizes are read off its tensors; the config is only compared with them.
 
@@ -354,7 +354,7 @@ def _shorten(value: object) -> str:
 
 
 def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
-    """Apple's name -> shape of every tensor of a drafter of these sizes that is not quantised."""
+    """Apple's name -> shape of every tensor of a drafter of these sizes that is not quantized."""
     weights = cast(list[tuple[str, mx.array]], tree_flatten(Drafter(args).parameters()))  # never evaluated
     return {name: array.shape for name, array in weights}
 
@@ -376,7 +376,7 @@ def check_weights(drafter: Drafter, path: Path) -> None:
     weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
     for name, array in weights.items():
         if array.dtype in (mx.uint32, mx.uint8) and f"{name.rpartition('.')[0]}.scales" in weights:
-            continue  # packed by a quantisation
+            continue  # packed by a quantization
         if name == DRAFT_IDS:
             check_draft_ids(array, drafter.args.vocab_size, f"{path}")
             continue
@@ -406,7 +406,7 @@ def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
 
 def split_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(start, stop) of the rows of a tensor that are processed at a time."""
-    # An even number: some quantisations pack two rows together.
+    # An even number: some quantizations pack two rows together.
     step = 2 * max(1, CHUNK // max(1, 2 * math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])

@@ -251,7 +251,7 @@ def stream_responses(
 def decode_tokens(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, options: Options
 ) -> Generator[Step, None, None]:
-    """Decodes after `prompt` until `max_tokens` (-1: for ever), or until the caller closes the generator.
+    """Decodes after `prompt` until `max_tokens` (-1: without limit), or until the caller closes the generator.
 
     A prompt cache of the caller's then holds the prompt and every token that was yielded, the last one included.
 
@@ -350,8 +350,8 @@ def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options) -
         return None
     if plan == AUTO:
         trees = check_draftable(model, tree=True, cache=options.prompt_cache) is None
-        if not isinstance(drafter, Drafter) or mx.distributed.init().size() > 1:
-            return Planner(chain_plan(default_depth(drafter)))  # what other ranks measure is not known here
+        if not isinstance(drafter, nn.Module) or mx.distributed.init().size() > 1:
+            return Planner(chain_plan(default_depth(drafter)))  # other ranks would measure other times
         return make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
     assert isinstance(plan, Plan)
     return Planner(fit_plan(model, plan, options.prompt_cache))

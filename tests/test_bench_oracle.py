@@ -198,7 +198,7 @@ def test_on_a_cpu_float32_is_what_is_not_asked_for(flags: str, found: tuple[int,
     [
         ("--shape nope", "no shape is called 'nope': there are llama-3.2-1b"),
         ("--layers 17", "llama-3.2-1b has 16 layers, got --layers 17"),
-        ("--bits 32 --dtype float16", "32 bits that are not quantised need another --dtype than float16"),
+        ("--bits 32 --dtype float16", "32 bits that are not quantized need another --dtype than float16"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags: str, message: str) -> None:

@@ -75,7 +75,7 @@ def test_texts_that_agree_have_no_ties(pair: Subject, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "8 bits", "4 bits"])
-def test_a_target_is_turned_into_what_the_row_names_and_a_quantised_one_only_left_alone(kind: str) -> None:
+def test_a_target_is_turned_into_what_the_row_names_and_a_quantized_one_only_left_alone(kind: str) -> None:
     model = small_llama(hidden=64, layers=1)
     ties.turned(model, kind)
     bits = [each.bits for _, each in model.named_modules() if hasattr(each, "bits")]
@@ -83,9 +83,9 @@ def test_a_target_is_turned_into_what_the_row_names_and_a_quantised_one_only_lef
     assert model.model.norm.weight.dtype == (mx.float32 if kind == "float32" else mx.float16)
     if bits:
         ties.turned(model, "as it is")
-        with pytest.raises(RedrafterError, match=r"turned into float32, got quantised ones: give --kinds 'as it is'"):
+        with pytest.raises(RedrafterError, match=r"turned into float32, got quantized ones: give --kinds 'as it is'"):
             ties.turned(model, "float32")
-        with pytest.raises(RedrafterError, match="turned into 8 bits, got quantised ones"):
+        with pytest.raises(RedrafterError, match="turned into 8 bits, got quantized ones"):
             ties.turned(model, "8 bits")
 
 

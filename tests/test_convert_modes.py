@@ -1,4 +1,4 @@
-"""Where MLX's quantisations end: rows that are packed together, and weights that they would make others of."""
+"""Where MLX's quantizations end: rows that are packed together, and weights that they would make others of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD = "lm_head.1.weight"
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000])
 @pytest.mark.parametrize("sizes", [(16, 48, 60), (48, 80, 62), (16, 16, 2)])
-def test_half_a_pack_of_inputs_is_quantised_by_an_even_number_of_rows(
+def test_half_a_pack_of_inputs_is_quantized_by_an_even_number_of_rows(
     sizes: tuple[int, int, int], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.checkpoints.CHUNK", rows * sizes[1])
@@ -36,7 +36,7 @@ def test_half_a_pack_of_inputs_is_quantised_by_an_even_number_of_rows(
 def test_a_layer_that_ends_within_a_pack_is_named(tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make(hidden=16, exit_dim=48, vocab=61)))
     status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out", "-q", "--q-mode", "nvfp4")
-    assert (status, said) == (0, "note: lm_head.1 is not quantised: its 61 x 48 weights are no multiple of 32\n")
+    assert (status, said) == (0, "note: lm_head.1 is not quantized: its 61 x 48 weights are no multiple of 32\n")
     found = load_drafter(tmp_path / "out")
     assert isinstance(found.lm_head[1], nn.Linear) and isinstance(found.rnn_w, nn.QuantizedLinear)
     assert command("--hf-path", tmp_path / "out", "--mlx-path", tmp_path / "back", "-d")[0] == 0

@@ -110,9 +110,9 @@ CASES: dict[str, tuple[Write, str]] = {
         "IN is no drafter: it holds Hydra heads, .*",
     ),
     "a base model": (holding(lambda _: base()), "IN is no drafter: it is a base model without a drafter"),
-    "ModelOpt's quantised weights": (
+    "ModelOpt's quantized weights": (
         holding(lambda sound: prefixed("drafter.", sound | {"rnn_w.weight_scale": mx.ones((24,))}) | base()),
-        "IN is no drafter: ModelOpt has quantised it: convert the checkpoint from before, and quantise with -q",
+        "IN is no drafter: ModelOpt has quantized it: convert the checkpoint from before, and quantize with -q",
     ),
     "another kind of network": (
         holding(lambda _: {"encoder.weight": mx.ones((4,))}),
@@ -147,10 +147,10 @@ CASES: dict[str, tuple[Write, str]] = {
         holding(lambda sound: sound | {"lm_head.weight": mx.ones((60, 48))}),
         "IN holds two drafters: lm_head.1.weight and lm_head.weight",
     ),
-    "converted": (converted(quantized=False), "IN is converted already: --drafter reads it; -q quantises it"),
-    "quantised": (
+    "converted": (converted(quantized=False), "IN is converted already: --drafter reads it; -q quantizes it"),
+    "quantized": (
         converted(quantized=True),
-        "IN is converted and quantised already: --drafter reads it, -d dequantises it, draft_depth and .*",
+        "IN is converted and quantized already: --drafter reads it, -d dequantizes it, draft_depth and .*",
     ),
     # Nothing there.
     "an empty directory": (Path.mkdir, "no weights in IN: expected .*, got no files"),
@@ -170,12 +170,12 @@ def test_what_is_no_drafter_to_convert_is_refused_in_one_line(case: str, tmp_pat
 
 
 SETTINGS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("-q", "-d"), "choose either to quantise .*"),
-    (("--q-bits", "4"), "bits, group size and mode are those of quantisation: give -q with them"),
+    (("-q", "-d"), "choose either to quantize .*"),
+    (("--q-bits", "4"), "bits, group size and mode are those of quantization: give -q with them"),
     (("--q-group-size", "64"), "bits, group size and mode .*"),
     (("--q-mode", "mxfp4"), "bits, group size and mode .*"),
     (("--head-bits", "8"), "bits, group size and mode .*"),
-    (("-d",), "IN is not quantised: leave out -d"),
+    (("-d",), "IN is not quantized: leave out -d"),
     (("-q", "--q-bits", "7"), r"q_bits must be one of \[2, 3, 4, 5, 6, 8\] in mode affine, got 7"),
     (("-q", "--q-group-size", "16"), r"q_group_size must be one of \[32, 64, 128\] in mode affine, got 16"),
     (("-q", "--q-mode", "mxfp8", "--q-bits", "4"), r"q_bits must be one of \[8\] in mode mxfp8, got 4"),
@@ -217,7 +217,7 @@ def test_numbers_too_large_for_a_dtype_are_refused_by_name(tmp_path: Path) -> No
     pattern = "rnn_u.bias holds numbers too large for float16: give --dtype bfloat16"
     refused(source, pattern, tmp_path / "result", "--dtype", "float16")
     assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--dtype", "bfloat16")[0] == 0
-    # What fits float32 need fit neither a narrower dtype nor the scales of a quantisation.
+    # What fits float32 need fit neither a narrower dtype nor the scales of a quantization.
     widest = tensors(make(hidden=64, exit_dim=64, vocab=96))
     widest["lm_head.1.weight"] = mx.full((96, 64), 3.4e38)
     source = apple(tmp_path / "widest", widest)

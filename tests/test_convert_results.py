@@ -1,4 +1,4 @@
-"""What `convert` writes: quantised as asked, loadable, decoding as before, whole or not at all; and what it reports."""
+"""What `convert` writes: quantized as asked, loadable, decoding as before, whole or not at all; and what it reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def quantized_layers(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), WAYS)
-def test_every_quantisation_of_mlx_is_written_as_mlx_makes_it(mode: str, bits: int, group: int, tmp_path: Path) -> None:
+def test_every_quantization_of_mlx_is_written_as_mlx_makes_it(mode: str, bits: int, group: int, tmp_path: Path) -> None:
     sizes = WIDE | {"hidden": 128, "exit_dim": 128}
     drafter = make(**sizes)
     source = apple(tmp_path / "in", tensors(drafter))
@@ -77,7 +77,7 @@ def test_a_layer_that_the_group_size_does_not_divide_is_named(tmp_path: Path) ->
     status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out", "-q")
     assert status == 0
     assert said.splitlines() == [
-        f"note: {layer} is not quantised: its 96 inputs are no multiple of the group size 64"
+        f"note: {layer} is not quantized: its 96 inputs are no multiple of the group size 64"
         for layer in ("lm_head.0.linear", "lm_head.1")
     ]
     assert quantized_layers(tmp_path / "out").keys() == {"input_proj", "rnn_u", "rnn_w"}
@@ -85,7 +85,7 @@ def test_a_layer_that_the_group_size_does_not_divide_is_named(tmp_path: Path) ->
 
 
 def test_round_trips_are_equal_to_the_bit(tmp_path: Path) -> None:
-    """Plain and quantised again; quantised and dequantised; through another dtype and back."""
+    """Plain and quantized again; quantized and dequantized; through another dtype and back."""
     drafter = make(**WIDE)
     drafter.set_dtype(mx.bfloat16)
     source = apple(tmp_path / "in", tensors(drafter))
@@ -116,7 +116,7 @@ def test_round_trips_are_equal_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_dequantised_has_the_dtype_it_had(mode: str, dtype: str, tmp_path: Path) -> None:
+def test_what_is_dequantized_has_the_dtype_it_had(mode: str, dtype: str, tmp_path: Path) -> None:
     for variant in ("input projection", "three blocks, no rnn", "no blocks"):
         drafter = make(variant, **(WIDE | {"exit_dim": 64 if "projection" in variant else 128}))
         drafter.set_dtype(getattr(mx, dtype))
@@ -128,15 +128,15 @@ def test_what_is_dequantised_has_the_dtype_it_had(mode: str, dtype: str, tmp_pat
         assert all(mx.allclose(back[name], array, atol=0.3) for name, array in tensors(drafter).items())
 
 
-def test_the_file_of_a_quantised_directory_is_dequantised_as_the_directory_is(tmp_path: Path) -> None:
+def test_the_file_of_a_quantized_directory_is_dequantized_as_the_directory_is(tmp_path: Path) -> None:
     convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "packed", True)
     convert(tmp_path / "packed", tmp_path / "out", dequantize=True)
     convert(tmp_path / "packed" / WEIGHTS, tmp_path / "out2", dequantize=True)
     assert same(tensors(load_drafter(tmp_path / "out")), tensors(load_drafter(tmp_path / "out2")))
-    refused(tmp_path / "packed" / WEIGHTS, ".* is converted and quantised already: .*", tmp_path / "result")
+    refused(tmp_path / "packed" / WEIGHTS, ".* is converted and quantized already: .*", tmp_path / "result")
 
 
-def test_what_no_bits_have_quantised_is_not_called_quantised(tmp_path: Path) -> None:
+def test_what_no_bits_have_quantized_is_not_called_quantized(tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make(**WIDE)))
     done = convert(source, tmp_path / "out", True, head_bits=0, blocks_bits=0, rnn_bits=0)
     assert "quantization" not in json.loads((done.path / CONFIG).read_text())

@@ -106,7 +106,7 @@ def test_the_hidden_host_is_no_more_than_any_chips_second_row(everything: list[P
     assert host_at_most([models[0]._replace(two=0.9)]) == 0.0
 
 
-def test_a_quantised_drafter_costs_its_bytes(everything: list[Published]) -> None:
+def test_a_quantized_drafter_costs_its_bytes(everything: list[Published]) -> None:
     bits = 16 * QUANTISED
     assert bits == pytest.approx(4.5)
     each = everything[0]

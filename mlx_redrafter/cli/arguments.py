@@ -24,7 +24,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(
-    parser: argparse.ArgumentParser, without_drafter: str = "plain decoding", *, plain: bool = True
+    parser: argparse.ArgumentParser,
+    without_drafter: str = "the demo's with the demo, or plain decoding,",
+    *,
+    plain: bool = True,
 ) -> None:
     """The flags that name a target and its drafter.
 
@@ -39,7 +42,7 @@ def add_model_flags(
         add("--no-drafter", action="store_true", help="decode plainly")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
-    add("--quantize-activations", "-qa", action="store_true", help="quantise activations as the layers are")
+    add("--quantize-activations", "-qa", action="store_true", help="quantize activations as the layers are")
 
 
 def add_template_flag(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ QUALITIES = (2.0, 2.5, 3.0, 3.5)
 """How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
 RATES = [step / 10_000 for step in range(9_501)]
 """How often a drafter's first guess may be right; with the last rate a chain of four makes 4.52 tokens per round."""
+DISTURBED = "the measured times contradict each other, the machine was busy: measure again with --refresh"
 TO_FLOAT32 = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW --dtype float32"
 
 
@@ -175,19 +176,19 @@ def find_cliffs(costs: CostTable) -> Iterator[dict[str, Any]]:
 
 
 def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
-    """What a user should know, the gravest first."""
+    """What a user should know, the most serious first."""
     machine, target, drafter, costs = (report[name] for name in ("machine", "target", "drafter", "costs"))
     if odd := report["not_finite"]:
         remedy = TO_FLOAT32 if odd == "drafter" else "its weights are damaged, or need another dtype"
         yield f"in {report[odd]['dtype']} the {odd}'s numbers are not finite: {remedy}"
     if disturbed:
-        yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
+        yield DISTURBED
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
             openblas = "apt install libopenblas0-pthread, then put LD_PRELOAD=libopenblas.so.0 before the command"
             yield f"no fast BLAS was found: a forward of N nodes costs nearly N plain steps. Debian, Ubuntu: {openblas}"
         if target["quantized"] or target["dtype"] != "float32":
-            yield "on a CPU MLX multiplies 16-bit and quantised weights without the BLAS: slowly, slower for more nodes"
+            yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
     if drafter["stand_in"] is None:
         if drafter["acceptance_assumed"]:
             yield "the drafter's config has no acceptance: what is predicted of it rests on an assumption"
@@ -222,11 +223,14 @@ def format_report(report: dict[str, Any]) -> list[str]:
     costs, drafter = report["costs"], report["drafter"]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {chain_tokens(RATES[-1]):.2f}" for tokens in least]
-    text = [format_verdict(report, limits), *(f"Warning: {note}." for note in report["notes"]), ""]
+    verdict = format_verdict(report, limits)
+    if report["notes"][:1] == [DISTURBED]:
+        verdict = f"No verdict: {DISTURBED}. By these times: {verdict[0].lower()}{verdict[1:]}"
+    text = [verdict, *(f"Warning: {note}." for note in report["notes"] if note != DISTURBED), ""]
     text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for role in ("target", "drafter"):
         name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
-        text.append(f"{role.title()}: {name}, {'quantised, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights")
+        text.append(f"{role.title()}: {name}, {'quantized, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights")
     if drafter["stand_in"]:
         text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
     if report["no_trees"]:

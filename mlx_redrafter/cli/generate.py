@@ -297,7 +297,7 @@ def judge_difference(
     """Judges whether rounding explains that two sides chose different tokens.
 
     A forward of one row and one of several round differently, by at most `margin`: four steps of the dtype at the size
-    of the logits, and at least 0.001. What a side maximises is the log-probability or, where tokens are sampled,
+    of the logits, and at least 0.001. What a side maximizes is the log-probability or, where tokens are sampled,
     log-probability / temperature + noise, a sum that may tie to the last bit even in float32. So rounding explains a
     difference if the rows are no farther apart than that, and each side chose the better one of the two tokens by its
     own row and the noise that both share, give or take the last bits.

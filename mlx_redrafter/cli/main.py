@@ -14,7 +14,7 @@ from ..errors import one_line
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
     "chat": ("mlx_redrafter.cli.chat", "hold a conversation in the terminal"),
-    "convert": ("mlx_redrafter.convert.command", "convert a PyTorch drafter checkpoint, and quantise it"),
+    "convert": ("mlx_redrafter.convert.command", "convert a PyTorch drafter checkpoint, and quantize it"),
     "train": ("mlx_redrafter.training.command", "train a drafter for a model"),
     "doctor": ("mlx_redrafter.cli.doctor", "measure what drafting costs and brings on this machine"),
     "server": ("mlx_redrafter.serving.command", "serve the OpenAI API over HTTP"),

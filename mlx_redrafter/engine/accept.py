@@ -25,8 +25,8 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
 
     Source: Leviathan et al. 2023 for deterministic drafts, with the target's draw fixed by its position.
     """
-    strayed = (target_tokens[tree.parents] != tree.tokens) & (tree.depths > 0)
-    kept = ~mx.any(strayed & tree.ancestors, axis=1)
+    mismatch = (target_tokens[tree.parents] != tree.tokens) & (tree.depths > 0)
+    kept = ~mx.any(mismatch & tree.ancestors, axis=1)
     n_accepted = mx.minimum(kept.sum() - 1, limit)
     levels = mx.minimum(mx.array(list(range(depth + 1)), mx.int32), n_accepted)
     on_level = kept & (tree.depths == levels[:, None])
@@ -46,13 +46,13 @@ def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
 
 
 def count_confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.array:
-    """() int32, how many drafted tokens are kept up to where the choice proper differs from what was guessed.
+    """() int32, how many drafted tokens are kept up to where the final choice differs from what was guessed.
 
-    Normalising logits rounds them: two that differ may then tie, and the choice between them fall to the other.
+    Normalizing logits rounds them: two that differ may then tie, and the choice between them fall to the other.
 
     Args:
         n_accepted: of a verdict made of what was guessed.
-        guessed: (1 + K,) int32, chosen after each node on the path before normalising.
+        guessed: (1 + K,) int32, chosen after each node on the path before normalizing.
         chosen: (1 + K,) int32, chosen there by log-probabilities, as in plain decoding.
     """
     return count_leading((guessed == chosen)[:-1], n_accepted)

@@ -118,7 +118,7 @@ def decode(
 ) -> Generator[Round, None, None]:
     """Yields a round at a time, without end; before the first one an empty one after each piece of the prompt.
 
-    Nothing unevaluated is held across a yield, so each `next` may come from another thread. `Target.finish` makes the
+    Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `Target.finish` makes the
     cache hold what was taken of the last round.
 
     Args:

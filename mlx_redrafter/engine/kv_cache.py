@@ -116,5 +116,5 @@ def rows_in_order(ring: RotatingKVCache) -> int:
     """How many rows a ring holds in the order of their positions, before it drops some."""
     if ring.keys is None:
         return 0
-    held: int = ring.keys.shape[-2]
-    return held if ring._idx == held or ring._idx < ring.offset else ring._idx
+    count: int = ring.keys.shape[-2]
+    return count if ring._idx == count or ring._idx < ring.offset else ring._idx

@@ -89,15 +89,17 @@ def make_draft(
     """
     hidden = tip.hidden.astype(drafter.dtype)
 
-    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+    def predict_next(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
         state = drafter.advance(target.embed(tokens).astype(drafter.dtype), state)
         return drafter.logits(hidden, state), state
 
     draws = sampler.draws(position, plan.depth + 1, drafter.args.vocab_size)
     adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
     if plan.width == 1:
-        return Draft(chain(tip.token, beam_search.draft_chain(advance, tip.token, plan.depth, adjust=adjust)), draws)
-    beams = beam_search.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
+        return Draft(
+            chain(tip.token, beam_search.draft_chain(predict_next, tip.token, plan.depth, adjust=adjust)), draws
+        )
+    beams = beam_search.search(predict_next, tip.token, plan.width, plan.depth, adjust=adjust)
     tree = grow(tip.token, beams)
     return Draft(tree if ordered else prune(tree, beams, plan.size), draws)
 

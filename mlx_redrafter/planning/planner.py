@@ -149,8 +149,8 @@ class AutoPlanner(Planner):
         reaches = {plan: expected_reach(acceptance, plan) for plan in self.plans}
         self._rates = {plan: [now / (last or 1.0) for last, now in pairwise(reach)] for plan, reach in reaches.items()}
         self._hits = self._expected = PRIOR_HITS
-        self._rounds: deque[float] = deque(maxlen=WINDOW)
-        self._steps: deque[float] = deque(maxlen=WINDOW)
+        self._round_ratios: deque[float] = deque(maxlen=WINDOW)
+        self._step_ratios: deque[float] = deque(maxlen=WINDOW)
         self._in_flight: Plan | None = None
         self._pause, self._next_pause = WARM_UP, PROBE_EVERY
         self._tokens, self._plain_ms, self._saved_ms = 0, 0.0, 0.0
@@ -158,9 +158,9 @@ class AutoPlanner(Planner):
     @property
     def slowdown(self) -> float:
         """How many times as long as in the cost table a round takes, where a plain step takes as long as there."""
-        if len(self._rounds) < 3 or not self._steps:  # one stalled round says nothing
+        if len(self._round_ratios) < 3 or not self._step_ratios:  # one stalled round says nothing
             return 1.0
-        return min(max(lower_quartile(self._rounds) / lower_quartile(self._steps), 1.0), MAX_SLOWDOWN)
+        return min(max(lower_quartile(self._round_ratios) / lower_quartile(self._step_ratios), 1.0), MAX_SLOWDOWN)
 
     def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
         """See the base class; None is returned at once during a pause, else in less than 0.1 ms."""
@@ -175,8 +175,8 @@ class AutoPlanner(Planner):
         wanted = [plan for plan in ranked if speedups[plan] > (1 + HYSTERESIS) * now]
         if in_flight and now > 1 - HYSTERESIS:
             wanted.append(in_flight)
-        if is_probe := not in_flight and not wanted:  # at the table's price: one slow moment must not be the last
-            wanted, slowdown = ranked, 1.0
+        if is_probe := not in_flight and not wanted:
+            wanted, slowdown = ranked, 1.0  # at the table's price: one slow round must not end drafting
         affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
         self._in_flight = next(affordable, None)
         if self._in_flight is None or is_probe:
@@ -198,14 +198,15 @@ class AutoPlanner(Planner):
         """See the base class."""
         costs, plain = self._costs, self._costs.plain_ms(length)
         if plan is not None and verified:
-            predicted, ratios = costs.round_ms(plan, length, replayed), self._rounds
+            predicted, ratios = costs.round_ms(plan, length, replayed), self._round_ratios
             self._hits = DECAY * self._hits + tokens - 1
             self._expected = DECAY * self._expected + sum(self._rates[plan][:tokens])
             if tokens > 1:  # a probe that was right is followed by another
                 self._pause, self._next_pause = 0, PROBE_EVERY
         else:
-            predicted, ratios = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0), self._steps
-        if milliseconds is not None and (ratios is self._rounds or not (plan or replayed)):
+            predicted = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0)
+            ratios = self._step_ratios
+        if milliseconds is not None and (ratios is self._round_ratios or not (plan or replayed)):
             ratios.append(milliseconds / predicted)
         self._tokens += tokens
         self._plain_ms += tokens * plain

@@ -1,4 +1,4 @@
-"""How large a drafter should be: as large as one draft step stays cheap beside a plain step of its target."""
+"""How large a drafter should be: its draft step should stay a small share of a plain step of the target."""
 
 from __future__ import annotations
 

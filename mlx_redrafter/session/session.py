@@ -129,7 +129,7 @@ class Session:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far; an answer that was interrupted is in it as far as it came."""
+        """The conversation so far; an interrupted answer is included as far as it came."""
         return copy.deepcopy(self._messages)
 
     def send(
@@ -224,7 +224,7 @@ class Session:
         """
         with self._locked():
             if self._cache is None or not self._tokens:
-                raise RedrafterError("nothing was said yet, or it has to be read anew: there is no cache to save")
+                raise RedrafterError("there is no conversation yet, or its cache was discarded: nothing to save")
             write_conversation(path, self.model, self._cache, self._tokens, self._messages, self._rendered_with)
 
     @classmethod

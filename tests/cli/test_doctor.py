@@ -129,10 +129,10 @@ def test_verdict_without_a_drafter_is_the_break_even(measured: Measured, curve: 
     assert report["notes"] == []
 
 
-def test_contradicting_times_are_reported_beside_the_verdict(measured: Measured) -> None:
+def test_contradicting_times_withhold_the_verdict(measured: Measured) -> None:
     measured.costs = measured.costs._replace(plain=(1.2, 0.9))
     lines = format_report(diagnose(make_model()))
-    assert "Warning: the measured times contradict each other" in " ".join(lines[:5])
+    assert lines[0].startswith("No verdict: the measured times contradict each other")
 
 
 @pytest.mark.parametrize("widths", [(1, 2, 4), (1,)])
@@ -191,7 +191,7 @@ def test_starts_are_the_plans_that_auto_starts_with(measured: Measured, curve: s
         ("expensive at 9, cheap at 16", [(9, 8, 2.5 / 1.48), (16, 15, 0.64)]),
     ],
 )
-def test_cliffs_are_jumps_and_no_steady_rise(
+def test_cliffs_are_jumps_not_gradual_rises(
     measured: Measured, curve: str, expected: list[tuple[int, int, float]]
 ) -> None:
     measured.costs = make_costs(curve)
@@ -217,7 +217,7 @@ def test_a_sound_pair_has_no_warnings(measured: Measured) -> None:
         ({"chip": "AMD EPYC"}, mx.float16, None),
     ],
 )
-def test_machines_with_a_weakness_are_warned_of(
+def test_weaknesses_of_a_machine_are_warnings(
     measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], dtype: mx.Dtype, pattern: str | None
 ) -> None:
     set_machine(monkeypatch, **facts)
@@ -228,7 +228,7 @@ def test_machines_with_a_weakness_are_warned_of(
     assert notes == [] if pattern is None else re.search(pattern, *notes)
 
 
-def test_quantised_models_on_a_cpu_and_large_drafters_are_warnings(
+def test_quantized_models_on_a_cpu_and_large_drafters_are_warnings(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_machine(monkeypatch, blas="libopenblas.so.0")
@@ -238,7 +238,7 @@ def test_quantised_models_on_a_cpu_and_large_drafters_are_warnings(
         nn.quantize(module, group_size=32, bits=8)
     report = diagnose(model, drafter)
     assert report["target"]["quantized"] and report["drafter"]["quantized"]
-    assert "quantised weights without the BLAS" in report["notes"][0]
+    assert "quantized weights without the BLAS" in report["notes"][0]
     assert "config has no acceptance" in report["notes"][1]
     assert "a draft level costs 0.20 plain steps" in report["notes"][2]
     assert len(report["notes"]) == 3
@@ -257,7 +257,7 @@ def test_a_drafter_that_overflows_cannot_pay(measured: Measured) -> None:
     assert words(report).startswith(verdict)
 
 
-def test_a_target_that_is_not_finite_is_blamed_alone(measured: Measured) -> None:
+def test_a_target_that_is_not_finite_is_reported_alone(measured: Measured) -> None:
     model = small_llama(hidden=64, vocab=64)  # others are shared between tests
     model.update(tree_map(lambda array: array * float("nan"), model.parameters()))
     report = diagnose(model, small_drafter(hidden=64, vocab=64, exit_dim=64))

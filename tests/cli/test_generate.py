@@ -89,7 +89,7 @@ def test_json_of_plain_decoding_counts_plain_steps(pair: Pair, run: Run) -> None
     assert record["generation_tokens"] == 1 + record["rounds"] and record["rounds"] == record["plain_steps"]
 
 
-def test_it_is_said_when_auto_drafts_nothing(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "1")
     _, _, err = run("generate", *flags)
     assert "nothing was drafted" in err and "Rounds" not in err
@@ -156,7 +156,7 @@ def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[s
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
 
 
-def test_it_says_when_it_measures(pair: Pair, tmp_path: Path) -> None:
+def test_generate_reports_when_it_measures(pair: Pair, tmp_path: Path) -> None:
     script = (
         "from mlx_redrafter.planning import costs; from mlx_redrafter.cli.main import main; costs.SECONDS = 0.3; "
         "costs.is_disturbed = lambda table: False; main('generate')"  # a busy machine is measured again

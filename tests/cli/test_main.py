@@ -86,7 +86,7 @@ def test_warnings_and_logs_are_one_line_each() -> None:
     assert done.stderr == "warning: chains, not trees\nmeasuring\n"
 
 
-def test_a_reader_that_goes_is_no_traceback() -> None:
+def test_a_closed_pipe_prints_no_traceback() -> None:
     script = f"{sys.executable} -m mlx_redrafter.generate -m -1 --draft-depth 2 | head -c 20"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert len(done.stdout) == 20 and "Traceback" not in done.stderr

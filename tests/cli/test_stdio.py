@@ -178,7 +178,7 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_an_error_and_the_next_turn_is_right(child: Child) -> None:
+def test_malformed_lines_are_errors_and_the_next_turn_works(child: Child) -> None:
     texts = set()
     for line, message in [(b"", ""), *GARBAGE]:
         turn = send("right", "class A:", options={"seed": 2, "max_tokens": 3})
@@ -264,7 +264,7 @@ def make_server(error: type[Exception] | None = None) -> tuple[SessionServer, By
     return SessionServer(out, lambda path: Stub()), out  # type: ignore[arg-type, return-value]
 
 
-def test_want_of_memory_ends_a_turn_and_its_id_can_be_used_again() -> None:
+def test_out_of_memory_ends_a_turn_and_frees_its_id() -> None:
     server, out = make_server(RuntimeError)
     for _ in range(2):
         server.read_requests(BytesIO(b"\n".join(json.dumps(send(name, "x")).encode() for name in "ab")))

@@ -72,7 +72,7 @@ def test_the_page_lists_every_module() -> None:
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_text_and_cache_are_plain_decodings(name: str) -> None:
+def test_text_and_cache_equal_plain_decoding(name: str) -> None:
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)

@@ -214,7 +214,7 @@ def test_closing_inside_a_round_leaves_the_plain_cache(kind: str) -> None:
     assert inside > 2
 
 
-def test_other_caches_are_told_apart() -> None:
+def test_other_caches_are_distinguished() -> None:
     # Negative control.
     cache = plain_cache((1, 2, 3))
     assert_same_cache(cache, plain_cache((1, 2, 3)))

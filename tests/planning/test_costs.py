@@ -23,7 +23,7 @@ from mlx_redrafter.planning import costs as costs_module
 from mlx_redrafter.planning import machine
 from mlx_redrafter.planning.costs import (
     CONTEXTS,
-    MAX_NODES,
+    MEASURED_NODES,
     CostTable,
     interpolate,
     is_disturbed,
@@ -91,7 +91,7 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     assert costs._replace(again=0.0).round_ms(plan, 64, 5) == alone
 
 
-def test_a_round_is_never_thought_shorter_than_a_plain_step() -> None:
+def test_a_predicted_round_takes_at_least_a_plain_step() -> None:
     costs = make_costs()._replace(rest=(-50.0, -50.0)).check()
     assert costs.round_ms(Plan(1, 1, 2), 64) == costs.plain_ms(64)
 
@@ -178,7 +178,9 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     assert (costs.again > 0) <= (name == "falcon_h1")
 
 
-@pytest.mark.parametrize(("positions", "contexts"), [(2000, CONTEXTS), (200, CONTEXTS[:1]), (30, (30 - MAX_NODES,))])
+@pytest.mark.parametrize(
+    ("positions", "contexts"), [(2000, CONTEXTS), (200, CONTEXTS[:1]), (30, (30 - MEASURED_NODES,))]
+)
 def test_nothing_is_measured_after_the_end_of_learned_positions(
     positions: int, contexts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,13 +234,14 @@ def test_a_damaged_or_foreign_file_is_measured_again(damage: str, measured: list
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "and kept"
 
 
-def test_a_disturbed_measurement_is_used_and_not_kept(
-    measured: list[bool], caches: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disturbed_measurement_is_repeated_twice_at_most(
+    measured: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs_module, "is_disturbed", lambda costs: True)
     pair = make_pair()
     assert load_costs(*pair, trees=True) is load_costs(*pair, trees=True)
-    assert load_costs(*forget(pair), trees=True).plain == (2.0,) and not list(caches.rglob("*.json"))
+    found = [load_costs(*forget(pair), trees=True).plain for _ in range(4)]
+    assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(

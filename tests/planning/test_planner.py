@@ -159,13 +159,13 @@ def test_on_a_steady_text_it_is_near_the_best_fixed_plan(curve: str, replay: flo
     assert mean > 0.93 * max([1.0, *fixed])
 
 
-def test_a_text_that_turns_good_is_noticed() -> None:
+def test_rising_acceptance_is_noticed() -> None:
     speeds = [fly_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)]
     assert min(speeds) > 1.4 and fly_auto(make_costs(), TEXTS["nothing"], 2000) > 0.985
 
 
 @pytest.mark.parametrize("curve", ["flat", "gentle", "half of every row"])
-def test_rounds_that_become_dearer_in_a_long_text_are_noticed(curve: str) -> None:
+def test_rounds_that_slow_down_are_noticed(curve: str) -> None:
     costs = make_costs(curve)
     far = scale_rounds(costs, 2.0)
     truth = costs._replace(verify=(costs.verify[0], far.verify[1]))  # as the table says at 64 tokens, not at 1,024
@@ -173,7 +173,7 @@ def test_rounds_that_become_dearer_in_a_long_text_are_noticed(curve: str) -> Non
         assert fly(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > WRONG_BOUND
 
 
-def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
+def test_slow_rounds_do_not_disable_drafting() -> None:
     costs, planner = make_costs(), AutoPlanner(make_costs(), ACCEPTANCE)
     assert fly(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
     assert planner.slowdown > 3
@@ -181,7 +181,7 @@ def test_a_bad_moment_does_not_turn_drafting_off_for_good() -> None:
     assert planner.slowdown < 1.1 and fly(planner, costs, TEXTS["all"], 600, 2) > 1.4
 
 
-def test_slow_seconds_of_both_kinds_are_no_slowdown() -> None:
+def test_equal_slowdown_of_rounds_and_steps_is_ignored() -> None:
     costs, plan = make_costs(), chain_plan(3)
     planner = AutoPlanner(costs, ACCEPTANCE, [plan])
     for _ in range(8):
@@ -202,7 +202,7 @@ def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
     assert stalled > 0.95 * calm > 1.5
 
 
-def test_while_nothing_pays_probes_are_ever_farther_between() -> None:
+def test_the_pause_between_probes_doubles() -> None:
     planner, plans = AutoPlanner(make_costs("gentle"), ACCEPTANCE), []
     for at in range(3000):
         plans.append(planner.next_plan(START + at))

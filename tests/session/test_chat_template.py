@@ -150,7 +150,7 @@ def test_changed_tools_are_read_again() -> None:
     assert send(session.fork(), "f")[1] < 7
 
 
-def test_saved_session_knows_its_template_arguments(tmp_path: Path) -> None:
+def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
     session = make_thinker()
     assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
     session.save(tmp_path / "talk.safetensors")

@@ -95,13 +95,13 @@ def test_cancel_while_a_trimmed_conversation_is_read() -> None:
         "d" * 40, prefill_step_size=8, prompt_progress_callback=lambda done, total: done > 20 and session.cancel()
     )
     assert answer.finish_reason == "cancelled" and (session.tokens, session.messages) == (tokens, messages)
-    with pytest.raises(RedrafterError, match="there is no cache to save"):
+    with pytest.raises(RedrafterError, match="nothing to save"):
         session.save("nowhere.safetensors")
     assert_fresh(session, session.send("d", max_tokens=2))
     assert len(session.messages) == 8
 
 
-def test_ring_has_room_for_ever() -> None:
+def test_a_rotating_cache_never_fills() -> None:
     session = make_session(max_kv_size=64, memory_budget=budget(10**6, max_kv_size=64), drafter=False)
     for _ in range(12):
         assert session.send("a" * 40).tokens

@@ -37,7 +37,7 @@ def test_loaded_session_goes_on_as_the_saved_one(family: str, file: Path) -> Non
 def test_unusable_place_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     session = make_session()
-    with pytest.raises(RedrafterError, match="nothing was said yet"):
+    with pytest.raises(RedrafterError, match="nothing to save"):
         session.save(file)
     session.send("hello")
     with pytest.raises(RedrafterError, match=r"saved as \.safetensors, got talk\.bin"):
