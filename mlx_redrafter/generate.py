@@ -25,6 +25,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoints import check_fit
 from .drafters.recurrent import Drafter
+from .engine import kv_cache
 from .engine.decode import Planner, decode, on_stream, prefill
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
@@ -268,7 +269,7 @@ def _decode_steps(
     """As `decode_tokens`: rounds flattened to tokens. Yields None between two pieces of the prompt."""
     tokens = check_prompt(prompt)
     target, chooser = _open_target(model, tokens, options)
-    planner = _open_planner(model, drafter, options)
+    planner = _open_planner(model, drafter, options, target.cache)
     if planner is None:
         drafter, planner = None, Planner(None)
     reading: dict[str, Any] = {
@@ -327,14 +328,17 @@ def _open_target(model: nn.Module, tokens: mx.array, options: Options) -> tuple[
     sampler.check(vocab_size)
     with on_stream():
         target = Target(model, cache, options.quantization, options.max_kv_size)
-    if history and target.length not in (0, len(history)):
+    if history and target.length != len(history) and kv_cache.counts_tokens(target.cache):
         raise RedrafterError(f"the prompt cache holds {target.length} tokens, its history is {len(history)}")
     target.length = len(history) or target.length
     return target, Chooser(sampler, tuple(options.logits_processors or ()))
 
 
-def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options) -> Planner | None:
+def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options, cache: kv_cache.Cache) -> Planner | None:
     """What decides about each round; None for plain decoding.
+
+    Args:
+        cache: the one that is decoded with.
 
     Raises:
         RedrafterError: the drafter does not fit the model, or the plan does not fit the drafter.
@@ -349,12 +353,12 @@ def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options) -
     if plan is None:
         return None
     if plan == AUTO:
-        trees = check_draftable(model, tree=True, cache=options.prompt_cache) is None
+        trees = check_draftable(model, tree=True, cache=cache) is None
         if not isinstance(drafter, nn.Module) or mx.distributed.init().size() > 1:
             return Planner(chain_plan(default_depth(drafter)))  # other ranks would measure other times
         return make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
     assert isinstance(plan, Plan)
-    return Planner(fit_plan(model, plan, options.prompt_cache))
+    return Planner(fit_plan(model, plan, cache))
 
 
 def fit_plan(model: nn.Module, plan: Plan, cache: list[Any] | None = None) -> Plan:
@@ -388,9 +392,10 @@ def make_stop_strings(stop: str | Sequence[str] | None) -> StopStrings:
     Raises:
         RedrafterError: it is neither a string nor several, or one is empty.
     """
-    if stop is not None and not (isinstance(stop, Iterable) and all(isinstance(text, str) for text in stop)):
+    stops = [stop] if isinstance(stop, str) else list(stop or ()) if isinstance(stop or (), Iterable) else [stop]
+    if not all(isinstance(text, str) for text in stops):
         raise RedrafterError(f"stop must be a string or several, got {stop!r}")
-    return StopStrings([stop] if isinstance(stop, str) else stop or ())
+    return StopStrings(stops)
 
 
 def summary(last: GenerationResponse) -> str:

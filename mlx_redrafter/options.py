@@ -151,8 +151,16 @@ class Options:
         processors = self.logits_processors
         if callable(processors):
             raise RedrafterError("logits_processors must be a list of functions, got one function")
+        if isinstance(processors, Iterable):
+            object.__setattr__(self, "logits_processors", processors := list(processors))
         if processors is not None and not (isinstance(processors, Iterable) and all(map(callable, processors))):
             raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")
+        if not isinstance(self.history, tuple):  # what `replace` passes on was checked before
+            if isinstance(self.history, str) or not isinstance(self.history, Iterable):
+                raise RedrafterError(f"history must be token ids, got {self.history!r:.100}")
+            object.__setattr__(self, "history", history := tuple(self.history))
+            if odd := [token for token in history if not isinstance(token, Integral) or not 0 <= int(token) < 2**31]:
+                raise RedrafterError(f"history must be token ids, got {odd[0]!r}")
         for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
             if (function := getattr(self, name)) is not None and not callable(function):
                 raise RedrafterError(f"{name} must be a function, got {function!r}")
@@ -238,12 +246,16 @@ def _checked(flag: OptionFlag, value: Any) -> Any:
         raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
     low = float("-inf") if flag.minimum is None else flag.minimum
     high = float("inf") if flag.maximum is None else flag.maximum
-    if not isinstance(value, Real) or isinstance(value, bool) or not low <= float(value) <= high:
+    try:
+        number = flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+    except OverflowError:  # a Python integer beyond any float
+        number = float("inf")
+    if number is None or not low <= number <= high:
         bounds = f"at least {flag.minimum}" if flag.maximum is None else f"from {flag.minimum} to {flag.maximum}"
         raise RedrafterError(f"{flag.name} must be {bounds}, got {value!r}")
     if flag.choices is not None and value not in flag.choices:
         raise RedrafterError(f"{flag.name} must be one of {', '.join(map(str, flag.choices))}, got {value}")
-    return flag.kind(value)
+    return number
 
 
 def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:

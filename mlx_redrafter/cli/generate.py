@@ -23,7 +23,7 @@ from ..drafters.recurrent import Drafter
 from ..engine.sampling import Sampler
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, is_text, stream_generate, summary
-from ..options import AUTO, Options, add_options
+from ..options import AUTO, OFF, Options, add_options
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
 from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
@@ -43,6 +43,8 @@ def run() -> int:
     options, template = read_options(args), read_template_config(args)
     if args.compare and (args.no_drafter or (args.model and not args.drafter)):
         raise RedrafterError("--compare needs a drafter: give --drafter, or leave out --model for the packaged demo")
+    if args.compare and args.plan == OFF:
+        raise RedrafterError("--compare needs a plan that drafts, got --plan off")
     if args.compare and args.prompt_cache_file:
         raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     tokenizer_config: dict[str, Any] = {}

@@ -11,6 +11,9 @@ from importlib import import_module
 from .. import __version__
 from ..errors import one_line
 
+PARENT = os.getppid()
+"""Who started this process, before it can go: stdio ends with it, and importing MLX takes a second."""
+
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
     "chat": ("mlx_redrafter.cli.chat", "hold a conversation in the terminal"),

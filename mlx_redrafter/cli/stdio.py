@@ -22,15 +22,13 @@ from ..errors import RedrafterError, one_line
 from ..options import CACHE_OPTIONS, OPTION_FLAGS, add_options
 from ..session.session import Session
 from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
+from .main import PARENT
 
 PROTOCOL = 1
 """Of the schema; another number means other lines."""
 
 MAIN = "main"
 """The session that is open from the beginning."""
-
-PARENT = os.getppid()
-"""The process that has started this one, before a model is loaded, which takes seconds."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "send": ("session", "text", "messages", "options"),

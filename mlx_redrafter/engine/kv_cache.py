@@ -39,6 +39,11 @@ def length(cache: Cache) -> int:
     return max(counts, default=0)
 
 
+def counts_tokens(cache: Cache) -> bool:
+    """Whether one of its layers counts its tokens."""
+    return any(isinstance(getattr(c, "offset", None), int) for c in leaves(cache))
+
+
 def unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
     """The names of the classes among a cache's leaves that are not in `known`, sorted."""
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})

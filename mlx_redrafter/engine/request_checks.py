@@ -34,8 +34,9 @@ def check_prompt(prompt: Sequence[int] | mx.array) -> mx.array:
         raise RedrafterError("the prompt is empty: expected at least one token")
     if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
         raise RedrafterError(f"{expected}, got shape {prompt.shape} of {prompt.dtype}")
-    if (largest := cast(int, mx.abs(prompt).max().item())) >= 2**31:
-        raise RedrafterError(f"{expected}, got {largest}")
+    for extreme in (cast(int, prompt.min().item()), cast(int, prompt.max().item())):
+        if not -(2**31) < extreme < 2**31:
+            raise RedrafterError(f"{expected}, got {extreme}")
     return prompt.astype(mx.int32)
 
 

@@ -64,9 +64,9 @@ class Nodes(NamedTuple):
         before = mx.ones((self.depths.shape[0], columns.shape[0]), mx.bool_)
         among = self.ancestors
         if window is not None:
-            own = (self.depths + self.prefix)[:, None]
-            before = (own - columns[None] < window) | (columns[None] < kept)
-            among = among & (self.depths[:, None] - self.depths[None] < window)
+            own = self.depths + self.prefix
+            before = (own[:, None] - columns[None] < window) | (columns[None] < kept)
+            among = among & ((own[:, None] - own[None] < window) | (own[None] < kept))
         return mx.concatenate([before, among], axis=1)
 
 

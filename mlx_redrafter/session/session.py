@@ -20,7 +20,7 @@ from ..drafters.recurrent import Drafter
 from ..engine import kv_cache
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, stream_generate
-from ..options import CACHE_OPTIONS, Options, takes_options
+from ..options import CACHE_OPTIONS, PLAN_OPTIONS, Options, takes_options
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
 from .memory import MAX_LENGTH, free_memory, measure_cache
 from .saved import read_conversation, write_conversation
@@ -180,7 +180,7 @@ class Session:
             if name := next((name for name in CACHE_OPTIONS if name in options), None):
                 raise RedrafterError(f"{name} is the session's, not a turn's: its cache is there already")
             _check_keywords(options)
-            keywords = self._options | options
+            keywords = _merge_options(self._options, options)
             asked = Options(**keywords).max_tokens
             turn, room = self._prepare_turn(sent, template, asked)
             keywords["max_tokens"] = room if asked == -1 else min(asked, room)
@@ -356,6 +356,18 @@ class Session:
             mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [], self.model)
             if valid:
                 self._cache = cache
+
+
+def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
+    """The options of a turn: its own replace those of the session that say the same in another way."""
+    replaced: tuple[str, ...] = ()
+    if "plan" in turn:
+        replaced = PLAN_OPTIONS
+    elif any(turn.get(name) is not None for name in PLAN_OPTIONS):
+        replaced = ("plan",)
+    if turn.get("sampler") is not None:
+        replaced += ("temp", "top_p", "min_p", "top_k", "xtc_probability")
+    return {name: value for name, value in session.items() if name not in replaced} | turn
 
 
 def _check_keywords(options: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def test_malformed_lines_are_errors_and_the_next_turn_works(child: Child) -> Non
         ({"temp": False}, "temp must be at least 0, got False"),
         ({"temp": None}, "temp must be at least 0, got None"),
         ({"max_tokens": None}, "max_tokens must be an integer, got None"),
-        ({"plan": {}}, "give either plan or draft_depth, got plan {} and"),
+        ({"plan": {}}, "plan must be 'auto', 'off', (W, K)"),
         ({"stop": 5}, "stop must be a string or several, got 5"),
         ({"stop": ["a", 1]}, "stop must be a string or several, got ['a', 1]"),
         ({"tools": [{}]}, "tools need a chat template"),

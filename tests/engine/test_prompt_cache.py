@@ -28,7 +28,7 @@ from toys import (
     with_plain,
 )
 
-from mlx_redrafter import generate_step, stream_generate
+from mlx_redrafter import RedrafterError, generate_step, stream_generate
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.decode import Planner, decode
 from mlx_redrafter.engine.plan import Plan
@@ -228,3 +228,21 @@ def test_a_wrapped_module_shows_in_a_snapshot() -> None:
     before = snapshot(model)
     assert capture_output(find_parts(model).final_norm, lambda: snapshot(model))[0] != before
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("plan", [(1, 6), (3, 4), (2, 6), (1, 10)], ids=str)
+@pytest.mark.parametrize("size", [8, 12])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_deep_drafts_after_short_prompts_in_small_rings(count: int, size: int, plan: tuple[int, int]) -> None:
+    """The first rows of a ring stay visible to every node, those of the tree's own first nodes too."""
+    model, prompt = make_family("qwen2"), make_prompt(count)
+    plain, drafter = follow_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
+    assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(plain)
+
+
+def test_history_must_be_what_the_cache_holds() -> None:
+    for cache in (None, make_prompt_cache(make_model())):
+        with pytest.raises(RedrafterError, match="the prompt cache holds 0 tokens, its history is 3"):
+            next(generate_step(PROMPT, make_model(), history=[1, 2, 3], prompt_cache=cache))
+    with pytest.raises(RedrafterError, match="history must be token ids"):
+        next(generate_step(PROMPT, make_model(), history=["a"]))

@@ -26,7 +26,7 @@ from sessions import (
 from threads import workers
 from toys import make_tokenizer
 
-from mlx_redrafter import RedrafterError, Session, generate_step, stream_generate
+from mlx_redrafter import RedrafterError, Session, generate_step, load_demo, stream_generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -333,3 +333,13 @@ def test_template_that_changes_the_past_is_read_again(template: str) -> None:
     assert session.tokenizer.decode(session.tokens[: -len(answer.tokens)]) == rendered
     assert len(session.messages) == 5
     assert_fresh(session, answer)
+
+
+def test_a_turns_plan_replaces_the_sessions() -> None:
+    model, tokenizer, drafter = load_demo()
+    session = Session(model, tokenizer, drafter, draft_depth=3, max_tokens=8)
+    assert session.send("class Stack:", plan="off").last.drafted == 0  # type: ignore[union-attr]
+    assert session.send("\n", plan=(2, 2)).last.drafted > 0  # type: ignore[union-attr]
+    fixed = Session(model, tokenizer, drafter, plan=(1, 3), temp=0.7, max_tokens=8)
+    assert fixed.send("class Stack:", draft_depth=2).last.drafted > 0  # type: ignore[union-attr]
+    assert fixed.send("\n", sampler=lambda logprobs: mx.argmax(logprobs, axis=-1)).last is not None
