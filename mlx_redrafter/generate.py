@@ -179,9 +179,6 @@ def stream_responses(
     options = Options(**keywords)
     if options.max_tokens == 0:
         raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
-    options = replace(options, seed=draw_seed() if options.seed is None else options.seed)
-    if options.xtc_probability and options.xtc_special_tokens is None:
-        options = replace(options, xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids])
     ids = encode(tokenizer, prompt)
     stops = make_stop_strings(stop)
     detokenizer = tokenizer.detokenizer
@@ -214,10 +211,14 @@ def stream_responses(
             acceptance_per_depth=stats.acceptance_per_depth,
             rows_per_round=stats.rows_per_round,
             plain_steps=stats.plain_steps,
-            seed=cast(int, options.seed),
+            seed=seed,
         )
 
-    options = replace(options, prompt_progress_callback=progress)
+    seed = draw_seed() if options.seed is None else options.seed
+    special = options.xtc_special_tokens
+    if options.xtc_probability and special is None:
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    options = replace(options, seed=seed, xtc_special_tokens=special, prompt_progress_callback=progress)
     with wired_limit(model), closing(_decode_steps(ids, model, drafter, options)) as steps:
         count, warned = 0, False
         for step in steps:
@@ -269,7 +270,8 @@ def _decode_steps(
     """As `decode_tokens`: rounds flattened to tokens. Yields None between two pieces of the prompt."""
     tokens = check_prompt(prompt)
     target, chooser = _open_target(model, tokens, options)
-    planner = _open_planner(model, drafter, options, target.cache)
+    is_own = options.prompt_cache is None and options.max_kv_size is None
+    planner = _open_planner(model, drafter, options, None if is_own else target.cache)
     if planner is None:
         drafter, planner = None, Planner(None)
     reading: dict[str, Any] = {
@@ -278,7 +280,7 @@ def _decode_steps(
         "prompt_progress_callback": options.prompt_progress_callback,
     }
     if options.max_tokens == 0:
-        for _ in prefill(target, tokens, chooser, *reading.values(), want_hidden=False):
+        for _ in prefill(target, tokens, chooser, **reading, want_hidden=False):
             yield None
         return
     length, count, token, stats = target.length + tokens.shape[0], 0, 0, Stats()
@@ -334,11 +336,13 @@ def _open_target(model: nn.Module, tokens: mx.array, options: Options) -> tuple[
     return target, Chooser(sampler, tuple(options.logits_processors or ()))
 
 
-def _open_planner(model: nn.Module, drafter: Drafter | None, options: Options, cache: kv_cache.Cache) -> Planner | None:
+def _open_planner(
+    model: nn.Module, drafter: Drafter | None, options: Options, cache: kv_cache.Cache | None
+) -> Planner | None:
     """What decides about each round; None for plain decoding.
 
     Args:
-        cache: the one that is decoded with.
+        cache: the one that is decoded with; None for the model's own kind, which needs no check.
 
     Raises:
         RedrafterError: the drafter does not fit the model, or the plan does not fit the drafter.

@@ -25,6 +25,9 @@ OFF: Literal["off"] = "off"
 PLAN_OPTIONS = ("plan", "beam_width", "draft_depth", "tree_size")
 """The options that say what a round drafts."""
 
+SAMPLER_OPTIONS = ("temp", "top_p", "min_p", "top_k", "xtc_probability")
+"""The options that a sampler of the caller's own stands instead of."""
+
 CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 """The options that say how a prompt cache is made."""
 
@@ -143,7 +146,7 @@ class Options:
             return
         if not callable(self.sampler) and not hasattr(self.sampler, "choose"):
             raise RedrafterError(f"sampler must be a function, got {type(self.sampler).__name__}")
-        for name in ("temp", "top_p", "min_p", "top_k", "xtc_probability"):
+        for name in SAMPLER_OPTIONS:
             if (value := getattr(self, name)) != DEFAULTS[name] and value:
                 raise RedrafterError(f"give either a sampler or {name}, got both ({name}={value})")
 

@@ -114,6 +114,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
+    """The properties of a model that its costs depend on; the size of its weights in bytes."""
     weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
     quantized = any(key.endswith(".scales") for key in weights)
     weight_bytes = sum(array.nbytes for array in weights.values())

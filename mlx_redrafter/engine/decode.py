@@ -127,9 +127,10 @@ def decode(
         history: the tokens that the cache holds, for the processors.
         prefill_step_size, prompt_progress_callback, on_drafter_failure: see `Options`.
     """
-    following, seen = yield from prefill(
+    first, seen = yield from prefill(
         target, prompt, chooser, history, prefill_step_size, prompt_progress_callback, want_hidden=drafter is not None
     )
+    following: _Pending | None = first
     plan: Plan | None = None
     draft: Draft | None = None
     root, was_verified = 0, False
@@ -207,7 +208,7 @@ def prefill(
     prompt_progress_callback: Callable[[int, int], None] | None,
     *,
     want_hidden: bool,
-) -> Generator[Round, None, tuple[_Pending | None, mx.array | None]]:
+) -> Generator[Round, None, tuple[_Pending, mx.array | None]]:
     """Reads the prompt into the cache in pieces, its last token alone; yields an empty round after each other piece.
 
     Returns:

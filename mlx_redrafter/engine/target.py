@@ -80,7 +80,7 @@ class Target:
         self._path_tokens: list[int] = []
         self._snapshot: list[dict[str, Any]] | None = None
         self._replay: list[int] = []  # accepted after the snapshot
-        self._unquantized = False  # whether there was a forward since the cache was last considered for it
+        self._has_run = False  # as in mlx-lm, the cache is not quantized before the first forward
 
     @cached_property
     def _parts(self) -> ModelParts:
@@ -110,7 +110,7 @@ class Target:
             self._flush_replay()
         if self._replay:
             tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
-        self._replay, self._snapshot, self._unquantized = [], None, True
+        self._replay, self._snapshot, self._has_run = [], None, True
         self.length += count
         if want_hidden:
             return self._run(tokens, self.cache, count)
@@ -127,7 +127,7 @@ class Target:
         if not self._trimmable and self._snapshot is None:
             self._snapshot = kv_cache.snapshot(self.cache)
         count = self._rows = tree.tokens.shape[0]
-        self._path, self._path_tokens, self._unquantized = [], [], True
+        self._path, self._path_tokens, self._has_run = [], [], True
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
         if not branched and not self._has_ring:
@@ -176,7 +176,7 @@ class Target:
             self._replay, self._snapshot = [], None
         self._rows = 0
         bits, group_size, start = self._quantization
-        if bits is not None and self._unquantized and self.length >= start:
+        if bits is not None and self._has_run and self.length >= start:
             self._flush_replay()
             maybe_quantize_kv_cache(self.cache, start, group_size, bits)
 

@@ -20,7 +20,7 @@ from ..drafters.recurrent import Drafter
 from ..engine import kv_cache
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, stream_generate
-from ..options import CACHE_OPTIONS, PLAN_OPTIONS, Options, takes_options
+from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, takes_options
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
 from .memory import MAX_LENGTH, free_memory, measure_cache
 from .saved import read_conversation, write_conversation
@@ -366,7 +366,7 @@ def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, A
     elif any(turn.get(name) is not None for name in PLAN_OPTIONS):
         replaced = ("plan",)
     if turn.get("sampler") is not None:
-        replaced += ("temp", "top_p", "min_p", "top_k", "xtc_probability")
+        replaced += SAMPLER_OPTIONS
     return {name: value for name, value in session.items() if name not in replaced} | turn
 
 
