@@ -46,7 +46,6 @@ class Ranked(Sampler):
 
     def __init__(self, sampler: Sampler, count: int) -> None:
         self._sampler, self._count = sampler, count
-        self.wants_logprobs = sampler.wants_logprobs
 
     def check(self, vocab_size: int) -> None:
         """The sampler's."""

@@ -44,8 +44,6 @@ class Oracle(Sampler):
         RedrafterError: a depth's chances are none, or add up to more than 1.
     """
 
-    wants_logprobs = False
-
     def __init__(self, acceptance: Acceptance, seed: int = 0) -> None:
         for row in acceptance:
             if not row or not all(0 <= chance <= 1 for chance in row) or sum(row) > 1 + ROUNDING:

@@ -41,23 +41,6 @@ def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
         target_tokens: (1 + K,) int32, the target's choice after each node.
         limit: the most drafted tokens that may be kept.
     """
-    n_accepted = count_leading(target_tokens[:-1] == tree.tokens[1:], limit)
+    matched = target_tokens[:-1] == tree.tokens[1:]
+    n_accepted = mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), limit)
     return Verdict(n_accepted, mx.minimum(tree.depths, n_accepted))
-
-
-def count_confirmed(n_accepted: mx.array, guessed: mx.array, chosen: mx.array) -> mx.array:
-    """() int32, how many drafted tokens are kept up to where the final choice differs from what was guessed.
-
-    Normalizing logits rounds them: two that differ may then tie, and the choice between them fall to the other.
-
-    Args:
-        n_accepted: of a verdict made of what was guessed.
-        guessed: (1 + K,) int32, chosen after each node on the path before normalizing.
-        chosen: (1 + K,) int32, chosen there by log-probabilities, as in plain decoding.
-    """
-    return count_leading((guessed == chosen)[:-1], n_accepted)
-
-
-def count_leading(matched: mx.array, most: mx.array | int) -> mx.array:
-    """() int32, how many of `matched` (K,) are true before the first that is not, and `most` of them at most."""
-    return mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), most)

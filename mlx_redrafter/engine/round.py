@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..drafters.recurrent import Drafter
 from . import beam_search
-from .accept import accept, accept_chain, count_confirmed
+from .accept import accept, accept_chain
 from .plan import Plan
 from .sampling import Draws, Sampler
 from .target import Target
@@ -116,22 +116,13 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
     assert hidden is not None
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
-    sampler = chooser.sampler
-    early = plan.width > 1 and not sampler.wants_logprobs
-    logprobs = logits if early else log_softmax(logits)
-    chosen = sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
+    logprobs = log_softmax(logits)
+    chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
     verdict = accept_chain(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
     (n_accepted, path), on_path = verdict, chosen[verdict.path]
-    last: mx.array | int = -1
-    logprobs = logprobs[path]
-    if early:  # only the accepted nodes' log-probabilities are made
-        logprobs = log_softmax(logprobs)
-        confirmed = sampler.choose(logprobs, draft.draws, tree.depths[path]).astype(mx.int32)
-        last = n_accepted = count_confirmed(n_accepted, on_path, confirmed)
-        on_path = confirmed
     report = mx.concatenate([n_accepted.reshape(1), path, on_path])
-    rows = list(mx.split(logprobs.reshape(-1), plan.depth + 1))
-    return Outcome(report, rows, Tip(hidden[path[last]], on_path[last]))
+    rows = list(mx.split(logprobs[path].reshape(-1), plan.depth + 1))
+    return Outcome(report, rows, Tip(hidden[path[-1]], on_path[-1]))
 
 
 def step(

@@ -32,13 +32,7 @@ class Draws(NamedTuple):
 
 
 class Sampler:
-    """Chooses a token after each of N nodes; this one greedily, the base of the others.
-
-    Attributes:
-        wants_logprobs: False where logits do, to which log-probabilities add a constant in each row.
-    """
-
-    wants_logprobs = False
+    """Chooses a token after each of N nodes; this one greedily, the base of the others."""
 
     def check(self, vocab_size: int) -> None:
         """Refuses a vocabulary that its options do not fit.
@@ -66,8 +60,6 @@ class PerNode(Sampler):
     Exact in distribution when the sampler is a function of that row (and of randomness of its own).
     """
 
-    wants_logprobs = True
-
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
 
@@ -77,12 +69,7 @@ class PerNode(Sampler):
 
 
 class PositionSampler(Sampler):
-    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position).
-
-    Filters want log-probabilities; without them choosing twice, with noise, takes more operations than it saves.
-    """
-
-    wants_logprobs = True
+    """Temperature sampling with mlx-lm's filters, in mlx-lm's order, and noise keyed by (seed, position)."""
 
     def __init__(
         self,

@@ -1,20 +1,15 @@
-"""The rule of acceptance, and the choice that is made before log-probabilities are."""
+"""The rule of acceptance."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from small import AWAY, CAT, RAN, SAT, THE, example_beams, random_beams
 
-from mlx_redrafter.engine.accept import accept, accept_chain, count_confirmed
-from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.round import Chooser, Draft, log_softmax, verify
-from mlx_redrafter.engine.sampling import Sampler
-from mlx_redrafter.engine.target import Forward
+from mlx_redrafter.engine.accept import accept, accept_chain
 from mlx_redrafter.engine.tree import chain, grow, prune
 from mlx_redrafter.engine.types import Beams, Tree, Verdict
 
@@ -129,77 +124,3 @@ def test_check_refuses_wrong_verdicts() -> None:
     ):
         with pytest.raises(AssertionError):
             check_verdict(wrong, tree, choices, 2, limit)
-
-
-# A tree's choice is made on logits. Taking their log-softmax rounds them, and may move the choice.
-
-VOCAB = 4096
-"""Enough that rows near 0 lose their last bits in log_softmax."""
-
-
-class ByLogprobs(Sampler):
-    """Chooses by log-probabilities alone."""
-
-    wants_logprobs = True
-
-
-class FixedTarget:
-    """A target with these logits (N, V); its hidden state at each node is the node's number."""
-
-    def __init__(self, logits: mx.array) -> None:
-        self._forward = Forward(logits, mx.arange(logits.shape[0])[:, None].astype(mx.float32))
-
-    def verify(self, tree: Any, *, branched: bool) -> Forward:
-        return self._forward
-
-
-def test_verdict_is_cut_where_the_final_choice_differs() -> None:
-    guessed = mx.array([4, 6, 8, 9])
-    for accepted, chosen, count in (
-        (3, [4, 6, 8, 9], 3),
-        (3, [4, 6, 8, 1], 3),
-        (3, [4, 1, 8, 9], 1),
-        (3, [1, 6, 8, 9], 0),
-        (1, [4, 6, 1, 1], 1),
-        (0, [1, 1, 1, 1], 0),
-    ):
-        assert count_confirmed(mx.array(accepted), guessed, mx.array(chosen)).item() == count
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_round_chooses_by_log_probabilities(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    width, depth = int(rng.integers(2, 5)), int(rng.integers(1, 5))
-    plan = Plan(width, depth, 1 + width * depth)
-    tree = grow(mx.array(1), random_beams(rng, width, depth))
-    logits = rng.normal(0, 1e-4, (plan.size, VOCAB)).astype(np.float32)
-    parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
-    for node in range(plan.size):  # the likeliest tokens differ by less than log_softmax keeps
-        logits[node, rng.integers(VOCAB, size=3)] = np.float32(0.01) + np.float32(2e-9) * np.arange(3)
-    for node in range(1, plan.size):
-        logits[parents[node], tokens[node]] = np.float32(0.01) + np.float32(2e-9 * rng.integers(0, 3))
-    rows = mx.array(logits)
-    assert mx.any(mx.argmax(rows, axis=1) != mx.argmax(log_softmax(rows), axis=1)), "or nothing is tested here"
-    early, late = (
-        verify(FixedTarget(rows), Draft(tree, None), Chooser(each), None, plan, depth)  # type: ignore[arg-type]
-        for each in (Sampler(), ByLogprobs())
-    )
-    (path, chosen), (longer_path, longer_chosen) = early.read(), late.read()
-    count = len(path)
-    assert (path, chosen) == (longer_path[:count], longer_chosen[:count])
-    assert all(mx.array_equal(early.logprobs[i], late.logprobs[i]) for i in range(count))
-    assert early.tip is not None
-    assert (early.tip.token.item(), early.tip.hidden.item()) == (chosen[-1], path[-1])
-
-
-def test_early_choice_accepts_as_much_without_ties() -> None:
-    rng = np.random.default_rng(5)
-    for _ in range(20):
-        tree = grow(mx.array(1), random_beams(rng, 3, 3))
-        rows = mx.array(rng.normal(0, 1, (10, VOCAB)).astype(np.float32))
-        for node in range(1, 10):
-            rows[tree.parents[node], tree.tokens[node]] = 9 + float(rng.random())
-        target: Any = FixedTarget(rows)
-        path, _ = verify(target, Draft(tree, None), Chooser(Sampler()), None, Plan(3, 3, 10), 3).read()
-        expected = accept(tree, mx.argmax(rows, axis=1), 3, 3)
-        assert path == expected.path.tolist()[: expected.n_accepted.item() + 1] and len(path) > 1

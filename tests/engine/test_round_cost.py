@@ -176,8 +176,8 @@ def test_operations_are_counted_once_each(tmp_path: Path) -> None:
     ("plan", "options", "bound"),
     [
         (CHAIN, {}, 118),  # 112
-        (TREE, {}, 370),  # 352
-        (PRUNED, {}, 377),  # 359
+        (TREE, {}, 359),  # 342
+        (PRUNED, {}, 366),  # 349
         (CHAIN, {"temp": 0.8}, 185),  # 176
         (TREE, {"temp": 0.8}, 432),  # 412
     ],
