@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,19 @@ from typing import Any
 import mlx.core as mx
 
 PACKAGES = ("mlx", "mlx-lm")
-FAST_BLAS = ("openblas", "mkl_", "blis", "atlas", "armpl", "nvpl_blas")  # several rows cost less than each alone
+FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows cost less than each alone
 
 
 def describe_machine() -> dict[str, Any]:
-    """Device, system, versions and, on a CPU, the BLAS in use; None for what the system does not report."""
+    """Device, system, versions and, on a CPU, the BLAS in use."""
     device = mx.default_device()
     info: dict[str, Any] = dict(mx.device_info(device))
-    size = memory_bytes()
     found = {
         "device": str(device),
         "chip": str(info.get("device_name") or info.get("architecture") or platform.processor()),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "memory_gb": None if size is None else round(size / 1e9, 1),
+        "memory_gb": round(memory_bytes() / 1e9, 1),
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
     }
@@ -34,33 +34,25 @@ def describe_machine() -> dict[str, Any]:
     return found
 
 
-def memory_bytes() -> int | None:
-    """Bytes of the device's memory, or of the system's; None where neither is reported."""
+def memory_bytes() -> int:
+    """Bytes of the device's memory, or of the system's where MLX does not report it."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
-    if size := info.get("memory_size") or info.get("total_memory"):
-        return int(size)
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    size = info.get("memory_size") or info.get("total_memory")
+    return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """File names of the BLAS libraries in this process that MLX may call; [] where the system does not report them."""
-    try:
-        names = {Path(line.split()[-1]).name for line in maps.read_text(encoding="utf-8").splitlines() if line.strip()}
-    except OSError:
+    if not maps.exists():
         return []
-    renamed = ("libscipy_openblas", "libopenblas64")  # numpy's and scipy's own, whose functions have other names
-    known = ("blas", *FAST_BLAS)
-    return sorted(
-        name for name in names if any(part in name.lower() for part in known) and not name.startswith(renamed)
-    )
+    # numpy and scipy bring their own, whose functions have other names: libscipy_openblas, libopenblas64.
+    found = re.findall(rf"/(lib(?:blas|{FAST_BLAS})[^/\s]*)$", maps.read_text(encoding="utf-8"), re.MULTILINE)
+    return sorted({name for name in found if not name.startswith("libopenblas64")})
 
 
 def has_fast_blas(libraries: str) -> bool:
     """Whether several rows cost less than each alone with these, the "blas" entry of `describe_machine`."""
-    return any(part in libraries.lower() for part in FAST_BLAS)
+    return re.search(FAST_BLAS, libraries) is not None
 
 
 def cache_directory() -> Path:
