@@ -31,7 +31,7 @@ from ..atomic_files import write_text
 from ..drafters.recurrent import Drafter
 from ..engine import kv_cache
 from ..engine.plan import Plan, chain_plan
-from ..engine.round import Chooser, Draft, make_draft, step, verify
+from ..engine.round import Chooser, Draft, Outcome, make_draft, step, verify
 from ..engine.sampling import make_sampler
 from ..engine.supported_models import model_name
 from ..engine.target import Target
@@ -74,25 +74,15 @@ class CostTable(NamedTuple):
     again: float = 0.0
 
     def check(self) -> CostTable:
-        """Returns itself.
-
-        Raises:
-            RedrafterError: it is not such a table.
-        """
-        whole = (self.contexts, self.counts, self.widths)
-        times = [*self.plain, *self.level, *(ms for row in self.verify for ms in row)]
-        sound = (
-            all(type(number) is int for row in whole for number in row)
-            and all(row and list(row) == sorted(set(row)) and 1 <= row[0] <= row[-1] < 1 << 31 for row in whole)
-            and self.counts[0] == self.widths[0] == 1
-            and max(self.counts[-1], self.widths[-1]) <= 64
-            and len(self.verify) == len(self.plain) == len(self.contexts)
+        """Returns itself; a RedrafterError where parts do not fit together or a time is not a positive number."""
+        fits = (
+            len(self.contexts) == len(self.verify) == len(self.plain)
             and {len(row) for row in self.verify} == {len(self.counts)}
             and (len(self.level), len(self.rest)) == (len(self.widths), 2)
-            and all(type(ms) in (int, float) and abs(ms) <= 1e7 for ms in (*times, *self.rest, self.again))
-            and min(*times, self.again + 1e-6) >= 1e-6
+            and self.counts[0] == self.widths[0] == 1
+            and all(0 < ms < math.inf for row in (self.plain, self.level, *self.verify) for ms in row)
         )
-        if not sound:
+        if not fits:
             raise RedrafterError("costs must be a table of positive milliseconds for each context, count and width")
         return self
 
@@ -117,13 +107,7 @@ class CostTable(NamedTuple):
         return plan.depth * self.level[self.widths.index(plan.width)]
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
-        """A round that replays tokens; at least a plain step, as its forward cannot overlap with itself.
-
-        Raises:
-            RedrafterError: its size or its width was not measured.
-        """
-        if not self.has(plan):
-            raise RedrafterError(f"a round of {plan.size} nodes, {plan.width} wide, was not measured")
+        """A round of a measured plan that replays tokens; at least a plain step, as a forward cannot overlap itself."""
         parts = self._verify_ms(plan.size, length) + self.draft_ms(plan) + self.rest[plan.width > 1]
         return max(parts, self.plain_ms(length)) + self._replay_ms(plan.size, length, replayed)
 
@@ -151,13 +135,7 @@ def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """The table of `CostTable._asdict()` read back from JSON.
-
-    Raises:
-        RedrafterError: it is not such a table.
-        KeyError: a field is missing.
-        TypeError: a field is not a number, or not a list of them.
-    """
+    """The table of `CostTable._asdict()`, back from JSON; KeyError, TypeError or RedrafterError for anything else."""
 
     def freeze(value: Any) -> Any:
         return tuple(map(freeze, value)) if isinstance(value, list) else value
@@ -210,64 +188,81 @@ def time_calls(
     return times
 
 
-class _Bench:
-    """A target after `context` zeros, and the calls that are timed on it."""
+def time_parts(
+    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float
+) -> dict[tuple[str, int], float]:
+    """Milliseconds of the parts of decoding at a context length, each found by its name and a number.
 
-    def __init__(self, model: nn.Module, drafter: Drafter, context: int) -> None:
-        cache = make_prompt_cache(model)
-        model(mx.zeros((1, 1), mx.int32), cache=cache)
-        for c in kv_cache.leaves(cache):
-            if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
-                rows: list[Any] = [c.keys, c.values]
-                c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
-        mx.eval([c.state for c in cache])
-        self.model, self.drafter, self.context, self.cache = model, drafter, context, cache
-        self.chooser = Chooser(make_sampler(seed=0), ())
-        self.tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), mx.zeros((), mx.int32))
-        self.tokens = (mx.arange(MEASURED_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
-        mx.eval(self.tip, self.tokens)
-        self.snapshot = kv_cache.snapshot(cache)
-        self.rewind()
+    ("plain", 1) is a plain step and ("round", width) a rejected round of depth 2, as decoding takes them, ("level",
+    width) a draft level, ("verify", nodes) a forward, of fewer nodes where models are slow.
+    """
+    target, chooser = Target(model), Chooser(make_sampler(seed=0))
+    target.forward(mx.zeros((1,), mx.int32), want_hidden=False)
+    for c in kv_cache.leaves(target.cache):
+        if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
+            rows: list[Any] = [c.keys, c.values]
+            c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
+    target.evaluate()
+    target.length, snapshot = context, kv_cache.snapshot(target.cache)
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
+    tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), tokens[0])
+    mx.eval(tokens, tip)
 
-    def rewind(self) -> None:
-        kv_cache.restore(self.cache, self.snapshot)
-        self.target = Target(self.model, self.cache)
-        self.target.length = self.context
+    def rewind() -> None:
+        target.finish(target.length, 0)
+        kv_cache.restore(target.cache, snapshot)
+        target.length = context
 
-    def plain_steps(self) -> None:
-        """As decoding takes them: each enqueued before the one before it is read."""
-        outcome = step(self.target, self.tip.token.reshape(1), self.chooser, None)
-        mx.async_eval(outcome)
-        for _ in range(IN_A_ROW - 1):
-            previous, outcome = outcome, step(self.target, outcome.report, self.chooser, None)
-            mx.async_eval(outcome)
-            previous.report.tolist()
-        outcome.report.tolist()
-
-    def forward(self, nodes: int) -> None:
-        if nodes == 1:
-            step(self.target, self.tip.token.reshape(1), self.chooser, None, want_hidden=True).report.tolist()
-            return
-        draft, plan = Draft(chain(self.tip.token, self.tokens[: nodes - 1]), None), chain_plan(nodes - 1)
-        verify(self.target, draft, self.chooser, None, plan, plan.depth).report.tolist()
-        self.target.keep_path([], [])
-
-    def draft(self, plan: Plan, tip: Tip) -> Draft:
-        position = mx.array(self.context + 1)
-        draft = make_draft(self.drafter, self.target, self.chooser.sampler, tip, position, plan, ordered=False)
+    def enqueue_draft(plan: Plan, tip: Tip) -> Draft:
+        draft = make_draft(drafter, target, chooser.sampler, tip, mx.array(context + 1), plan, ordered=False)
         mx.async_eval(draft)
         return draft
 
-    def rounds(self, plan: Plan) -> None:
-        """As decoding takes them, all rejected: the next draft is enqueued before a round is read."""
-        draft = self.draft(plan, self.tip)
-        for _ in range(IN_A_ROW):
-            outcome = verify(self.target, draft, self.chooser, None, plan, plan.depth)
+    def enqueue_verify(draft: Draft, plan: Plan) -> Outcome:
+        outcome = verify(target, draft, chooser, None, plan, plan.depth)
+        mx.async_eval(outcome)
+        target.keep_path([], [])
+        return outcome
+
+    def take_plain_steps() -> None:
+        outcome = step(target, tokens[:1], chooser, None)
+        mx.async_eval(outcome)
+        for _ in range(IN_A_ROW - 1):
+            previous, outcome = outcome, step(target, outcome.report, chooser, None)
             mx.async_eval(outcome)
-            draft = self.draft(plan, outcome.tip or self.tip)
-            outcome.report.tolist()
-            self.target.keep_path([], [])
+            previous.read()
+        outcome.read()
+
+    def take_rounds(plan: Plan) -> None:
+        draft = enqueue_draft(plan, tip)
+        for _ in range(IN_A_ROW):
+            outcome = enqueue_verify(draft, plan)
+            draft = enqueue_draft(plan, outcome.tip or tip)
+            outcome.read()
         mx.eval(draft)
+
+    def draft_levels(width: int) -> None:
+        mx.eval(enqueue_draft(Plan(width, IN_A_ROW, 1 + IN_A_ROW * width), tip))
+
+    def run_forward(nodes: int) -> None:
+        if nodes == 1:
+            step(target, tokens[:1], chooser, None, want_hidden=True).read()
+        else:
+            enqueue_verify(Draft(chain(tokens[0], tokens[1:nodes]), None), chain_plan(nodes - 1)).read()
+
+    calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_plain_steps}
+    calls |= {("round", width): partial(take_rounds, Plan(width, 2, 1 + 2 * width)) for width in widths[:2]}
+    calls |= {("level", width): partial(draft_levels, width) for width in widths}
+    calls |= {("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)}
+    end = time.perf_counter() + seconds
+    for name, number in list(calls):  # the first run of each compiles kernels
+        if name == "verify" and number > 5 and time.perf_counter() > end - seconds / 2:
+            del calls[name, number]
+        else:
+            calls[name, number]()
+            rewind()
+    times = time_calls(calls, end - time.perf_counter(), max_turns=MAX_TURNS, between=rewind)
+    return {key: lower_quartile(ms) / (1 if key[0] == "verify" else IN_A_ROW) for key, ms in times.items()}
 
 
 def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
@@ -279,46 +274,30 @@ def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTab
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
     room = limit - MEASURED_NODES if isinstance(limit, int) else CONTEXTS[-1]
     contexts = tuple(context for context in CONTEXTS if context <= room) or (max(1, room),)
-    widths, plans = (WIDTHS, (chain_plan(2), Plan(2, 2, 5))) if trees else (WIDTHS[:1], (chain_plan(2),))
+    widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
-        benches = [_Bench(model, drafter, context) for context in contexts]
-        first = benches[0]
-        calls: dict[tuple[str, int, int], Callable[[], object]] = {}
-        for at, bench in enumerate(benches):
-            calls["plain", at, 1] = bench.plain_steps
-            calls |= {("verify", at, nodes): partial(bench.forward, nodes) for nodes in range(1, MEASURED_NODES + 1)}
-        for width in widths:
-            plan = Plan(width, IN_A_ROW, 1 + IN_A_ROW * width)
-            calls["level", 0, width] = lambda plan=plan: mx.eval(first.draft(plan, first.tip))  # type: ignore[misc]
-        calls |= {("round", 0, plan.size): partial(first.rounds, plan) for plan in plans}
-
-        def rewind() -> None:
-            for bench in benches:
-                bench.rewind()
-
-        started = time.perf_counter()
-        for name, at, nodes in sorted(calls, key=lambda key: key[2]):  # the first run of each compiles kernels
-            if nodes > 5 and time.perf_counter() - started > SECONDS / 2:
-                del calls[name, at, nodes]
-                continue
-            calls[name, at, nodes]()
-            rewind()
-        left = SECONDS - (time.perf_counter() - started)
-        times = time_calls(calls, left, max_turns=MAX_TURNS, between=rewind)
-    found = {key: lower_quartile(values) for key, values in times.items()}
-    counts = tuple(sorted(nodes for name, at, nodes in found if (name, at) == ("verify", len(contexts) - 1)))
-    verify_ms = tuple(tuple(found["verify", at, count] for count in counts) for at in range(len(contexts)))
-    plain = tuple(found["plain", at, 1] / IN_A_ROW for at in range(len(contexts)))
-    level = tuple(found["level", 0, width] / IN_A_ROW for width in widths)
-    per_row = max(0.0, (verify_ms[0][-1] - verify_ms[0][0]) / (counts[-1] - 1))
-    again = per_row if kv_cache.unknown_types(first.cache, kv_cache.TRIMMABLE) else 0.0
-    costs = CostTable(contexts, counts, verify_ms, plain, widths, level, (0.0, 0.0), again)
-    parts = [found["verify", 0, plan.size] + costs.draft_ms(plan) for plan in plans]
-    rest = [found["round", 0, plan.size] / IN_A_ROW - ms for plan, ms in zip(plans, parts, strict=True)]
-    return costs._replace(rest=(rest[0], rest[-1])).check()
+        times = [
+            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts))
+            for at, context in enumerate(contexts)
+        ]
+    first, last = times[0], times[-1]
+    counts = tuple(number for name, number in last if name == "verify" and (name, number) in first)
+    rest = [first["round", width] - first["verify", 1 + 2 * width] - 2 * first["level", width] for width in widths[:2]]
+    per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
+    must_replay = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
+    return CostTable(
+        contexts=contexts,
+        counts=counts,
+        verify=tuple(tuple(ms["verify", nodes] for nodes in counts) for ms in times),
+        plain=tuple(ms["plain", 1] for ms in times),
+        widths=widths,
+        level=tuple(first["level", width] for width in widths),
+        rest=(rest[0], rest[-1]),
+        again=per_row if must_replay else 0.0,
+    ).check()
 
 
-_known: dict[tuple[int, int, bool], tuple[weakref.ref[nn.Module], weakref.ref[Drafter], CostTable]] = {}
+_known: dict[tuple[int, int, bool], CostTable] = {}
 _lock = Lock()
 _log = logging.getLogger(__name__)
 
@@ -340,12 +319,11 @@ def load_costs(
     """
     key = id(model), id(drafter), trees
     with _lock:  # two measurements at once would disturb each other
-        for old in [old for old, (a_model, a_drafter, _) in _known.items() if a_model() is None or a_drafter() is None]:
-            del _known[old]
         if refresh or key not in _known:
-            costs = _load_or_measure(model, drafter, trees, refresh, on_measure)
-            _known[key] = weakref.ref(model), weakref.ref(drafter), costs
-        return _known[key][2]
+            _known[key] = _load_or_measure(model, drafter, trees, refresh, on_measure)
+            for module in (model, drafter):
+                weakref.finalize(module, _known.pop, key, None)  # another module may get its id
+        return _known[key]
 
 
 def _load_or_measure(
@@ -355,16 +333,15 @@ def _load_or_measure(
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
-    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError, RedrafterError):  # none yet, or damaged
-        found = json.loads((cache_directory() / file).read_text(encoding="utf-8"))
-        if found["of"] == described and not refresh:
-            kept, tries = parse_costs(found["costs"]), int(found["tries"])
-            if tries >= 3 or not is_disturbed(kept):  # else it is measured again, three times in all
-                return kept
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # none yet, or damaged
+        found = {} if refresh else json.loads((cache_directory() / file).read_text(encoding="utf-8"))
+        kept, tries = parse_costs(found["costs"]), int(found["tries"])
+        if tries >= 3 or not is_disturbed(kept):
+            return kept
     on_measure()
     costs = measure_costs(model, drafter, trees=trees)
+    text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
     try:
-        text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
         write_text(cache_directory() / file, text + "\n")
     except (OSError, RuntimeError) as error:
         warnings.warn(f"the measured costs cannot be kept: {one_line(error)}", stacklevel=2)

@@ -96,12 +96,10 @@ def test_a_predicted_round_takes_at_least_a_plain_step() -> None:
     assert costs.round_ms(Plan(1, 1, 2), 64) == costs.plain_ms(64)
 
 
-def test_a_round_that_was_not_measured_is_refused() -> None:
+def test_a_table_knows_what_was_measured() -> None:
     costs = make_costs()
     assert costs.has(Plan(2, 3, 7)) and not costs.chains_only().has(Plan(2, 3, 7))
-    for plan, table in ((Plan(2, 3, 7), costs.chains_only()), (chain_plan(16), costs), (Plan(3, 2, 7), costs)):
-        with pytest.raises(RedrafterError, match=f"a round of {plan.size} nodes, {plan.width} wide, was not measured"):
-            table.round_ms(plan, 10)
+    assert not costs.has(chain_plan(16)) and not costs.has(Plan(3, 2, 7))
 
 
 @pytest.mark.parametrize(
@@ -109,21 +107,11 @@ def test_a_round_that_was_not_measured_is_refused() -> None:
     [
         {"plain": (1.0,)},
         {"plain": (1.0, float("nan"))},
-        {"plain": (True, 1.2)},
-        {"plain": (10**400, 1.0)},
-        {"plain": (5e-324, 1.0)},
         {"counts": tuple(range(2, 18))},
-        {"counts": tuple(float(count) for count in range(1, 17))},
-        {"widths": (2, 1, 4)},
-        {"widths": (1, 2, 300_000)},
+        {"widths": (1, 2)},
         {"verify": ((1.0,) * 16, (-1.0,) * 16)},
         {"rest": (0.1,)},
-        {"rest": (1e9, 0.0)},
         {"contexts": ()},
-        {"contexts": ("64", "999")},
-        {"contexts": (64, 1 << 31)},
-        {"again": "0"},
-        {"again": -0.1},
     ],
 )
 def test_a_table_that_is_not_sound_is_refused(change: dict[str, object]) -> None:
@@ -172,7 +160,7 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     monkeypatch.setattr(costs_module, "time_calls", timed)
     model, drafter = make_pair(name=name)
     costs = measure_costs(model, drafter, trees=trees)
-    assert events == ["weights wired", "timed", "as before"]
+    assert events == ["weights wired", *["timed"] * len(costs.contexts), "as before"]
     assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.again > 0) <= (name == "falcon_h1")
@@ -216,16 +204,16 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     assert make_planner(*make_pair([[0.0]]), trees=True) is None, "nothing can pay"
 
 
-@pytest.mark.parametrize("damage", ["nothing", "half", "another machine", "negative", "no costs", "a list", "deep"])
-def test_a_damaged_or_foreign_file_is_measured_again(damage: str, measured: list[bool], caches: Path) -> None:
+@pytest.mark.parametrize("damage", ["nothing", "half", "negative", "no costs", "text", "a list", "deep"])
+def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], caches: Path) -> None:
     pair = make_pair()
     load_costs(*pair, trees=True)
     (file,) = caches.rglob("*.json")
     text, fields = file.read_text(), json.loads(file.read_text())
-    if damage == "another machine":
-        fields["of"]["machine"]["chip"] = "M9"
-    elif damage == "negative":
+    if damage == "negative":
         fields["costs"]["plain"][0] = -1
+    elif damage == "text":
+        fields["costs"]["plain"][0] = "1"
     elif damage == "no costs":
         del fields["costs"]["level"]
     plain_texts = {"nothing": "", "half": text[: len(text) // 2], "a list": "[1]", "deep": "[" * 100_000}
