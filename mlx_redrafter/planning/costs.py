@@ -234,12 +234,12 @@ def time_parts(
         outcome.read()
 
     def take_rounds(plan: Plan) -> None:
-        draft = enqueue_draft(plan, tip)
-        for _ in range(IN_A_ROW):
-            outcome = enqueue_verify(draft, plan)
+        outcome = enqueue_verify(enqueue_draft(plan, tip), plan)
+        for _ in range(IN_A_ROW - 1):
             draft = enqueue_draft(plan, outcome.tip or tip)
             outcome.read()
-        mx.eval(draft)
+            outcome = enqueue_verify(draft, plan)
+        outcome.read()
 
     def draft_levels(width: int) -> None:
         mx.eval(enqueue_draft(Plan(width, IN_A_ROW, 1 + IN_A_ROW * width), tip))
