@@ -153,7 +153,7 @@ class AutoPlanner(Planner):
         self._step_ratios: deque[float] = deque(maxlen=WINDOW)
         self._in_flight: Plan | None = None
         self._pause, self._next_pause = WARM_UP, PROBE_EVERY
-        self._tokens, self._plain_ms, self._saved_ms = 0, 0.0, 0.0
+        self._plain_ms, self._saved_ms = 0.0, 0.0
 
     @property
     def slowdown(self) -> float:
@@ -169,14 +169,12 @@ class AutoPlanner(Planner):
             self._pause -= 1
             return None
         slowdown, scale = self.slowdown, round(50 * self._hits / self._expected) / 50
-        speedups = {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans}
-        ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
-        now = speedups[in_flight] if in_flight else 1.0
-        wanted = [plan for plan in ranked if speedups[plan] > (1 + HYSTERESIS) * now]
-        if in_flight and now > 1 - HYSTERESIS:
-            wanted.append(in_flight)
+        values = {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans} | {None: 1.0}
+        values[in_flight] *= 1 + HYSTERESIS
+        ranked = sorted(values, key=values.__getitem__, reverse=True)
+        wanted = ranked[: ranked.index(None)]
         if is_probe := not in_flight and not wanted:
-            wanted, slowdown = ranked, 1.0  # at the table's price: one slow round must not end drafting
+            wanted, slowdown = ranked[1:], 1.0  # at the table's price: one slow round must not end drafting
         affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
         self._in_flight = next(affordable, None)
         if self._in_flight is None or is_probe:
@@ -208,7 +206,6 @@ class AutoPlanner(Planner):
             ratios = self._step_ratios
         if milliseconds is not None and (ratios is self._round_ratios or not (plan or replayed)):
             ratios.append(milliseconds / predicted)
-        self._tokens += tokens
         self._plain_ms += tokens * plain
         self._saved_ms += tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
 
@@ -220,7 +217,7 @@ class AutoPlanner(Planner):
     def _can_afford(self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float) -> bool:
         """Whether the budget covers it and the round in flight, when both are rejected and the text ends there."""
         costs, plain = self._costs, self._costs.plain_ms(length)
-        budget = MAX_LOSS * (self._plain_ms + plain * max(0, MIN_TOKENS - self._tokens)) + self._saved_ms
+        budget = MAX_LOSS * max(self._plain_ms, MIN_TOKENS * plain) + self._saved_ms
         loss = slowdown * costs.round_ms(in_flight, length, replayed) - plain if in_flight else 0.0
         left = replayed + 1 if in_flight else 0
         loss += slowdown * costs.round_ms(plan, length, left) - plain
