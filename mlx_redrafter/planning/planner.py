@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
-from operator import mul
+from operator import attrgetter, mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.decode import Planner
@@ -124,14 +124,9 @@ def candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...
 
 @lru_cache(maxsize=16)
 def _candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
-    found, plans = set(), measured_plans(costs)
-    for scale in SCALES:
-        reaches = [expected_reach(acceptance, plan, scale) for plan in plans]
-        for length in (*costs.contexts, 2 * costs.contexts[-1]):
-            predictions = (predict(costs, plan, length, reach) for plan, reach in zip(plans, reaches, strict=True))
-            best = max(predictions, key=lambda each: each.speedup, default=None)
-            found |= {best.plan} if best and best.speedup > 1 else set()
-    return tuple(sorted(found))
+    cases = product((*costs.contexts, 2 * costs.contexts[-1]), SCALES)
+    best = (max(predict_all(costs, acceptance, *case), key=attrgetter("speedup")) for case in cases)
+    return tuple(sorted({each.plan for each in best if each.speedup > 1}))
 
 
 class AutoPlanner(Planner):
@@ -169,12 +164,13 @@ class AutoPlanner(Planner):
             self._pause -= 1
             return None
         slowdown, scale = self.slowdown, round(50 * self._hits / self._expected) / 50
-        values = {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans} | {None: 1.0}
-        values[in_flight] *= 1 + HYSTERESIS
-        ranked = sorted(values, key=values.__getitem__, reverse=True)
-        wanted = ranked[: ranked.index(None)]
+        speedups: dict[Plan | None, float] = {None: 1.0}
+        speedups |= {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans}
+        speedups[in_flight] *= 1 + HYSTERESIS
+        ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
+        wanted = [plan for plan in ranked if speedups[plan] > speedups[None]]
         if is_probe := not in_flight and not wanted:
-            wanted, slowdown = ranked[1:], 1.0  # at the table's price: one slow round must not end drafting
+            wanted, slowdown = ranked, 1.0  # at the table's price: one slow round must not end drafting
         affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
         self._in_flight = next(affordable, None)
         if self._in_flight is None or is_probe:
