@@ -224,10 +224,7 @@ class AutoPlanner(Planner):
 def starting_plan(costs: CostTable, acceptance: Acceptance, length: int) -> Plan | None:
     """The first plan of a text whose prompt has `length` tokens, after its `WARM_UP`; None: plain decoding."""
     planner = AutoPlanner(costs, acceptance)
-    for _ in range(WARM_UP):
-        planner.next_plan(length)
-        planner.observe(None, 1, length, 0, None)
-    return planner.next_plan(length)
+    return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
 
 
 def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from itertools import product
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -12,17 +13,22 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..checkpoints import expected_shapes
 from ..drafters.recurrent import Drafter, DrafterArgs
-from ..engine.supported_models import compute_dtype, find_parts, model_sizes
+from ..engine.plan import chain_plan
+from ..engine.round import make_draft
+from ..engine.sampling import make_sampler
+from ..engine.supported_models import compute_dtype, model_sizes
+from ..engine.target import Target
+from ..engine.types import Tip
 from .costs import lower_quartile, time_calls
 
 CHEAP = 0.05
 """The share of a plain step that one draft step should cost at most."""
 
-VOCABULARIES = (65536, 32768)
-"""Draft vocabularies that are tried below the target's own: the tokens beyond are rare in any text."""
+VOCABULARIES = (65536, 32768, 16384, 8192)
+"""Draft vocabularies that are tried below the target's own."""
 
-SMALL_VOCABULARIES = (16384, 8192)
-"""Those that are tried when nothing else is cheap enough: they lose acceptance."""
+SMALL = 16384
+"""The largest of those that lose acceptance; beyond larger ones are only tokens that are rare in any text."""
 
 CONTEXT, REPEATS = 64, 7
 
@@ -43,35 +49,20 @@ class Choice(NamedTuple):
 
 def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
     """Sizes worth trying, best first: the largest first, and after all others those of a small vocabulary."""
-    widths = [2 * hidden_size, hidden_size, hidden_size // 2, hidden_size // 4, hidden_size // 8, hidden_size // 16]
-    widths = sorted({max(64, 32 * (width // 32)) if width != 2 * hidden_size else width for width in widths})
-
-    def sized(vocabularies: Iterable[int | None]) -> list[DrafterArgs]:
-        """Every width and number of blocks with these vocabularies, the most weights first."""
-        found = [
-            DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
-            for width in widths
-            for layers in (1, 2)
-            for count in vocabularies
-        ]
-        return sorted(found, key=n_weights, reverse=True)
-
-    common = [count for count in VOCABULARIES if count < vocab_size]
-    small = [count for count in SMALL_VOCABULARIES if count < vocab_size]
-    if not common and not small and vocab_size >= 1024:
-        small = [vocab_size // 2]
-    return sized([None, *common]) + sized(small)
+    widths = {max(64, int(times * hidden_size) // 32 * 32) for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)}
+    smaller = [count for count in VOCABULARIES if count < vocab_size]
+    if not smaller and vocab_size >= 1024:
+        smaller = [vocab_size // 2]
+    sizes = [
+        DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
+        for width, layers, count in product(widths, (1, 2), (None, *smaller))
+    ]
+    return sorted(sizes, key=lambda args: ((args.draft_vocab_size or SMALL + 1) > SMALL, n_weights(args)), reverse=True)
 
 
 def n_weights(args: DrafterArgs) -> int:
     """How many numbers a drafter has."""
-    total = 0
-    for shape in expected_shapes(args).values():
-        size = 1
-        for length in shape:
-            size *= length
-        total += size
-    return total
+    return sum(prod(shape) for shape in expected_shapes(args).values())
 
 
 def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | None = None) -> Choice:
@@ -82,52 +73,36 @@ def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | Non
     Args:
         dtype: the drafter's; None for that of the target's hidden states.
     """
-    hidden_size, vocab_size = model_sizes(model)
-    dtype = dtype or compute_dtype(model)
-    plain = plain_milliseconds(model)
-    tried = candidates(hidden_size, vocab_size)
+    dtype, plain = dtype or compute_dtype(model), plain_milliseconds(model)
+    sizes = candidates(*model_sizes(model))
     budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
-    light = [args for args in tried if n_weights(args) * dtype.size <= 1.5 * budget] or tried[-1:]
-    if len(light) > 8:  # a spread of sizes, the last resort among them
-        light = [light[round(i * (len(light) - 1) / 7)] for i in range(8)]
+    light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
-    for args in light:
+    for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # a spread of them, and the last resort
         cost = draft_milliseconds(model, args, dtype) / plain
         if cost < share:
             reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {share:.0%}"
             return Choice(args, cost, reason)
     reason = f"the smallest one: even its draft step costs {cost:.1%} of a plain step ({plain:.2f} ms)"
-    return Choice(light[-1], cost, reason)
+    return Choice(sizes[-1], cost, reason)
 
 
 def plain_milliseconds(model: nn.Module) -> float:
     """Milliseconds of one step of plain decoding after a short context."""
-    cache = make_prompt_cache(model)
+    cache, token = make_prompt_cache(model), mx.zeros((1, 1), mx.int32)
     mx.eval(model(mx.zeros((1, CONTEXT), mx.int32), cache=cache))
-    token = mx.zeros((1, 1), mx.int32)
-    return _time(lambda: mx.argmax(model(token, cache=cache)[:, -1], axis=-1))
+    calls = {"step": lambda: mx.eval(mx.argmax(model(token, cache=cache)[:, -1], axis=-1))}
+    calls["step"]()
+    return lower_quartile(time_calls(calls, 0.0, min_turns=REPEATS)["step"])
 
 
 def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds of one step of a chain, by a random drafter of these sizes and that dtype."""
-    drafter = Drafter(args)
+    drafter, target, sampler = Drafter(args), Target(model), make_sampler(seed=0)
     drafter.set_dtype(dtype)
-    mx.eval(drafter.parameters())
-    hidden = mx.zeros((args.hidden_size,), dtype)
-    embed = find_parts(model).embedding
-
-    def chain() -> mx.array:
-        """A draft, one hypothesis wide."""
-        token, state = mx.zeros((1,), mx.int32), None
-        for _ in range(steps):
-            state = drafter.advance(embed(token).astype(dtype), state)
-            token = mx.argmax(drafter.logits(hidden, state), axis=-1)
-        return token
-
-    return _time(chain) / steps
-
-
-def _time(call: Callable[[], mx.array]) -> float:
-    """Milliseconds of a call that returns what it has built, warm."""
-    mx.eval(call())
-    return lower_quartile(time_calls({"call": lambda: mx.eval(call())}, 0.0, min_turns=REPEATS)["call"])
+    tip, position = Tip(mx.zeros((args.hidden_size,), dtype), mx.zeros((), mx.int32)), mx.array(1)
+    mx.eval(drafter.parameters(), tip, position)
+    plan = chain_plan(steps)
+    calls = {"draft": lambda: mx.eval(make_draft(drafter, target, sampler, tip, position, plan, ordered=False))}
+    calls["draft"]()
+    return lower_quartile(time_calls(calls, 0.0, min_turns=REPEATS)["draft"]) / steps
