@@ -76,31 +76,24 @@ def expected_tokens(acceptance: Acceptance, plan: Plan, scale: float = 1.0) -> f
 
 
 @lru_cache(maxsize=4096)
-def expected_replay(reach: tuple[float, ...]) -> tuple[float, float, float]:
-    """Of a cache that cannot be trimmed: (tokens that a round replays on average; drafts for each round that are
-    discarded for a plain step, as more than `MAX_REPLAY` are to be replayed; tokens that such a step replays).
+def expected_replay(reach: tuple[float, ...]) -> float:
+    """Tokens that are replayed for each round on average, on a cache that cannot be trimmed.
 
-    A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one.
+    A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one. More
+    than `MAX_REPLAY` are replayed by a plain step: apart from that it costs what its token is worth.
     """
     ends = [before - now for before, now in pairwise(reach)]
     visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, for each time that there are none
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
             visits[replayed + made] += visits[replayed] * chance
-    rounds, discarded = sum(visits[: MAX_REPLAY + 1]), sum(visits[MAX_REPLAY + 1 :])
-    by_rounds = sum(replayed * visit for replayed, visit in enumerate(visits[: MAX_REPLAY + 1]))
-    by_steps = sum(replayed * visit for replayed, visit in enumerate(visits)) - by_rounds
-    return by_rounds / rounds, discarded / rounds, by_steps / (discarded or 1.0)
+    return sum(replayed * visit for replayed, visit in enumerate(visits)) / sum(visits[: MAX_REPLAY + 1])
 
 
 def predict(costs: CostTable, plan: Plan, length: int, reach: tuple[float, ...]) -> Prediction:
     """What the rounds of a plan are expected to be at context length `length`, see `expected_reach`."""
-    tokens, plain = sum(reach), costs.plain_ms(length)
-    if not costs.again:
-        return Prediction(plan, tokens, costs.round_ms(plan, length) / plain)
-    replayed, discarded, by_steps = expected_replay(reach)
-    ms = costs.round_ms(plan, length, replayed) + discarded * (costs.step_ms(length, by_steps) + costs.draft_ms(plan))
-    return Prediction(plan, tokens, ms / plain * tokens / (tokens + discarded))
+    ms = costs.round_ms(plan, length, expected_replay(reach) if costs.again else 0.0)
+    return Prediction(plan, sum(reach), ms / costs.plain_ms(length))
 
 
 def measured_plans(costs: CostTable) -> list[Plan]:
