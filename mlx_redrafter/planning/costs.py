@@ -329,7 +329,7 @@ def load_costs(
 def _load_or_measure(
     model: nn.Module, drafter: Drafter, trees: bool, refresh: bool, on_measure: Callable[[], None]
 ) -> CostTable:
-    described = {"format": 3, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described = {"format": 4, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
