@@ -22,17 +22,15 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """(command, *flags, stdin=bytes or None) -> (exit status, stdout, stderr)."""
+    """(command, *flags, stdin=bytes) -> (exit status, stdout, stderr)."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "lastResort", logging.lastResort)
 
-    def call(command: str, *flags: str, stdin: bytes | None = b"") -> tuple[int, str, str]:
+    def call(command: str, *flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [command, *flags])
-        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         with pytest.raises(SystemExit) as ended:
             main(command)
-        if stdin is None:
-            sys.stdin.close()
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 

@@ -38,12 +38,7 @@ def test_flags_have_mlx_lms_names_and_defaults() -> None:
     assert {name: ours[name] for name in ours if name in theirs} == {
         name: theirs[name] for name in theirs if name in ours
     } | {"prompt": None}  # the demo has another one
-
-
-def test_options_have_the_librarys_defaults_but_for_max_tokens() -> None:
-    parsed = vars(make_parser().parse_args([]))
-    assert {flag.name for flag in OPTION_FLAGS if parsed[flag.name] != flag.default} == {"max_tokens"}
-    assert parsed["max_tokens"] == 100
+    assert {flag.name for flag in OPTION_FLAGS if ours[flag.name] != flag.default} == {"max_tokens"}
 
 
 def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
@@ -57,20 +52,8 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
 
 
 def test_json_has_counts_that_add_up_and_every_setting(pair: Pair, run: Run) -> None:
-    flags = (
-        "--model",
-        pair[0],
-        "--drafter",
-        pair[1],
-        "--prompt",
-        "abc",
-        "-m",
-        "17",
-        "--temp",
-        "1",
-        "--draft-depth",
-        "3",
-    )
+    plan = ("--draft-depth", "3")
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "17", "--temp", "1", *plan)
     # A drawn seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
@@ -89,7 +72,7 @@ def test_json_of_plain_decoding_counts_plain_steps(pair: Pair, run: Run) -> None
     assert record["generation_tokens"] == 1 + record["rounds"] and record["rounds"] == record["plain_steps"]
 
 
-def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run) -> None:
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "1")
     _, _, err = run("generate", *flags)
     assert "nothing was drafted" in err and "Rounds" not in err
@@ -219,25 +202,25 @@ def test_a_drafter_drafts_as_deep_as_its_config_says(pair: Pair, run: Run, tmp_p
     ("flags", "reason"),
     [
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
-        (("--compare", "--no-drafter"), "give either --drafter or --no-drafter, got both"),
         (("--prompt", ""), "the prompt is empty"),
+        (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--temp", "-1"), "temp must be at least 0"),
         (("--stop", ""), "a stop string must be"),
         (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
         (("-m", "-5"), "max_tokens must be -1 (no limit) or at least 1, got -5"),
         (("--drafter", "/no/such"), "no such directory"),
-        (("--beam-width", "0"), "beam_width must be from 1"),
+        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
         (("--beam-width", "200", "--draft-depth", "20"), "beam_width * draft_depth must be at most 2048, got 4000"),
-        (("--chat-template-config", "{"), "--chat-template-config is not JSON"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--kv-bits", "7"), "kv_bits must be one of"),
         (("--top-k", "100000"), "top_k must be below"),
+        (("--compare", "--plan", "off"), "--compare needs a drafter and a plan that drafts"),
+        (("--no-drafter",), "--no-drafter decodes plainly: give none of --drafter"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_status_1(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
-    status, out, err = run(
-        "generate", "--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5", *flags
-    )
+def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
+    common = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5")
+    status, out, err = run("generate", *common, *flags)
     assert status == 1 and out.strip() == ""
     assert err.startswith(f"error: {reason}") and err.count("\n") == 1, err
 
@@ -245,28 +228,15 @@ def test_bad_input_is_one_line_and_exit_status_1(pair: Pair, run: Run, flags: tu
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
-        (("--model", "a" * 5000), "no such directory: 'aaa"),
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("-qa",), "--quantize-activations needs --model"),
-        (("--system-prompt", "\udcff"), "the system prompt is not UTF-8"),
-        (("--prefill-response", "\udcff"), "the prefill response is not UTF-8"),
-        (("--prompt", "\udcff"), "the prompt is not UTF-8"),
-        (("--chat-template-config", "[" * 100_000), "--chat-template-config is not JSON"),
-        (("--draft-depth", "100000"), "draft_depth must be from 1 to 256, got 100000"),
         (("--compare", "--no-drafter"), "--compare needs a drafter"),
-        (("--no-drafter", "--draft-depth", "3"), "--draft-depth says what is drafted"),
-        (("--no-drafter", "--plan", "off"), "--plan says what is drafted"),
-        (
-            ("--temp", "0.8", "--xtc-probability", "0.5", "--extra-eos-token", "9" * 20),
-            "xtc_special_tokens must be token ids from 0 to 2047, got 9999",
-        ),
+        (("--no-drafter", "--draft-depth", "3"), "--no-drafter decodes plainly: give none of --drafter, --plan"),
     ],
 )
-def test_odd_flags_of_the_demo_are_refused_in_one_line(run: Run, flags: tuple[str, ...], reason: str) -> None:
+def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:
     status, out, err = run("generate", *flags)
-    assert status == 1 and out == ""
-    assert err.splitlines()[-1].startswith(f"error: {reason}"), err
+    assert status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {reason}"), err
 
 
 @pytest.mark.parametrize(
@@ -274,14 +244,9 @@ def test_odd_flags_of_the_demo_are_refused_in_one_line(run: Run, flags: tuple[st
     [
         (("--verbose", "maybe"), "argument --verbose: expected true or false, got 'maybe'"),
         (("--kv-bits", "5.5"), "argument --kv-bits: invalid int value: '5.5'"),
+        (("--chat-template-config", "[]"), "argument --chat-template-config: expected a JSON object, got []"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
     ],
 )
 def test_usage_errors_are_one_line_with_a_hint(run: Run, flags: tuple[str, ...], reason: str) -> None:
     assert run("generate", *flags) == (2, "", f"mlx_redrafter.generate: error: {reason}; see --help\n")
-
-
-def test_a_deeply_nested_config_is_refused_in_one_line(pair: Pair, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    status, _, err = run("generate", "--model", pair[0], "--drafter", str(tmp_path))
-    assert status == 1 and err.startswith(f"error: {tmp_path / 'config.json'} is not JSON") and err.count("\n") == 1
