@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +35,8 @@ WARM_UP_TOKENS = 16
 """What `--compare` decodes on each side before it measures."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
 """On stderr, in a terminal; it appears after a second and goes at the end."""
+Stream = partial[Generator[GenerationResponse, None, None]]
+"""`stream_generate` with its arguments."""
 
 
 def run() -> int:
@@ -51,14 +53,16 @@ def run() -> int:
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    prompt, verdict = make_prompt(args, tokenizer), None
-    stream = partial(stream_generate, model, tokenizer, prompt, stop=[unescape(text) for text in args.stop])
-    show = args.verbose and not args.json
+    options["seed"] = draw_seed() if args.seed is None else args.seed
+    prompt, stop = make_prompt(args, tokenizer), [unescape(text) for text in args.stop]
+    stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
+    show, verdict = args.verbose and not args.json, None
     if args.compare:
-        options["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        decoded, verdict = compare(stream, drafter, options, len(prompt), show=show)
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        sampler = Options(**options, xtc_special_tokens=special).make_sampler(options["seed"])
+        decoded, verdict = compare(stream, sampler, len(prompt), show=show)
     else:
-        decoded = decode(stream, drafter, options, show=show)
+        decoded = decode(stream, show=show)
     if args.json:
         print(json.dumps(make_record(args, drafter, decoded) | ({"compare": verdict} if verdict else {})))
     else:
@@ -155,25 +159,24 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    stream: Callable[..., Iterator[GenerationResponse]],
-    drafter: Drafter | None,
-    options: dict[str, Any],
+    stream: Stream,
     *,
     show: bool = False,
     label: str | None = None,
     expected: Sequence[int] = (),
+    **options: Any,
 ) -> Decoded:
     """Decodes a text, with a progress bar while a long prompt is read.
 
     Args:
-        stream: `stream_generate` without drafter and options.
         show: whether to print the text as it is made.
         label: of a progress bar over the tokens; None for no bar.
         expected: see `Decoded`.
+        options: instead of those of `stream`.
     """
     tokens, text, row, others = list[int](), "", None, iter(expected)
     with show_prompt_progress() as callback:
-        responses = stream(drafter=drafter, prompt_progress_callback=callback, **options)
+        responses = stream(prompt_progress_callback=callback, **options)
         for last in responses if label is None else ProgressBar(responses, label):
             if row is None and expected and last.token != next(others, None):
                 row = last.logprobs
@@ -198,27 +201,20 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
         yield callback
 
 
-def compare(
-    stream: Callable[..., Iterator[GenerationResponse]],
-    drafter: Drafter | None,
-    options: dict[str, Any],
-    prompt_tokens: int,
-    *,
-    show: bool,
-) -> tuple[Decoded, dict[str, Any]]:
+def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the text with the drafter, the `compare` field of `--json`); each side is warmed up first."""
-    options = options | {"seed": draw_seed() if options["seed"] is None else options["seed"]}
-    for side in (None, drafter):
-        decode(stream, side, options | {"max_tokens": WARM_UP_TOKENS})
-    plain = decode(stream, None, options, label="plain decoding")
-    drafted = decode(stream, drafter, options, show=show, label=None if show else "drafting", expected=plain.tokens)
+    plain_stream = partial(stream, drafter=None)
+    for side in (plain_stream, stream):
+        decode(side, max_tokens=WARM_UP_TOKENS)
+    plain = decode(plain_stream, label="plain decoding")
+    drafted = decode(stream, show=show, label=None if show else "drafting", expected=plain.tokens)
     at, difference = first_difference(plain.tokens, drafted.tokens), None
     if at is not None:
         difference = Difference(at, 0.0, 0.0, rounding=False)  # as it stays where one text is only longer
         if drafted.row is not None and at < len(plain.tokens):
-            row = decode(stream, None, options | {"max_tokens": at + 1}).last.logprobs
-            chosen, sampler = (plain.tokens[at], drafted.tokens[at]), Options(**options).make_sampler(seed=0)
-            difference = judge_difference(at, (row, drafted.row), chosen, sampler, prompt_tokens + at)
+            rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
+            chosen = (plain.tokens[at], drafted.tokens[at])
+            difference = judge_difference(at, rows, chosen, sampler, prompt_tokens + at)
     return drafted, {
         "plain_generation_tps": plain.last.generation_tps,
         "generation_tps": drafted.last.generation_tps,

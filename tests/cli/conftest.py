@@ -59,6 +59,6 @@ def chat_target(pair: tuple[str, str], tmp_path: Path) -> str:
     target.mkdir()
     for file in Path(pair[0]).iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ end }}"
     (target / "chat_template.jinja").write_text(template)
     return str(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from toys import make_model, snapshot
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report, make_acceptance
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.supported_models import REFUSED, model_sizes
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.planning import costs as cost_table
@@ -133,14 +132,6 @@ def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str, width
     assert [row["tokens_per_round"] for row in outlooks[::2]] == [2.0, 2.5, 3.0, 3.5]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
-def test_acceptance_of_a_rate_is_a_possible_one(rate: float) -> None:
-    (row,) = make_acceptance(rate)
-    assert row[0] == rate and list(row) == sorted(row, reverse=True) and sum(row) <= 0.98
-    assert expected_tokens((row,), chain_plan(4)) == pytest.approx(sum(rate**depth for depth in range(5)))
-    assert make_acceptance(UNKNOWN_ACCEPTANCE[0][0])[0] == pytest.approx(UNKNOWN_ACCEPTANCE[0])
-
-
 def test_break_even_is_where_plans_begin_to_pay(measured: Measured) -> None:
     measured.costs = CostTable((64,), (1, 2), ((1.0, 1.4),), (1.0,), (1,), (0.2,), (0.0, 0.0)).check()
     rate = 0.6  # a round of 1 x 1 makes 1 + rate tokens and costs 1.6 plain steps
@@ -157,10 +148,8 @@ def test_starts_are_the_plans_that_auto_starts_with(measured: Measured, curve: s
         plan, offer = start["plan"], start["offer"]
         assert plan == starting_plan(measured.costs, GOOD, start["context"]) and plan in (None, offer["plan"])
         assert offer["tokens_per_round"] == pytest.approx(expected_tokens(GOOD, offer["plan"]))
-        assert start["reason"].endswith(f"{offer['ratio']:.2f} times plain decoding")
         kind = "" if plan else "plain decoding, as the best plan "
-        line = f"After {start['context']:,} tokens: {kind}{describe_plan(offer['plan'])} makes"
-        assert line in format_report(report)
+        assert f"After {start['context']:,} tokens: {kind}{start['reason']}" in format_report(report)
 
 
 @pytest.mark.parametrize(
@@ -197,20 +186,10 @@ def test_a_drafter_that_overflows_cannot_pay(measured: Measured) -> None:
     assert format_report(report).startswith(verdict)
 
 
-def test_a_target_that_is_not_finite_is_reported(measured: Measured) -> None:
-    model = small_llama(hidden=64, vocab=64)  # others are shared between tests
-    model.update(tree_map(lambda array: array * float("nan"), model.parameters()))
-    report = diagnose(model, small_drafter(hidden=64, vocab=64, exit_dim=64))
-    assert report["not_finite"] == "target" and "its weights are damaged" in report["notes"][0]
-    assert {start["plan"] for start in report["starts"]} == {None}
-
-
-def test_models_without_trees_are_offered_chains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cost_table, "SECONDS", 1.0)
+def test_models_without_trees_are_offered_chains(measured: Measured) -> None:
     model = make_family("falcon_h1")
     report = diagnose(model, make_drafter(model))
-    assert report["trees"] is False and report["costs"]["widths"] == (1,) and report["costs"]["again"] >= 0
+    assert report["trees"] is False and measured.trees == [False]
     assert all(outlook["offer"]["plan"].width == 1 for outlook in report["outlooks"])
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
 
@@ -245,18 +224,15 @@ def test_json_has_its_fields(measured: Measured, run: Any) -> None:
         "machine", "memory", "target", "drafter", "trees", "no_trees", "not_finite", "costs", "plain_steps", "cliffs",
         "starts", "outlooks", "pays_from", "notes", "settings",
     }  # fmt: skip
-    assert set(report["memory"]) == {"machine_bytes", "target_bytes", "drafter_bytes", "peak_bytes"}
+    model = {"name", "dtype", "quantized", "weight_bytes"}
+    drafter = model | {"stand_in", "acceptance", "acceptance_assumed", "tokens_per_round"}
     assert {"chip", "device", "mlx_redrafter"} <= set(report["machine"])
-    assert set(report["target"]) == {"name", "dtype", "quantized", "weight_bytes"}
-    assert set(report["drafter"]) == {
-        "name", "dtype", "quantized", "weight_bytes", "stand_in", "acceptance", "acceptance_assumed",
-        "tokens_per_round",
-    }  # fmt: skip
+    assert (set(report["target"]), set(report["drafter"])) == (model, drafter)
+    assert set(report["memory"]) == {"machine_bytes", "target_bytes", "drafter_bytes", "peak_bytes"}
     assert set(report["costs"]) == set(CostTable._fields) and report["plain_steps"][1][0] == 1.0
-    assert {tuple(each) for each in report["cliffs"]} == {("context", "nodes", "before", "times")}
-    assert {tuple(each) for each in report["starts"]} == {("context", "plan", "offer", "reason")}
-    assert set(report["starts"][0]["offer"]) == {"plan", "tokens_per_round", "plain_steps", "ratio"}
-    assert set(report["outlooks"][0]) == {"tokens_per_round", "context", "offer"}
+    assert set(report["cliffs"][0]) == {"context", "nodes", "before", "times"}
+    assert set(report["starts"][0]) == {"context", "plan", "offer", "reason"}
+    assert set(report["outlooks"][0]["offer"]) == {"plan", "tokens_per_round", "plain_steps", "ratio"}
     assert set(report["pays_from"][0]) == {"context", "tokens_per_round"}
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
 
@@ -297,16 +273,6 @@ def test_bad_flags_are_refused_in_one_line(
     status, out, err = run("doctor", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert (status, out) == (1, "") and measured.trees == [] and not (tmp_path / "new").exists()
     assert err.startswith("error: ") and err.count("\n") == 1 and reason.format(tmp=tmp_path) in err
-
-
-def test_without_matplotlib_a_plot_is_refused(
-    measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, out, err = run("doctor", "--plot", str(tmp_path / "curve.png"))
-    assert (status, out, measured.trees) == (1, "", [])
-    assert err == "error: --plot needs matplotlib: pip install matplotlib\n"
-    assert run("doctor")[0] == 0, "nothing else needs it"
 
 
 def test_the_plot_is_a_png_of_the_costs(measured: Measured, run: Any, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +50,7 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     assert run(*common, "--verbose", "F") == (0, plain, "")
 
 
-def test_json_has_counts_that_add_up_and_every_setting(pair: Pair, run: Run) -> None:
+def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     plan = ("--draft-depth", "3")
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "17", "--temp", "1", *plan)
     # A drawn seed may end the text early.
@@ -65,11 +64,6 @@ def test_json_has_counts_that_add_up_and_every_setting(pair: Pair, run: Run) -> 
     assert set(record["versions"]) == {"python", "mlx", "mlx-lm", "mlx_redrafter"}
     again = run_json(run, *flags, "--seed", str(record["seed"]))
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
-
-
-def test_json_of_plain_decoding_counts_plain_steps(pair: Pair, run: Run) -> None:
-    record = run_json(run, "--model", pair[0], "--prompt", "abc", "-m", "9", "--seed", "1")
-    assert record["generation_tokens"] == 1 + record["rounds"] and record["rounds"] == record["plain_steps"]
 
 
 def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run) -> None:
@@ -109,25 +103,23 @@ def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("dtype", "step", "rounding"),
     [
-        (mx.float32, 0.0, False),
+        (mx.float32, 0.0, True),
         (mx.float32, 1e-4, True),
         (mx.float32, 1e-2, False),
         (mx.bfloat16, 0.125, True),
         (mx.bfloat16, 3.0, False),
     ],
 )
-def test_greedy_differences_are_rounding_where_rows_nearly_tie(dtype: mx.Dtype, step: float, rounding: bool) -> None:
+def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) -> None:
     row = mx.array([-1.0, -1.0 - step / 2, -17.0, -60.0])
-    other = row + mx.array([0.0, step, 0.0, 30.0])
-    chosen = (0, 1)
-    found = judge_difference(4, (row.astype(dtype), other.astype(dtype)), chosen, Options().make_sampler(0), 9)
-    assert found.rounding is (rounding or step == 0.0) and found.token == 4  # equal logits are a tie, too
-    other_choice = judge_difference(4, (row.astype(dtype), other.astype(dtype)), (0, 2), Options().make_sampler(0), 9)
-    assert other_choice.rounding is False, "no side would choose a token that is far from the best"
+    rows = row.astype(dtype), (row + mx.array([0.0, step, 0.0, 30.0])).astype(dtype)
+    sampler = Options().make_sampler(0)
+    assert judge_difference(4, rows, (0, 1), sampler, 9).rounding is rounding
+    assert judge_difference(4, rows, (0, 2), sampler, 9).rounding is False, "token 2 is far from the best"
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.99}])
-def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[str, float]) -> None:
+def test_ties_of_noisy_scores_are_rounding(options: dict[str, float]) -> None:
     sampler, position = Options(temp=1.5, **options).make_sampler(seed=3), 7
     gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]  # type: ignore[union-attr]
     tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # scores of tokens 0 and 1 are equal
@@ -150,12 +142,12 @@ def test_generate_reports_when_it_measures(pair: Pair, tmp_path: Path) -> None:
     assert "measuring this machine" in runs[0].stderr and "measuring" not in runs[-1].stderr
 
 
-def test_the_prompt_comes_from_stdin_and_escapes_are_read(pair: Pair, run: Run) -> None:
+def test_the_prompt_comes_from_stdin(pair: Pair, run: Run) -> None:
     common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F")
     assert run(*common, "--prompt", "-", stdin=b"a\nb") == run(*common, "--prompt", "a\\nb")
 
 
-def test_stop_strings_and_extra_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
+def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
     common = ("--model", pair[0], "--prompt", "abc", "-m", "40", "--temp", "1.5", "--seed", "2")
     whole = run_json(run, *common)
     printable = next(c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-")
@@ -172,9 +164,10 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
     assert run(*chat, "--system-prompt", "s", *common, "u") == run(*plain, "<system>s<user>u")
     assert run(*chat, "--ignore-chat-template", *common, "u") == run(*plain, "u")
     assert run(*chat, "--prefill-response", "a", *common, "u") == run(*plain, "<user>u<assistant>a")
+    assert run(*chat, "--chat-template-config", '{"end": "e"}', *common, "u") == run(*plain, "<user>ue")
 
 
-def test_a_prompt_cache_file_replaces_the_beginning_of_the_prompt(pair: Pair, run: Run, tmp_path: Path) -> None:
+def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run, tmp_path: Path) -> None:
     model, tokenizer = load(pair[0])
     cache = make_prompt_cache(model)
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
@@ -186,16 +179,6 @@ def test_a_prompt_cache_file_replaces_the_beginning_of_the_prompt(pair: Pair, ru
     assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole
     status, _, err = run(*flags, "--model", pair[1])
     assert status == 1 and "was made with" in err
-
-
-def test_a_drafter_drafts_as_deep_as_its_config_says(pair: Pair, run: Run, tmp_path: Path) -> None:
-    copy = tmp_path / "drafter"
-    shutil.copytree(pair[1], copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"draft_depth": 2}))
-    flags = ("--model", pair[0], "--drafter", str(copy), "--prompt", "abc", "--max-tokens", "8")
-    for more, depth in ((("--beam-width", "1"), 2), (("--draft-depth", "4"), 4)):
-        assert len(run_json(run, *flags, *more)["acceptance_per_depth"]) == depth
 
 
 @pytest.mark.parametrize(
