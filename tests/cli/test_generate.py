@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +126,6 @@ def test_ties_of_noisy_scores_are_rounding(options: dict[str, float]) -> None:
         assert judge_difference(4, rows, (0, 1), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
-
-
-def test_generate_reports_when_it_measures(pair: Pair, tmp_path: Path) -> None:
-    script = (
-        "from mlx_redrafter.planning import costs; from mlx_redrafter.cli.main import main; costs.SECONDS = 0.3; "
-        "costs.is_disturbed = lambda table: False; main('generate')"  # a busy machine is measured again
-    )
-    command = [sys.executable, "-c", script, "--model", pair[0], "--drafter", pair[1], "-m", "4", "-p", "some text"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)]
-    assert "measuring this machine" in runs[0].stderr and "measuring" not in runs[-1].stderr
 
 
 def test_the_prompt_comes_from_stdin(pair: Pair, run: Run) -> None:
