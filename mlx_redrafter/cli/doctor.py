@@ -182,20 +182,15 @@ def describe_plan(plan: Plan) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """The verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
-    costs, drafter, own, start = (
-        report["costs"],
-        report["drafter"],
-        not report["drafter"]["stand_in"],
-        report["starts"][0],
-    )
+    costs, drafter, start = report["costs"], report["drafter"], report["starts"][0]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {CHAIN_TOKENS[-1]:.2f}" for tokens in least]
-    pays = start["plan"] if own else least[0]
+    pays = least[0] if drafter["stand_in"] else start["plan"]
     verdict = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
     verdict += f" from {limits[0]} tokens per round on"
     if report["not_finite"]:
         verdict = f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite"
-    elif own:
+    elif not drafter["stand_in"]:
         verdict += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
         verdict += f"about {start['offer']['ratio']:.2f} times plain decoding"
     text = [f"{verdict}.", *(f"Warning: {note}." for note in report["notes"]), ""]

@@ -63,8 +63,9 @@ def run() -> int:
             return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)
 
         server = SessionServer(stdout, make_session)
-        names = {"model": args.model or "demo", "drafter": None if models[2] is None else args.drafter or "demo"}
-        server.write("ready", None, protocol=PROTOCOL, version=__version__, **names)
+        drafter = None if models[2] is None else args.drafter or "demo"
+        model = args.model or "demo"
+        server.write("ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter)
         # Not sys.stdin: Python cannot end while a thread reads from that.
         stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         threading.Thread(target=server.read_requests, args=(stdin,), daemon=True).start()
