@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from textwrap import shorten
-from types import FrameType
 
 import mlx.core as mx
 from mlx_lm.cli_ui import ChatUI, _make_theme, print_chat_help, print_header_panel
@@ -17,10 +13,10 @@ from rich.markup import escape
 
 from ..errors import RedrafterError, one_line
 from ..generate import GenerationResponse
-from ..options import add_options
 from ..session.session import Session
-from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
+from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
+from .main import Parser
 
 TINT, UNTINT = "\x1b[36m", "\x1b[39m"
 """Around a token that was drafted and accepted: cyan, then the terminal's own colour."""
@@ -29,23 +25,22 @@ TINT, UNTINT = "\x1b[36m", "\x1b[39m"
 def run() -> int:
     """Chats as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
-    options, template = read_options(args), read_template_config(args)
+    options = read_options(args)
     if (size := mx.distributed.init().size()) > 1:
         raise RedrafterError(f"chat runs in one process, got {size}")
     model, tokenizer, drafter = load_models(args)
-    session = Session(model, tokenizer, drafter, chat_template_config=template, **options)
-    if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # the session refuses such a message, and goes on
+    session = Session(model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options)
     screen = Screen(args)
-    screen.show_header(session)
+    if screen.interactive:
+        screen.show_header(session)
     while True:
         try:
             query = screen.prompt()
-        except EOFError:
-            query = "q"
-        except KeyboardInterrupt:
+        except (EOFError, KeyboardInterrupt) as ended:
+            if screen.interactive:
+                print()  # the cursor is on the line under the prompt
             screen.say_bye()
-            raise
+            return 0 if isinstance(ended, EOFError) else 130
         if query == "q":
             screen.say_bye()
             return 0
@@ -60,22 +55,20 @@ def run() -> int:
 
 def make_parser() -> Parser:
     """The parser: flags and defaults of mlx-lm's chat, and what drafting and other commands add."""
-    description = "Chat with a model, with speculative decoding; with the packaged demo where no --model is given."
-    parser = Parser(prog="mlx_redrafter.chat", description=description)
-    add_model_flags(parser)
-    add_template_flag(parser)
-    parser.add_argument("--system-prompt", help="system prompt for the chat template")
-    parser.add_argument(
-        "--show-accepted", action="store_true", help="tint what was drafted and accepted, in a terminal with colours"
-    )
-    parser.add_argument("--pipeline", action="store_true", help="as mlx-lm's; nothing changes in one process")
-    parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
-    add_options(parser, without=("seed",))
+    about = "Chat with a model, with speculative decoding; with the packaged demo where no --model is given."
+    parser = make_text_parser("chat", about, without=("seed",))
+    add = parser.add_argument
+    add("--system-prompt", help="system prompt for the chat template")
+    add("--show-accepted", action="store_true", help="tint what was drafted and accepted, in a terminal with colours")
+    add("--pipeline", action="store_true", help="as mlx-lm's; nothing changes in one process")
+    add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     return parser
 
 
 def answer(session: Session, screen: Screen, query: str, system_prompt: str | None = None) -> None:
     """Shows an answer as it is made. In a terminal an error ends the turn, not the conversation.
+
+    Ctrl-C cancels the answer; pressed again it raises, as it does elsewhere.
 
     Raises:
         RedrafterError: the turn was refused, or memory ran out, and nobody is there to ask another.
@@ -84,36 +77,25 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
     messages = [{"role": "user", "content": query}]
     if system_prompt is not None and not session.messages:
         messages.insert(0, {"role": "system", "content": system_prompt})
-    try:
-        with cancel_on_interrupt(session), show_prompt_progress() as callback:
-            made = session.send(
-                messages,
-                on_token=lambda response: screen.stream_token(response.text, response.from_draft),
-                prompt_progress_callback=callback,
-            )
-    except (RedrafterError, RuntimeError, MemoryError) as error:  # as when memory runs out
-        if not screen.interactive:
-            raise RedrafterError(one_line(error)) from error
-        screen.say_error(error)
-        return
-    screen.end_turn(made.last)
-    if made.finish_reason == "cancelled":
-        screen.say_stopped()
 
-
-@contextmanager
-def cancel_on_interrupt(session: Session) -> Iterator[None]:
-    """Ctrl-C cancels the answer; pressed again it raises, as it does elsewhere."""
-
-    def cancel(number: int, frame: FrameType | None) -> None:
+    def cancel(*signalled: object) -> None:
         if session.cancel():  # else no turn has begun, and nothing ends
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.signal(signal.SIGINT, cancel)
     try:
-        yield
+        with show_prompt_progress() as callback:
+            made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
+    except (RedrafterError, RuntimeError, MemoryError) as error:  # as when memory runs out
+        if not screen.interactive:
+            raise RedrafterError(one_line(error)) from error
+        screen.say("error", str(error))
+        return
     finally:
         signal.signal(signal.SIGINT, before)
+    screen.end_turn(made.last)
+    if made.finish_reason == "cancelled":
+        screen.say("stopped", "the conversation goes on")
 
 
 class Screen(ChatUI):
@@ -126,20 +108,17 @@ class Screen(ChatUI):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's writes colours into pipes, too
-        self.interactive = bool(self._console.is_terminal and sys.stdin and sys.stdin.isatty())
+        self.interactive = self._console.is_terminal and sys.stdin.isatty()
         self._tints = args.show_accepted and self._console.color_system is not None and not self._console.no_color
 
     def show_header(self, session: Session) -> None:
-        """What is loaded, and the commands; in a terminal."""
-        if not self.interactive:
-            return
+        """What is loaded, and the commands."""
         args, demo = self._args, "the packaged demo"
-        rows = [("model", args.model or demo), ("adapter", args.adapter_path)]
-        rows.append(("drafter", "none" if session.drafter is None else args.drafter or f"{demo}'s"))
-        rows.append(("max tokens", f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"))
-        rows.append(("system", args.system_prompt and shorten(args.system_prompt, 60, placeholder="...")))
-        rows.append(("template", None if session.tokenizer.has_chat_template else "none: it goes on with your text"))
-        print_header_panel(self._console, "mlx_redrafter.chat", [(name, escape(text)) for name, text in rows if text])
+        drafter = "none" if session.drafter is None else args.drafter or f"{demo}'s"
+        limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
+        rows = {"model": args.model or demo, "drafter": drafter, "max tokens": limit, "system": args.system_prompt}
+        given = [(name, escape(text)) for name, text in rows.items() if text]
+        print_header_panel(self._console, "mlx_redrafter.chat", given)
         print_chat_help(self._console)
 
     def prompt(self) -> str:
@@ -148,20 +127,12 @@ class Screen(ChatUI):
         Raises:
             EOFError: there will be no more.
         """
-        if sys.stdin is None:
-            raise EOFError
-        if not self.interactive:
-            return input()
-        try:
-            text: str = super().prompt()
-        except (EOFError, KeyboardInterrupt):
-            print()  # the cursor is on the line under the prompt
-            raise
-        return text
+        return str(super().prompt()) if self.interactive else input()
 
-    def stream_token(self, text: str, accepted: bool = False) -> None:
+    def show_token(self, response: GenerationResponse) -> None:
         """Shows a token's text at once; tinted if it was drafted, and if that is asked for and can be seen."""
-        super().stream_token(f"{TINT}{text}{UNTINT}" if text and accepted and self._tints else text)
+        tinted = self._tints and response.from_draft and response.text
+        self.stream_token(f"{TINT}{response.text}{UNTINT}" if tinted else response.text)
 
     def end_turn(self, response: GenerationResponse | None) -> None:
         """mlx-lm's line of counts and speeds, and one of the rounds if any drafted."""
@@ -172,10 +143,6 @@ class Screen(ChatUI):
                 f"{response.accepted} of {response.drafted} drafted accepted[/ui.muted]"
             )
 
-    def say_stopped(self) -> None:
-        """The answer was stopped by the user."""
-        self._console.print("  [ui.warn]stopped[/ui.warn] [ui.muted]the conversation goes on[/ui.muted]")
-
-    def say_error(self, error: Exception) -> None:
-        """The turn failed."""
-        self._console.print(f"  [ui.warn]error[/ui.warn] [ui.muted]{escape(str(error))}[/ui.muted]")
+    def say(self, what: str, text: str) -> None:
+        """Says what has ended the turn."""
+        self._console.print(f"  [ui.warn]{what}[/ui.warn] [ui.muted]{escape(text)}[/ui.muted]")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from .. import __version__
-from ..atomic_files import expand_path, replace_file, why_not_writable
+from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, load_pair
 from ..drafters.recurrent import Drafter
 from ..engine.plan import Plan, chain_plan
@@ -28,34 +27,33 @@ from ..errors import RedrafterError
 from ..planning.costs import CostTable, is_disturbed, load_costs
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, expected_tokens, predict_all, starting_plan
-from ..planning.sizing import CHEAP, choose_size
-from .arguments import Parser, add_model_flags
+from ..planning.sizing import choose_size
+from .arguments import make_parser
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
 """How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
-RATES = [step / 10_000 for step in range(9_501)]
-"""How often a drafter's first guess may be right; with the last rate a chain of four makes 4.52 tokens per round."""
-DISTURBED = "the measured times contradict each other, the machine was busy: measure again with --refresh"
-TO_FLOAT32 = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW --dtype float32"
+RATES = np.linspace(0, 0.95, 9501)
+"""How often a drafter's first guess may be right."""
+CHAIN_TOKENS = np.polyval([1] * 5, RATES)
+"""Tokens per round of a chain of four drafted tokens at each rate; up to 4.52."""
 
 
 def run() -> int:
     """Runs the command on `sys.argv`; its exit status."""
     about = "Measure whether drafting pays on this machine for a model, before a drafter is trained."
-    parser = Parser(prog="mlx_redrafter.doctor", description=about)
-    add_model_flags(parser, "a random one of the size that training would choose", plain=False)
+    parser = make_parser("doctor", about, "a random one of the size that training would choose")
     parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
     parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
-    plot = None if args.plot is None else check_plot(args.plot)
+    if args.plot is not None:
+        check_plot(args.plot)
     model, _, drafter = load_pair(args, args.model, args.drafter)
     report = diagnose(model, drafter, refresh=args.refresh)
     demo = {} if args.model else {"model": "demo", "drafter": args.drafter or "demo"}
-    print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else "\n".join(format_report(report)))
-    if plot is not None:
-        draw_plot(plot, report)
-        print(f"drawn: {plot}", file=sys.stderr)
+    print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report))
+    if args.plot is not None:
+        draw_plot(args.plot, report)
     return 0
 
 
@@ -72,17 +70,11 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         drafter, stand_in = Drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
+    mx.reset_peak_memory()
     args, not_finite = drafter.args, find_not_finite(model, drafter)
-    started: list[bool] = []
-
-    def on_measure() -> None:
-        print("measuring this machine for these models: a few seconds", file=sys.stderr)
-        started.append(True)
-        mx.reset_peak_memory()
-
-    costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh, on_measure=on_measure)
-    peak = mx.get_peak_memory() if started else None
+    costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
     acceptance = ((0.0,),) if not_finite else args.acceptance or UNKNOWN_ACCEPTANCE
+    rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, model_name(model), compute_dtype(model)),
@@ -98,18 +90,22 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         "no_trees": no_trees,
         "costs": costs._asdict(),
         "plain_steps": [[ms / plain for ms in row] for row, plain in zip(costs.verify, costs.plain, strict=True)],
-        "cliffs": list(find_cliffs(costs)),
+        "cliffs": [
+            {"context": context, "nodes": nodes, "before": before, "times": many / few}
+            for context, row in zip(costs.contexts, costs.verify, strict=True)
+            for (before, few), (nodes, many) in pairwise(zip(costs.counts, row, strict=True))
+            if not 0.8 <= many / few <= 1.25
+        ],
         "starts": [find_start(costs, acceptance, context) for context in costs.contexts],
         "outlooks": [
-            {"tokens_per_round": tokens, "context": context, "offer": find_offer(costs, guesses, context)}
-            for tokens in QUALITIES
-            for guesses in [make_acceptance(RATES[bisect_left(RATES, tokens, key=chain_tokens)])]
-            for context in costs.contexts
+            {"tokens_per_round": tokens, "context": at, "offer": find_offer(costs, make_acceptance(rate), at)}
+            for tokens, rate in zip(QUALITIES, rates, strict=True)
+            for at in costs.contexts
         ],
         "pays_from": [{"context": at, "tokens_per_round": find_break_even(costs, at)} for at in costs.contexts],
     }
     report["memory"] = {f"{role}_bytes": report[role]["weight_bytes"] for role in ("target", "drafter")}
-    report["memory"] |= {"machine_bytes": memory_bytes(), "peak_bytes": peak}
+    report["memory"] |= {"machine_bytes": memory_bytes(), "peak_bytes": mx.get_peak_memory()}
     return report | {"notes": list(find_notes(report, disturbed=is_disturbed(costs)))}
 
 
@@ -124,14 +120,12 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
 def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
     """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
     target, tokens = Target(model), mx.arange(16) % drafter.args.vocab_size
-    logits, hidden = target.forward(tokens, want_hidden=True)
+    hidden = target.forward(tokens, want_hidden=True)[1]
     assert hidden is not None
     embedded = target.embed(tokens).astype(drafter.dtype)
-    state = drafter.advance(embedded, drafter.advance(embedded, None))
-    guesses = drafter.logits(hidden.astype(drafter.dtype), state)
-    # Tokens that are never said or guessed may have the logit -inf.
-    parts = ("target", hidden), ("target", mx.maximum(logits, 0)), ("drafter", mx.maximum(guesses, 0))
-    return next((name for name, values in parts if not mx.isfinite(values).all().item()), None)
+    guesses = drafter.logits(hidden.astype(drafter.dtype), drafter.advance(embedded, drafter.advance(embedded, None)))
+    parts = {"target": hidden, "drafter": mx.maximum(guesses, 0)}  # a token that is never guessed may have -inf
+    return next((name for name, values in parts.items() if not mx.isfinite(values).all().item()), None)
 
 
 def make_acceptance(rate: float) -> Acceptance:
@@ -140,15 +134,10 @@ def make_acceptance(rate: float) -> Acceptance:
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
-def chain_tokens(rate: float) -> float:
-    """Tokens per round of a chain of four drafted tokens, each right at that rate if those before it are."""
-    return sum(rate**depth for depth in range(5))
-
-
 def find_break_even(costs: CostTable, context: int) -> float | None:
     """The least tokens per round of a chain of four with which some plan beats plain decoding; None: none does."""
     at = bisect_right(RATES, 1, key=lambda rate: find_offer(costs, make_acceptance(rate), context)["ratio"])
-    return chain_tokens(RATES[at]) if at < len(RATES) else None
+    return float(CHAIN_TOKENS[at]) if at < len(RATES) else None
 
 
 def find_offer(costs: CostTable, acceptance: Acceptance, context: int, plan: Plan | None = None) -> dict[str, Any]:
@@ -167,36 +156,23 @@ def find_start(costs: CostTable, acceptance: Acceptance, context: int) -> dict[s
     return {"context": context, "plan": plan, "offer": offer, "reason": reason}
 
 
-def find_cliffs(costs: CostTable) -> Iterator[dict[str, Any]]:
-    """Where more nodes make a forward 1.25 times as dear and cost twice the average of all, or 1.25 times as cheap."""
-    for context, row in zip(costs.contexts, costs.verify, strict=True):
-        average = (row[-1] - row[0]) / max(1, costs.counts[-1] - costs.counts[0])
-        for (before, few), (nodes, many) in pairwise(zip(costs.counts, row, strict=True)):
-            if (many > 1.25 * few and many - few > 2 * average * (nodes - before)) or few > 1.25 * many:
-                yield {"context": context, "nodes": nodes, "before": before, "times": many / few}
-
-
 def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
     """What a user should know, the most serious first."""
-    machine, target, drafter, costs = (report[name] for name in ("machine", "target", "drafter", "costs"))
+    machine, target, drafter = report["machine"], report["target"], report["drafter"]
     if odd := report["not_finite"]:
-        remedy = TO_FLOAT32 if odd == "drafter" else "its weights are damaged, or need another dtype"
+        convert = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW --dtype float32"
+        remedy = convert if odd == "drafter" else "its weights are damaged, or need another dtype"
         yield f"in {report[odd]['dtype']} the {odd}'s numbers are not finite: {remedy}"
     if disturbed:
-        yield DISTURBED
+        yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
             openblas = "apt install libopenblas0-pthread, then put LD_PRELOAD=libopenblas.so.0 before the command"
             yield f"no fast BLAS was found: a forward of N nodes costs nearly N plain steps. Debian, Ubuntu: {openblas}"
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
-    if drafter["stand_in"] is None:
-        if drafter["acceptance_assumed"]:
-            yield "the drafter's config has no acceptance: what is predicted of it rests on an assumption"
-        if drafter["dtype"] == "float16" and machine["chip"].split()[1:2] in (["M1"], ["M2"]):
-            yield f"float16 drafters were reported to have no token accepted on M1 and M2; if so, {TO_FLOAT32}"
-    if (share := costs["level"][0] / costs["plain"][0]) > 2 * CHEAP:
-        yield f"a draft level costs {share:.2f} plain steps, training aims at {CHEAP}: a large drafter for its target"
+    if drafter["stand_in"] is None and drafter["acceptance_assumed"]:
+        yield "the drafter's config has no acceptance: what is predicted of it rests on an assumption"
 
 
 def describe_plan(plan: Plan) -> str:
@@ -204,30 +180,20 @@ def describe_plan(plan: Plan) -> str:
     return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
 
 
-def format_verdict(report: dict[str, Any], limits: list[str]) -> str:
-    """Whether drafting pays, where `limits` are the tokens per round from which it does after each context."""
-    if report["not_finite"]:
-        return f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite."
-    drafter, start, least = report["drafter"], report["starts"][0], report["pays_from"][0]["tokens_per_round"]
-    pays = start["plan"] if drafter["stand_in"] is None else least
-    text = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
-    text += f" from {limits[0]} tokens per round on"
-    if drafter["stand_in"] is None:
-        text += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
-        text += f"about {start['offer']['ratio']:.2f} times plain decoding"
-    longer = zip(report["costs"]["contexts"][1:], limits[1:], strict=True)
-    return f"{text}." + "".join(f" After {context:,} tokens: from {limit} on." for context, limit in longer)
-
-
-def format_report(report: dict[str, Any]) -> list[str]:
-    """Lines of text: the verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
-    costs, drafter = report["costs"], report["drafter"]
+def format_report(report: dict[str, Any]) -> str:
+    """The verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
+    costs, drafter, start = report["costs"], report["drafter"], report["starts"][0]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
-    limits = [f"{tokens:.2f}" if tokens else f"more than {chain_tokens(RATES[-1]):.2f}" for tokens in least]
-    verdict = format_verdict(report, limits)
-    if report["notes"][:1] == [DISTURBED]:
-        verdict = f"No verdict: {DISTURBED}. By these times: {verdict[0].lower()}{verdict[1:]}"
-    text = [verdict, *(f"Warning: {note}." for note in report["notes"] if note != DISTURBED), ""]
+    limits = [f"{tokens:.2f}" if tokens else f"more than {CHAIN_TOKENS[-1]:.2f}" for tokens in least]
+    pays = least[0] if drafter["stand_in"] else start["plan"]
+    verdict = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
+    verdict += f" from {limits[0]} tokens per round on"
+    if report["not_finite"]:
+        verdict = f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite"
+    elif not drafter["stand_in"]:
+        verdict += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
+        verdict += f"about {start['offer']['ratio']:.2f} times plain decoding"
+    text = [f"{verdict}.", *(f"Warning: {note}." for note in report["notes"]), ""]
     text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for role in ("target", "drafter"):
         name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))
@@ -236,18 +202,13 @@ def format_report(report: dict[str, Any]) -> list[str]:
         text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
-    text += [
-        "",
-        "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):",
-    ]
+    text += ["", "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):"]
     for start in report["starts"]:
         kind = "" if start["plan"] else "plain decoding, as the best plan "
         text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")
-    lines = [line for part in text for line in wrap(part, 80, subsequent_indent="  ", break_on_hyphens=False) or [""]]
 
     after = [f"after {context:,} tokens" for context in costs["contexts"]]
-    when = "earlier (--refresh)" if report["memory"]["peak_bytes"] is None else "now"
-    table = [("",), (f"Milliseconds (and plain steps) of a forward, measured {when}:",), ("nodes", *after)]
+    table = [("",), ("Milliseconds (and plain steps) of a forward; --refresh measures again:",), ("nodes", *after)]
     table.append(("plain step", *(f"{ms:.2f} (1.00)" for ms in costs["plain"])))
     for at, nodes in enumerate(costs["counts"]):
         row = zip(costs["verify"], report["plain_steps"], strict=True)
@@ -257,22 +218,19 @@ def format_report(report: dict[str, Any]) -> list[str]:
         offers = [each["offer"] for each in report["outlooks"] if each["tokens_per_round"] == tokens]
         table.append((f"{tokens:.2f}", *(f"{offer['ratio']:.2f} ({describe_plan(offer['plan'])})" for offer in offers)))
     table.append(("pays from", *limits))
-    return [*lines, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)]
+    return "\n".join([*text, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)])
 
 
-def check_plot(name: str) -> Path:
-    """The path of a PNG that can be written; anything else is refused before anything is measured."""
+def check_plot(name: str) -> None:
+    """Refuses what cannot be drawn before anything is measured."""
     path = expand_path(name)
-    if path.suffix.lower() != ".png":
-        raise RedrafterError(f"--plot: expected a name that ends in .png, got {name}")
-    if why := why_not_writable(path) if path.parent.is_dir() else f"no folder {path.parent}":
-        raise RedrafterError(f"--plot cannot write to {path}: {why}")
+    if path.suffix.lower() != ".png" or not path.parent.is_dir():
+        raise RedrafterError(f"--plot: expected a name that ends in .png, in a folder that exists, got {name}")
     if find_spec("matplotlib") is None:
         raise RedrafterError("--plot needs matplotlib: pip install matplotlib")
-    return path
 
 
-def draw_plot(path: Path, report: dict[str, Any]) -> None:
+def draw_plot(name: str, report: dict[str, Any]) -> None:
     """Draws costs and predicted speeds to a PNG, written whole or not at all."""
     from matplotlib.figure import Figure
 
@@ -285,5 +243,5 @@ def draw_plot(path: Path, report: dict[str, Any]) -> None:
     costs.set(xlabel="nodes of a forward", ylabel="plain steps", ylim=(0, None))
     speeds.set(xlabel="tokens per round of a chain of 4 drafted tokens", ylabel="predicted speed over plain decoding")
     speeds.legend()
-    with replace_file(path) as partial:
+    with replace_file(expand_path(name)) as partial:
         figure.savefig(partial, dpi=120, format="png")

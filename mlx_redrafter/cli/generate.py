@@ -6,61 +6,63 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT
-from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
 from ..drafters.recurrent import Drafter
 from ..engine.sampling import Sampler
 from ..errors import RedrafterError
-from ..generate import GenerationResponse, is_text, stream_generate, summary
-from ..options import AUTO, OFF, Options, add_options
+from ..generate import GenerationResponse, draw_seed, is_text, stream_generate, summary
+from ..options import AUTO, OFF, Options
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
-from .arguments import Parser, add_model_flags, add_template_flag, load_models, read_options, read_template_config
+from .arguments import load_models, make_text_parser, read_options
+from .main import Parser
 
 DEMO_PROMPT = "def main("
 NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"
 WARM_UP_TOKENS = 16
 """What `--compare` decodes on each side before it measures."""
-
-NEGLIGIBLE = -20.0
-"""Log-probabilities below this are not compared, but those of the chosen tokens."""
+ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
+"""On stderr, in a terminal; it appears after a second and goes at the end."""
+Stream = partial[Generator[GenerationResponse, None, None]]
+"""`stream_generate` with its arguments."""
 
 
 def run() -> int:
     """Generates as `sys.argv` says; the exit status, 1 if `--compare` finds a token that differs."""
     args = make_parser().parse_args()
-    options, template = read_options(args), read_template_config(args)
-    if args.compare and (args.no_drafter or (args.model and not args.drafter)):
-        raise RedrafterError("--compare needs a drafter: give --drafter, or leave out --model for the packaged demo")
-    if args.compare and args.plan == OFF:
-        raise RedrafterError("--compare needs a plan that drafts, got --plan off")
-    if args.compare and args.prompt_cache_file:
-        raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
-    tokenizer_config: dict[str, Any] = {}
+    options, tokenizer_config = read_options(args), dict[str, Any]()
+    if args.compare:
+        if args.no_drafter or args.plan == OFF or (args.model and not args.drafter):
+            raise RedrafterError("--compare needs a drafter and a plan that drafts: give --drafter, or no --model")
+        if args.prompt_cache_file:
+            raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    prompt = make_prompt(args, tokenizer, template)
-    stream = partial(stream_generate, model, tokenizer, prompt, stop=[unescape(text) for text in args.stop])
+    options["seed"] = draw_seed() if args.seed is None else args.seed
+    prompt, stop = make_prompt(args, tokenizer), [unescape(text) for text in args.stop]
+    stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
     show, verdict = args.verbose and not args.json, None
     if args.compare:
-        options["xtc_special_tokens"] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        decoded, verdict = compare(stream, drafter, options, len(prompt), show=show)
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        sampler = Options(**options, xtc_special_tokens=special).make_sampler(options["seed"])
+        decoded, verdict = compare(stream, sampler, len(prompt), show=show)
     else:
-        decoded = decode(stream, drafter, options, show=show)
+        decoded = decode(stream, show=show)
     if args.json:
         print(json.dumps(make_record(args, drafter, decoded) | ({"compare": verdict} if verdict else {})))
     else:
@@ -76,11 +78,9 @@ def run() -> int:
 
 def make_parser() -> Parser:
     """The parser: mlx-lm's flags, meanings and defaults, and what drafting adds."""
-    description = "Generate text with speculative decoding: the text of plain decoding, in less time."
-    parser = Parser(prog="mlx_redrafter.generate", description=description)
+    about = "Generate text with speculative decoding: the text of plain decoding, in less time."
+    parser = make_text_parser("generate", about)
     add = parser.add_argument
-    add_model_flags(parser)
-    add_template_flag(parser)
     add("--prompt", "-p", help="the prompt; '-' reads from stdin")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
@@ -91,7 +91,6 @@ def make_parser() -> Parser:
     add("--verbose", type=parse_bool, default=True, help="F prints the text alone, at the end (default: %(default)s)")
     add("--compare", action="store_true", help="decode plainly, then with the drafter; exit 1 if a token differs")
     add("--json", action="store_true", help="print one JSON object instead of the text")
-    add_options(parser)
     parser.set_defaults(max_tokens=DEFAULT_MAX_TOKENS)
     return parser
 
@@ -112,16 +111,9 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
     file = args.prompt_cache_file
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
-        config = json.loads(metadata.get("tokenizer_config", "{}"))
+        config = dict(json.loads(metadata.get("tokenizer_config", "{}")))
     except Exception as error:  # a damaged file may raise anything
         raise RedrafterError(f"cannot read the prompt cache {file}: {error}") from error
-    if not cache or not isinstance(config, dict):
-        what = "a tokenizer_config that is not a JSON object" if cache else "no layers"
-        raise RedrafterError(f"the prompt cache {file} has {what}")
-    if isinstance(cache[0], QuantizedKVCache):
-        for flag, got in (("kv_bits", cache[0].bits), ("kv_group_size", cache[0].group_size)):
-            if (asked := getattr(args, flag)) not in (None, got):
-                raise RedrafterError(f"--{flag.replace('_', '-')} is {asked}, the prompt cache has {got}")
     made_with = metadata.get("model", args.model)
     if args.model not in (None, made_with):
         raise RedrafterError(f"the prompt cache was made with {made_with}, got --model {args.model}")
@@ -129,33 +121,26 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
     return cache, config
 
 
-def make_prompt(args: argparse.Namespace, tokenizer: Any, template: dict[str, Any]) -> list[int]:
-    """The prompt's token ids, through the chat template where there is one, as in mlx-lm.
-
-    Args:
-        template: more arguments for the chat template.
-    """
+def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The prompt's token ids, through the chat template where there is one, as in mlx-lm."""
     text = args.prompt
     if text is None:
         text = DEFAULT_PROMPT if args.model else DEMO_PROMPT
     text = sys.stdin.read() if text == "-" else unescape(text)
-    system, answer = args.system_prompt, args.prefill_response
-    for name, given in (("prompt", text), ("system prompt", system), ("prefill response", answer)):
-        if given is not None and not is_text(given):
-            raise RedrafterError(f"the {name} is not UTF-8")
     has_template = tokenizer.has_chat_template and not args.ignore_chat_template
     if has_template:
 
         def apply(text: str) -> str:
-            messages = [("system", system), ("user", text), ("assistant", answer)]
+            messages = [("system", args.system_prompt), ("user", text), ("assistant", args.prefill_response)]
             given = [{"role": role, "content": content} for role, content in messages if content is not None]
-            return render(tokenizer, given, template, prefilled=answer is not None)
+            template = args.chat_template_config or {}
+            return render(tokenizer, given, template, prefilled=args.prefill_response is not None)
 
         # A prompt cache holds what the template puts before the user's message.
         text = apply(text)[apply("<query>").index("<query>") if args.prompt_cache_file else 0 :]
+    if not is_text(text):
+        raise RedrafterError("the prompt is not UTF-8")
     ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_template)
-    if not ids:
-        raise RedrafterError("the prompt is empty: expected at least one token")
     return ids
 
 
@@ -174,29 +159,26 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    stream: Callable[..., Iterator[GenerationResponse]],
-    drafter: Drafter | None,
-    options: dict[str, Any],
+    stream: Stream,
     *,
     show: bool = False,
     label: str | None = None,
     expected: Sequence[int] = (),
+    **options: Any,
 ) -> Decoded:
     """Decodes a text, with a progress bar while a long prompt is read.
 
     Args:
-        stream: `stream_generate` without drafter and options.
         show: whether to print the text as it is made.
         label: of a progress bar over the tokens; None for no bar.
         expected: see `Decoded`.
+        options: instead of those of `stream`.
     """
-    tokens, text, row = list[int](), "", None
+    tokens, text, row, others = list[int](), "", None, iter(expected)
     with show_prompt_progress() as callback:
-        responses = stream(drafter=drafter, prompt_progress_callback=callback, **options)
-        first = next(responses)  # then the prompt's bar is gone
-        total = None if options["max_tokens"] == -1 else options["max_tokens"]
-        for last in make_bar(chain([first], responses), label, hidden=label is None, total=total):
-            if row is None and expected and [last.token] != expected[len(tokens) : len(tokens) + 1]:
+        responses = stream(prompt_progress_callback=callback, **options)
+        for last in responses if label is None else ProgressBar(responses, label):
+            if row is None and expected and last.token != next(others, None):
                 row = last.logprobs
             tokens.append(last.token)
             text += last.text
@@ -205,16 +187,10 @@ def decode(
     return Decoded(tokens, text, last, row)
 
 
-def make_bar(responses: Any, label: str | None, *, hidden: bool = False, total: int | None = None) -> Any:
-    """A progress bar on stderr, in a terminal; it appears after a second and goes at the end."""
-    hidden = hidden or not sys.stderr.isatty()
-    return tqdm(responses, label, total, unit="token", leave=False, delay=1.0, disable=hidden)
-
-
 @contextmanager
 def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
     """A progress bar while a prompt is read; yields a `prompt_progress_callback`."""
-    with make_bar(None, "prompt") as bar:
+    with ProgressBar(desc="prompt") as bar:
 
         def callback(done: int, total: int) -> None:
             bar.total = total
@@ -225,30 +201,20 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
         yield callback
 
 
-def compare(
-    stream: Callable[..., Iterator[GenerationResponse]],
-    drafter: Drafter | None,
-    options: dict[str, Any],
-    prompt_tokens: int,
-    *,
-    show: bool,
-) -> tuple[Decoded, dict[str, Any]]:
+def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the text with the drafter, the `compare` field of `--json`); each side is warmed up first."""
-    limit = options["max_tokens"]
-    for side in (None, drafter):
-        warm = decode(
-            stream, side, options | {"max_tokens": WARM_UP_TOKENS if limit == -1 else min(WARM_UP_TOKENS, limit)}
-        )
-        options = options | {"seed": warm.last.seed}
-    plain = decode(stream, None, options, label="plain decoding")
-    drafted = decode(stream, drafter, options, show=show, label=None if show else "drafting", expected=plain.tokens)
-    token, difference = first_difference(plain.tokens, drafted.tokens), None
-    if token is not None:
-        difference = Difference(token, 0.0, 0.0, rounding=False)  # as it stays where one text is only longer
-        if drafted.row is not None and token < len(plain.tokens):
-            row = decode(stream, None, options | {"max_tokens": token + 1}).last.logprobs
-            chosen, sampler = (plain.tokens[token], drafted.tokens[token]), Options(**options).make_sampler(seed=0)
-            difference = judge_difference(token, (row, drafted.row), chosen, sampler, prompt_tokens + token)
+    plain_stream = partial(stream, drafter=None)
+    for side in (plain_stream, stream):
+        decode(side, max_tokens=WARM_UP_TOKENS)
+    plain = decode(plain_stream, label="plain decoding")
+    drafted = decode(stream, show=show, label=None if show else "drafting", expected=plain.tokens)
+    at, difference = first_difference(plain.tokens, drafted.tokens), None
+    if at is not None:
+        difference = Difference(at, 0.0, 0.0, rounding=False)  # as it stays where one text is only longer
+        if drafted.row is not None and at < len(plain.tokens):
+            rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
+            chosen = (plain.tokens[at], drafted.tokens[at])
+            difference = judge_difference(at, rows, chosen, sampler, prompt_tokens + at)
     return drafted, {
         "plain_generation_tps": plain.last.generation_tps,
         "generation_tps": drafted.last.generation_tps,
@@ -260,21 +226,19 @@ def compare(
 
 def describe(verdict: dict[str, Any], tokens: int) -> str:
     """What `compare` found, in two lines."""
-    text = "plain {plain_generation_tps:.1f}, with the drafter {generation_tps:.1f} tokens-per-sec: {ratio:.2f} times\n"
+    plain, drafted = verdict["plain_generation_tps"], verdict["generation_tps"]
+    text = f"plain {plain:.1f}, with the drafter {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
     if verdict["identical"]:
-        return text.format(**verdict) + f"all {tokens} tokens identical"
-    found = verdict["difference"]
-    kind = "a tie that rounding decides" if found["rounding"] else "more than rounding explains: please report it"
-    gap = (
-        "token {token} differs: the log-probabilities there are {distance:.2g} apart, rounding explains {margin:.2g}: "
-    )
-    return text.format(**verdict) + gap.format(**found) + kind
+        return f"{text}all {tokens} tokens identical"
+    token, distance, margin, rounding = verdict["difference"].values()
+    kind = "a tie that rounding decides" if rounding else "more than rounding explains: please report it"
+    text += f"token {token} differs: the log-probabilities there are {distance:.2g} apart, "
+    return f"{text}rounding explains {margin:.2g}: {kind}"
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token that two texts do not share; None if they are equal."""
-    differs = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return min(len(one), len(other)) if differs is None and len(one) != len(other) else differs
+    return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 class Difference(NamedTuple):
@@ -282,7 +246,7 @@ class Difference(NamedTuple):
 
     Attributes:
         token: its index in the text.
-        distance: the largest difference there between the two sides' log-probabilities, but for negligible ones.
+        distance: the larger of how far apart the two sides' log-probabilities of the two tokens are.
         margin: the largest distance that rounding explains.
         rounding: whether rounding explains the difference.
     """
@@ -298,11 +262,11 @@ def judge_difference(
 ) -> Difference:
     """Judges whether rounding explains that two sides chose different tokens.
 
-    A forward of one row and one of several round differently, by at most `margin`: four steps of the dtype at the size
-    of the logits, and at least 0.001. What a side maximizes is the log-probability or, where tokens are sampled,
+    A forward of one row and one of several round differently, by at most `margin`: four steps of the dtype at logits
+    of 20, and at least 0.001. What a side maximizes is the log-probability or, where tokens are sampled,
     log-probability / temperature + noise, a sum that may tie to the last bit even in float32. So rounding explains a
-    difference if the rows are no farther apart than that, and each side chose the better one of the two tokens by its
-    own row and the noise that both share, give or take the last bits.
+    difference if the sides are no farther apart than that at both tokens, and each chose the better one by its own
+    row and the noise that both share, give or take the last bits.
 
     Args:
         token: the index in the text.
@@ -312,11 +276,9 @@ def judge_difference(
         position: of the token in the prompt and the text together.
     """
     one, other = (row.astype(mx.float32) for row in rows)
-    compared, both = mx.maximum(one, other) > NEGLIGIBLE, mx.array(chosen)
-    compared[both] = True
-    distance: float = mx.where(compared, mx.abs(one - other), 0).max().item()  # type: ignore[assignment]
-    spread: float = (one.max() - mx.where(compared, one, one.max()).min()).item()  # type: ignore[assignment]
-    margin = max(1e-3, 4 * mx.finfo(rows[0].dtype).eps * spread)
+    both = mx.array(chosen)
+    distance: float = mx.abs(one - other)[both].max().item()  # type: ignore[assignment]
+    margin = max(1e-3, 4 * 20 * mx.finfo(rows[0].dtype).eps)
     draws = sampler.draws(mx.array(position), 1, one.size)
     scores = [row[both] if draws is None else sampler.adjust(row[None], draws, 0)[0, both] for row in (one, other)]
     last_bits = 4 * mx.finfo(mx.float32).eps * mx.abs(mx.concatenate(scores)).min()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
 import warnings
 from importlib import import_module
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import one_line
-
-PARENT = os.getppid()
-"""Who started this process, before it can go: stdio ends with it, and importing MLX takes a second."""
 
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
@@ -32,6 +31,14 @@ NO_BACKEND = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a usage error in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+
+
 def main(command: str | None = None) -> None:
     """Runs a command on `sys.argv`, and exits with its status.
 
@@ -39,26 +46,18 @@ def main(command: str | None = None) -> None:
         command: one of `COMMANDS`; None takes it from the first argument.
     """
     if command is None:
-        command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    if command in ("-h", "--help"):
-        listed = "\n".join(f"  {name:10}{text}" for name, (_, text) in COMMANDS.items())
-        print(f"usage: mlx_redrafter COMMAND ...\n       mlx_redrafter --version\n\ncommands:\n{listed}\n")
-        print("'mlx_redrafter COMMAND --help' lists a command's options.")
-    elif command == "--version":
-        print(__version__)
-    elif command in COMMANDS:
-        run_module(COMMANDS[command][0])
-    else:
-        wrong = f"expected a command, got {command!r}" if command else "expected a command"
-        print(f"mlx_redrafter: error: {wrong}; see --help", file=sys.stderr)
-        sys.exit(2)
+        listed = "".join(f"\n  {name:10}{text}" for name, (_, text) in COMMANDS.items())
+        epilog = f"commands:{listed}\n\n'mlx_redrafter COMMAND --help' lists a command's options."
+        parser = Parser("mlx_redrafter", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--version", action="version", version=__version__)
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+        command = parser.parse_args(sys.argv[1:2]).command
+        del sys.argv[1]
+    run_module(COMMANDS[command][0])
 
 
 def run_module(module: str) -> None:
     """Imports `module`, calls its `run()`, and exits with what that returns; errors become one line on stderr."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the parent process
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
     warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # what shows a log that a command has not set up
@@ -73,23 +72,14 @@ def run_module(module: str) -> None:
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        discard_stdout()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush cannot fail
         status = 1
     except (ValueError, OSError) as error:
-        discard_stdout()
         exit_with_error(one_line(error))
     sys.exit(status)
 
 
-def discard_stdout() -> None:
-    """Sends what is still buffered for stdout to the null device, so that Python's last flush cannot fail."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        return  # stdout is closed, or not a file
-
-
-def exit_with_error(message: str) -> None:
+def exit_with_error(message: str) -> NoReturn:
     """Prints one line on stderr and exits with 1."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(1)

@@ -22,17 +22,15 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """(command, *flags, stdin=bytes or None) -> (exit status, stdout, stderr)."""
+    """(command, *flags, stdin=bytes) -> (exit status, stdout, stderr)."""
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(logging, "lastResort", logging.lastResort)
 
-    def call(command: str, *flags: str, stdin: bytes | None = b"") -> tuple[int, str, str]:
+    def call(command: str, *flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [command, *flags])
-        monkeypatch.setattr(sys, "stdin", None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
         with pytest.raises(SystemExit) as ended:
             main(command)
-        if stdin is None:
-            sys.stdin.close()
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 
@@ -61,6 +59,6 @@ def chat_target(pair: tuple[str, str], tmp_path: Path) -> str:
     target.mkdir()
     for file in Path(pair[0]).iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{{ end }}"
     (target / "chat_template.jinja").write_text(template)
     return str(target)

@@ -12,10 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, Self
 
-import mlx.core as mx
 import pytest
 from mlx_lm.chat import setup_arg_parser
 from sessions import make_session
@@ -47,23 +45,18 @@ Run = Any
 
 
 class Terminal:
-    """A chat in a terminal of its own.
+    """A chat with these flags in a terminal of its own, and more variables in its environment."""
 
-    Args:
-        flags: of the chat.
-        environment: more variables; None removes one.
-    """
-
-    def __init__(self, *flags: str, **environment: str | None) -> None:
+    def __init__(self, *flags: str, **environment: str) -> None:
         self._master, slave = os.openpty()
-        wanted = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": None, "FORCE_COLOR": None, **environment}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", IN_TERMINAL, *flags],
             stdin=slave,
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            env={name: value for name, value in wanted.items() if value is not None},
+            env=inherited | {"TERM": "xterm-256color"} | environment,
         )
         os.close(slave)
         self._seen = ""
@@ -135,7 +128,7 @@ def tint(responses: list[GenerationResponse]) -> str:
     return "".join(f"{TINT}{each.text}{UNTINT}" if each.from_draft and each.text else each.text for each in responses)
 
 
-def test_a_terminal_shows_a_sessions_turns_and_tints_accepted_tokens() -> None:
+def test_a_terminal_shows_turns_and_tints_accepted_tokens() -> None:
     with Terminal(*FIXED, "-m", "30", "--show-accepted") as terminal:
         shown = [terminal.ask("def main("), terminal.ask("class Stack:")]
         rounds = terminal.read_until(PROMPT)
@@ -150,7 +143,7 @@ def test_a_terminal_shows_a_sessions_turns_and_tints_accepted_tokens() -> None:
     assert status == 0 and re.search(r"\n(\x1b\[[0-9;]*m)*bye(\x1b\[[0-9;]*m)*\n$", last), "on a line of its own"
 
 
-def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat() -> None:
+def test_ctrl_c_stops_an_answer_or_the_chat() -> None:
     with Terminal(*FIXED, "-m", "-1", "--show-accepted", NO_COLOR="1") as terminal:
         terminal.read_until(PROMPT)
         terminal.type("def main(\n")
@@ -160,47 +153,25 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat() -> None:
         first += terminal.read_until(COUNTS)
         terminal.read_until("stopped.*the conversation goes on")
         terminal.read_until(PROMPT)
-        terminal.type("class Stack:\n")
-        terminal.read_until("class Stack:\n\n")
-        second = terminal.read_until(r"(?s).{60}")
-        terminal.type(CTRL_C)
-        terminal.read_until(COUNTS)
-        terminal.read_until(PROMPT)
         last = terminal.read_until("bye", CTRL_C)
         status, rest = terminal.wait()
     found = re.search(COUNTS, first)
-    assert found is not None and TINT not in first + second
+    assert found is not None and TINT not in first
     count = int(found["count"])
     session = demo_session(max_tokens=-1)
     answer = session.send("def main(", on_token=lambda each: each.generation_tokens == count and session.cancel())
     assert len(answer.tokens) == count and re.sub(r"\^C", "", first[: found.start()]) == answer.text
-    text = ""
-    for response in session.stream("class Stack:"):
-        text += response.text
-        if len(text) >= 60:
-            break
-    assert text.startswith(second[:60])
     assert status == 130 and "Traceback" not in last + rest and rest == "\n" and last.endswith("\nbye")
 
 
-def test_a_second_ctrl_c_in_an_answer_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     session, before = make_session(max_tokens=-1), signal.getsignal(signal.SIGINT)
     screen = Screen(argparse.Namespace(show_accepted=False))
     with pytest.raises(KeyboardInterrupt):
         monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
-        monkeypatch.setattr(screen, "stream_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
+        monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
         chat.answer(session, screen, "hello")
     assert signal.getsignal(signal.SIGINT) is before and session.messages
-
-
-def test_ctrl_c_before_a_turn_is_not_the_first_of_two() -> None:
-    session, count = make_session(max_tokens=40), 0
-    with chat.cancel_on_interrupt(session):
-        os.kill(os.getpid(), signal.SIGINT)
-        for count, _ in enumerate(session.stream("hello"), 1):
-            if count == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-    assert count == 3 and session.messages
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +182,7 @@ def same_handler() -> Iterator[None]:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_pipe_is_read_to_its_end_and_gets_no_escapes(run: Run) -> None:
+def test_a_pipe_gets_text_without_escapes(run: Run) -> None:
     status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=b"def main(\n\nclass Stack:")
     session = demo_session(max_tokens=9)
     texts = [session.send(text).text for text in ("def main(", "class Stack:")]
@@ -226,54 +197,26 @@ def test_r_resets_and_h_helps_and_q_ends(run: Run) -> None:
     assert "reset context cleared" in out and "commands    q exit" in out and out.endswith("bye\n")
 
 
-def test_answers_are_equal_with_and_without_the_drafter(run: Run) -> None:
-    flags, stdin = ("-m", "12", "--temp", "0.8", "--seed", "4"), b"def main(\nclass A:\n"
-    outs = [run("chat", *flags, *more, stdin=stdin)[1] for more in (FIXED, ["--no-drafter"])]
-    texts = [re.sub(r"\n  .* (tok/s|drafted).*", "", out) for out in outs]
-    assert texts[0] == texts[1] and "tokens per round" in outs[0] and "tokens per round" not in outs[1]
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (["--temp", "-1"], "error: temp must be at least 0, got -1.0"),
         (["--max-tokens", "0"], "error: max_tokens must be -1 (no limit) or at least 1, got 0"),
-        (["--adapter-path", "x"], "error: --adapter-path needs --model"),
-        (["--model", "/nowhere/at/all"], "error: no such directory"),
-        (["--draft-depth", "0"], "error: draft_depth must be from 1 to 256, got 0"),
         (["--max-kv-size", "3", "--model", "/nowhere/at/all"], "error: max_kv_size must be at least 8, got 3"),
-        (["--no-drafter", "--beam-width", "3"], "error: --beam-width says what is drafted"),
         (["--kv-bits", "5.5"], "mlx_redrafter.chat: error: argument --kv-bits: invalid int value: '5.5'; see --help"),
         (["--plan", "maybe"], "mlx_redrafter.chat: error: argument --plan: invalid choice: 'maybe'"),
-        (["--chat-template-config", "[]"], "error: --chat-template-config must be a JSON object, got []"),
     ],
 )
 def test_wrong_flags_are_refused_in_a_line(run: Run, flags: list[str], reason: str) -> None:
     status, out, err = run("chat", *flags)
-    assert status in (1, 2) and out == "" and err.splitlines()[-1].startswith(reason)
-    assert len(err.splitlines()) <= 2, "the first one names the demo"
+    assert status in (1, 2) and out == "" and err.count("\n") == 1 and err.startswith(reason)
 
 
-def test_several_processes_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2))
-    assert run("chat") == (1, "", "error: chat runs in one process, got 2\n")
-
-
-def test_a_message_that_is_not_utf8_ends_a_pipe(run: Run) -> None:
-    status, out, err = run("chat", *FIXED, stdin=b"\xff\n")
-    assert (status, out) == (1, "") and err.endswith("error: the message is not UTF-8\n")
-
-
-def test_without_input_the_chat_ends(run: Run) -> None:
-    assert run("chat", *FIXED, stdin=None)[:2] == (0, "bye\n")
-
-
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_an_error_ends_a_turn_in_a_terminal_and_the_chat_in_a_pipe(
-    run: Run, error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_ends_a_turn_or_a_pipe(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any, **options: Any) -> Any:
-        raise error("[malloc] Unable to allocate 8 bytes.")
+        raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 
     session, screen = make_session(), Screen(argparse.Namespace(show_accepted=False))
     screen.interactive = True
@@ -297,18 +240,6 @@ def test_the_system_prompt_goes_with_the_first_message(capsys: pytest.CaptureFix
     assert [each["role"] for each in session.messages] == ["system", *["user", "assistant"] * 2]
 
 
-def test_arguments_of_the_template_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def record(*pair: Any, **options: Any) -> Session:
-        seen.append(options["chat_template_config"])
-        return Session(*pair, **options)
-
-    monkeypatch.setattr(chat, "Session", record)
-    assert run("chat", "--chat-template-config", '{"enable_thinking": false}')[0] == 0
-    assert seen == [{"enable_thinking": False}]
-
-
-def test_flags_and_defaults_are_those_of_mlx_lms_chat() -> None:
+def test_flags_are_those_of_mlx_lms_chat() -> None:
     ours, theirs = vars(chat.make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
     assert {name: ours[name] for name in theirs} == theirs | {"model": None}

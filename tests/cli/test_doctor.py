@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,17 +16,15 @@ from small import small_drafter, small_llama
 from toys import make_model, snapshot
 
 from mlx_redrafter.checkpoints import save_drafter
-from mlx_redrafter.cli.doctor import describe_plan, diagnose, find_break_even, format_report, make_acceptance
-from mlx_redrafter.cli.main import run_module
+from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report, make_acceptance
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.supported_models import REFUSED, model_sizes
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.planning import costs as cost_table
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, expected_tokens, starting_plan
 
-ROOT = Path(__file__).parents[2]
 GOOD = [[0.9, 0.02], [0.8, 0.03]]
 
 CURVES: dict[str, Callable[[int], float]] = {
@@ -76,39 +71,20 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
     monkeypatch.setattr("platform.system", lambda: system)
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """arguments -> (exit status, stdout, stderr)."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["doctor", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            run_module("mlx_redrafter.cli.doctor")
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 def make_drafter(model: nn.Module, **more: Any) -> Drafter:
     """A drafter that knows nothing."""
     return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
-
-
-def words(report: dict[str, Any]) -> str:
-    """The text on one line."""
-    return " ".join(" ".join(format_report(report)).split())
 
 
 @pytest.mark.parametrize(
     ("curve", "acceptance", "verdict"),
     [
         ("flat", GOOD, "A drafter pays on this machine from 1.04 tokens per round on; this drafter is expected to make "
-                       "3.66: about 3.34 times plain decoding. After 1,024 tokens: from 1.03 on. "),
+                       "3.66: about 3.34 times plain decoding.\n"),
         ("flat", [[0.01]], "Drafting does not pay here: a drafter pays from 1.04 tokens per round on; this drafter is "
-                           "expected to make 1.01: about 0.94 times plain decoding. "),
+                           "expected to make 1.01: about 0.94 times plain decoding.\n"),
         ("linear", GOOD, "Drafting does not pay here: a drafter pays from more than 4.52 tokens per round on; this "
-                         "drafter is expected to make 3.66: about 0.93 times plain decoding. "),
+                         "drafter is expected to make 3.66: about 0.93 times plain decoding.\n"),
     ],
 )  # fmt: skip
 def test_verdict_for_a_drafter_comes_first(
@@ -116,23 +92,26 @@ def test_verdict_for_a_drafter_comes_first(
 ) -> None:
     measured.costs = make_costs(curve)
     model = make_model()
-    assert words(diagnose(model, make_drafter(model, acceptance=acceptance))).startswith(verdict)
+    before = snapshot(model)
+    report = diagnose(model, make_drafter(model, acceptance=acceptance))
+    assert format_report(report).startswith(verdict) and snapshot(model) == before
+    assert report["notes"] == [] and "Warning" not in format_report(report)
 
 
 @pytest.mark.parametrize(("curve", "verdict"), [("flat", "A drafter pays "), ("linear", "Drafting does not pay here")])
 def test_verdict_without_a_drafter_is_the_break_even(measured: Measured, curve: str, verdict: str) -> None:
     measured.costs = make_costs(curve)
     report = diagnose(make_model())
-    assert words(report).startswith(verdict) and "this drafter is expected" not in words(report)
+    text = format_report(report)
+    assert text.startswith(verdict) and "this drafter is expected" not in text and "This drafter is random" in text
     assert report["drafter"]["acceptance_assumed"] and report["drafter"]["acceptance"] == [[*UNKNOWN_ACCEPTANCE[0]]]
-    assert "plain step" in report["drafter"]["stand_in"] and "This drafter is random" in words(report)
-    assert report["notes"] == []
+    assert "plain step" in report["drafter"]["stand_in"] and report["notes"] == []
 
 
-def test_contradicting_times_withhold_the_verdict(measured: Measured) -> None:
+def test_contradicting_times_are_a_warning(measured: Measured) -> None:
     measured.costs = measured.costs._replace(plain=(1.2, 0.9))
-    lines = format_report(diagnose(make_model()))
-    assert lines[0].startswith("No verdict: the measured times contradict each other")
+    lines = format_report(diagnose(make_model())).splitlines()
+    assert lines[1].startswith("Warning: the measured times contradict each other")
 
 
 @pytest.mark.parametrize("widths", [(1, 2, 4), (1,)])
@@ -153,19 +132,11 @@ def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str, width
     assert [row["tokens_per_round"] for row in outlooks[::2]] == [2.0, 2.5, 3.0, 3.5]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
-def test_acceptance_of_a_rate_is_a_possible_one(rate: float) -> None:
-    (row,) = make_acceptance(rate)
-    assert row[0] == rate and list(row) == sorted(row, reverse=True) and sum(row) <= 0.98
-    assert expected_tokens((row,), chain_plan(4)) == pytest.approx(sum(rate**depth for depth in range(5)))
-    assert make_acceptance(UNKNOWN_ACCEPTANCE[0][0])[0] == pytest.approx(UNKNOWN_ACCEPTANCE[0])
-
-
-def test_break_even_is_where_a_plan_begins_to_pay() -> None:
-    assert find_break_even(make_costs("linear"), 64) is None
-    costs = CostTable((64,), (1, 2), ((1.0, 1.4),), (1.0,), (1,), (0.2,), (0.0, 0.0)).check()
+def test_break_even_is_where_plans_begin_to_pay(measured: Measured) -> None:
+    measured.costs = CostTable((64,), (1, 2), ((1.0, 1.4),), (1.0,), (1,), (0.2,), (0.0, 0.0)).check()
     rate = 0.6  # a round of 1 x 1 makes 1 + rate tokens and costs 1.6 plain steps
-    assert find_break_even(costs, 64) == pytest.approx(sum(rate**depth for depth in range(5)), abs=1e-3)
+    (least,) = diagnose(make_model())["pays_from"]
+    assert least["tokens_per_round"] == pytest.approx(sum(rate**depth for depth in range(5)), abs=1e-3)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -177,71 +148,29 @@ def test_starts_are_the_plans_that_auto_starts_with(measured: Measured, curve: s
         plan, offer = start["plan"], start["offer"]
         assert plan == starting_plan(measured.costs, GOOD, start["context"]) and plan in (None, offer["plan"])
         assert offer["tokens_per_round"] == pytest.approx(expected_tokens(GOOD, offer["plan"]))
-        assert start["reason"].endswith(f"{offer['ratio']:.2f} times plain decoding")
         kind = "" if plan else "plain decoding, as the best plan "
-        assert f"After {start['context']:,} tokens: {kind}{describe_plan(offer['plan'])} makes" in words(report)
+        assert f"After {start['context']:,} tokens: {kind}{start['reason']}" in format_report(report)
 
 
 @pytest.mark.parametrize(
-    ("curve", "expected"),
+    ("facts", "expected"),
     [
-        ("flat", []),
-        ("linear", []),
-        ("a cliff at 6", [(6, 5, 1.92 / 1.08)]),
-        ("expensive at 9, cheap at 16", [(9, 8, 2.5 / 1.48), (16, 15, 0.64)]),
-    ],
-)
-def test_cliffs_are_jumps_not_gradual_rises(
-    measured: Measured, curve: str, expected: list[tuple[int, int, float]]
-) -> None:
-    measured.costs = make_costs(curve)
-    found = [tuple(cliff.values()) for cliff in diagnose(make_model())["cliffs"]]
-    assert found == [(context, *cliff[:2], pytest.approx(cliff[2])) for context in (64, 1024) for cliff in expected]
-
-
-def test_a_sound_pair_has_no_warnings(measured: Measured) -> None:
-    model = make_model()
-    before = snapshot(model)
-    report = diagnose(model, make_drafter(model, acceptance=GOOD))
-    assert report["notes"] == [] and "Warning" not in words(report) and snapshot(model) == before
-
-
-@pytest.mark.parametrize(
-    ("facts", "dtype", "pattern"),
-    [
-        ({"blas": "libblas.so.3"}, mx.float32, "no fast BLAS .* LD_PRELOAD=libopenblas"),
-        ({"blas": "libopenblasp.so"}, mx.float32, None),
-        ({"blas": "libblas.so.3", "system": "Darwin"}, mx.float32, None),
-        ({"chip": "Apple M2 Ultra"}, mx.float16, "float16 drafters were reported to have no token accepted"),
-        ({"chip": "Apple M1"}, mx.bfloat16, None),
-        ({"chip": "AMD EPYC"}, mx.float16, None),
+        ({"blas": "libblas.so.3"}, ["no fast BLAS", "quantized weights without the BLAS", "config has no acceptance"]),
+        ({"blas": "libopenblasp.so"}, ["quantized weights without the BLAS", "config has no acceptance"]),
+        ({"blas": "libblas.so.3", "system": "Darwin"}, ["config has no acceptance"]),
+        ({}, ["config has no acceptance"]),
     ],
 )
 def test_weaknesses_of_a_machine_are_warnings(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], dtype: mx.Dtype, pattern: str | None
+    measured: Measured, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], expected: list[str]
 ) -> None:
     set_machine(monkeypatch, **facts)
-    model = make_model()
-    drafter = make_drafter(model, acceptance=GOOD)
-    drafter.set_dtype(dtype)
-    notes = diagnose(model, drafter)["notes"]
-    assert notes == [] if pattern is None else re.search(pattern, *notes)
-
-
-def test_quantized_models_on_a_cpu_and_large_drafters_are_warnings(
-    measured: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_machine(monkeypatch, blas="libopenblas.so.0")
-    measured.costs = measured.costs._replace(level=(0.2, 0.3, 0.4))
     model, drafter = small_llama(hidden=64, vocab=64), small_drafter(hidden=64, vocab=64, exit_dim=64)
     for module in (model, drafter):
         nn.quantize(module, group_size=32, bits=8)
     report = diagnose(model, drafter)
     assert report["target"]["quantized"] and report["drafter"]["quantized"]
-    assert "quantized weights without the BLAS" in report["notes"][0]
-    assert "config has no acceptance" in report["notes"][1]
-    assert "a draft level costs 0.20 plain steps" in report["notes"][2]
-    assert len(report["notes"]) == 3
+    assert all(text in note for text, note in zip(expected, report["notes"], strict=True))
 
 
 def test_a_drafter_that_overflows_cannot_pay(measured: Measured) -> None:
@@ -253,26 +182,16 @@ def test_a_drafter_that_overflows_cannot_pay(measured: Measured) -> None:
     report = diagnose(model, drafter)
     assert report["not_finite"] == "drafter" and report["drafter"]["tokens_per_round"] == 1.0
     assert {start["plan"] for start in report["starts"]} == {None}
-    verdict = "Drafting does not pay here: the drafter's numbers are not finite. Warning: in float16"
-    assert words(report).startswith(verdict)
+    verdict = "Drafting does not pay here: the drafter's numbers are not finite.\nWarning: in float16"
+    assert format_report(report).startswith(verdict)
 
 
-def test_a_target_that_is_not_finite_is_reported_alone(measured: Measured) -> None:
-    model = small_llama(hidden=64, vocab=64)  # others are shared between tests
-    model.update(tree_map(lambda array: array * float("nan"), model.parameters()))
-    report = diagnose(model, small_drafter(hidden=64, vocab=64, exit_dim=64))
-    assert report["not_finite"] == "target" and "its weights are damaged" in report["notes"][0]
-    assert {start["plan"] for start in report["starts"]} == {None}
-
-
-def test_a_model_that_takes_chains_only_is_offered_chains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cost_table, "SECONDS", 1.0)
+def test_models_without_trees_are_offered_chains(measured: Measured) -> None:
     model = make_family("falcon_h1")
     report = diagnose(model, make_drafter(model))
-    assert report["trees"] is False and report["costs"]["widths"] == (1,) and report["costs"]["again"] >= 0
+    assert report["trees"] is False and measured.trees == [False]
     assert all(outlook["offer"]["plan"].width == 1 for outlook in report["outlooks"])
-    assert f"Plans: chains only, {report['no_trees']}" in words(report)
+    assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
 
 
 def test_a_model_that_is_refused_is_not_measured(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,13 +201,11 @@ def test_a_model_that_is_refused_is_not_measured(measured: Measured, monkeypatch
     assert measured.trees == []
 
 
-def test_text_fits_a_terminal_and_agrees_with_json(measured: Measured, run: Any) -> None:
-    status, out, err = run()
-    assert status == 0 and "measuring" in err and max(map(len, out.splitlines())) <= 80
-    assert "cliff" not in out and out.isascii()
-    report = json.loads(run("--json")[1])
-    lines = out.splitlines()
-    rows = {cells[0]: line for line in lines if (cells := line.split())}
+def test_text_agrees_with_json(measured: Measured, run: Any) -> None:
+    status, out, _ = run("doctor")
+    assert status == 0 and out.isascii()
+    report = json.loads(run("doctor", "--json")[1])
+    rows = {cells[0]: line for line in out.splitlines() if (cells := line.split())}
     assert [int(name) for name in rows if name.isdigit()] == list(range(1, 17))
     assert "1.92 (1.92)" in rows["6"] and "2.88 (1.92)" in rows["6"] and "1.50 (1.00)" in rows["plain"]
     for outlook in report["outlooks"]:
@@ -297,36 +214,32 @@ def test_text_fits_a_terminal_and_agrees_with_json(measured: Measured, run: Any)
         assert cell in rows[f"{outlook['tokens_per_round']:.2f}"]
     for each in report["pays_from"]:
         assert f"{each['tokens_per_round']:.2f}" in rows["pays"]
+    assert [tuple(each.values())[:3] for each in report["cliffs"]] == [(64, 6, 5), (1024, 6, 5)]
 
 
 def test_json_has_its_fields(measured: Measured, run: Any) -> None:
-    status, out, _ = run("--json")
+    status, out, _ = run("doctor", "--json")
     report = json.loads(out)
     assert status == 0 and set(report) == {
         "machine", "memory", "target", "drafter", "trees", "no_trees", "not_finite", "costs", "plain_steps", "cliffs",
         "starts", "outlooks", "pays_from", "notes", "settings",
     }  # fmt: skip
-    assert set(report["memory"]) == {"machine_bytes", "target_bytes", "drafter_bytes", "peak_bytes"}
+    model = {"name", "dtype", "quantized", "weight_bytes"}
+    drafter = model | {"stand_in", "acceptance", "acceptance_assumed", "tokens_per_round"}
     assert {"chip", "device", "mlx_redrafter"} <= set(report["machine"])
-    assert set(report["target"]) == {"name", "dtype", "quantized", "weight_bytes"}
-    assert set(report["drafter"]) == {
-        "name", "dtype", "quantized", "weight_bytes", "stand_in", "acceptance", "acceptance_assumed",
-        "tokens_per_round",
-    }  # fmt: skip
+    assert (set(report["target"]), set(report["drafter"])) == (model, drafter)
+    assert set(report["memory"]) == {"machine_bytes", "target_bytes", "drafter_bytes", "peak_bytes"}
     assert set(report["costs"]) == set(CostTable._fields) and report["plain_steps"][1][0] == 1.0
-    assert {tuple(each) for each in report["cliffs"]} == {("context", "nodes", "before", "times")}
-    assert {tuple(each) for each in report["starts"]} == {("context", "plan", "offer", "reason")}
-    assert set(report["starts"][0]["offer"]) == {"plan", "tokens_per_round", "plain_steps", "ratio"}
-    assert set(report["outlooks"][0]) == {"tokens_per_round", "context", "offer"}
+    assert set(report["cliffs"][0]) == {"context", "nodes", "before", "times"}
+    assert set(report["starts"][0]) == {"context", "plan", "offer", "reason"}
+    assert set(report["outlooks"][0]["offer"]) == {"plan", "tokens_per_round", "plain_steps", "ratio"}
     assert set(report["pays_from"][0]) == {"context", "tokens_per_round"}
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
 
 
 def test_refresh_measures_again(measured: Measured, run: Any) -> None:
-    assert json.loads(run("--json")[1])["memory"]["peak_bytes"] is not None
-    assert json.loads(run("--json")[1])["memory"]["peak_bytes"] is None and len(measured.trees) == 1
-    assert "measured earlier (--refresh):" in run()[1]
-    assert "measured now:" in run("--refresh")[1] and len(measured.trees) == 2
+    for flags, count in (((), 1), ((), 1), (("--refresh",), 2)):
+        assert run("doctor", *flags)[0] == 0 and len(measured.trees) == count
 
 
 def test_a_users_own_models_are_examined(
@@ -334,64 +247,40 @@ def test_a_users_own_models_are_examined(
 ) -> None:
     model = small_llama(vocab=64)
     monkeypatch.setattr("mlx_redrafter.checkpoints.load", lambda name, **options: (model, None))
-    status, out, err = run("--model", "mine")
+    status, out, err = run("doctor", "--model", "mine")
     assert status == 0 and "no drafter given: measuring with a random one" in err and "This drafter is random" in out
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
-    status, out, err = run("--model", "mine", "--drafter", tmp_path / "drafter")
+    status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "drafter"))
     assert status == 0 and "was trained for another, not for mine" in err and "config has no acceptance" in out
     save_drafter(tmp_path / "wide", small_drafter(vocab=65))
-    status, out, err = run("--model", "mine", "--drafter", tmp_path / "wide")
+    status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "wide"))
     assert (status, out) == (1, "") and err.startswith("error: ") and "vocabulary size 65, the target has 64" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--plot", "curve.pdf"], "expected a name that ends in .png, got curve.pdf"),
-        (["--plot", "{tmp}/folder.png"], "cannot write to {tmp}/folder.png: {tmp}/folder.png is a directory"),
-        (["--plot", "{tmp}/new/curve.png"], "cannot write to {tmp}/new/curve.png: no folder {tmp}/new"),
-        (["--plot", "{tmp}/file/curve.png"], "no folder {tmp}/file"),
+        (["--plot", "curve.pdf"], "expected a name that ends in .png, in a folder that exists, got curve.pdf"),
+        (["--plot", "{tmp}/new/curve.png"], "in a folder that exists, got {tmp}/new/curve.png"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
-        (["--quantize-activations"], "--quantize-activations needs --model"),
         (["--model", "{tmp}/nothing"], "nothing"),
         (["--drafter", "{tmp}/nothing"], "nothing"),
     ],
 )
-def test_bad_flags_are_one_line_and_nothing_is_measured(
+def test_bad_flags_are_refused_in_one_line(
     measured: Measured, run: Any, tmp_path: Path, arguments: list[str], reason: str
 ) -> None:
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "file").write_text("")
-    status, out, err = run(*(argument.format(tmp=tmp_path) for argument in arguments))
+    status, out, err = run("doctor", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert (status, out) == (1, "") and measured.trees == [] and not (tmp_path / "new").exists()
-    assert err.startswith("error: ") and len(err.splitlines()) == 1 and reason.format(tmp=tmp_path) in err
-
-
-def test_without_matplotlib_a_plot_is_refused(
-    measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, out, err = run("--plot", tmp_path / "curve.png")
-    assert (status, out, measured.trees) == (1, "", []) and not (tmp_path / "curve.png").exists()
-    assert err == "error: --plot needs matplotlib: pip install matplotlib\n"
-    assert run()[0] == 0, "nothing else needs it"
+    assert err.startswith("error: ") and err.count("\n") == 1 and reason.format(tmp=tmp_path) in err
 
 
 def test_the_plot_is_a_png_of_the_costs(measured: Measured, run: Any, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     for curve in ("flat", "linear"):
         measured.costs = make_costs(curve)
-        status, out, err = run("--plot", tmp_path / f"{curve}.png", "--json", "--refresh")
-        assert status == 0 and json.loads(out) and f"drawn: {tmp_path / curve}.png" in err
+        status, out, _ = run("doctor", "--plot", str(tmp_path / f"{curve}.png"), "--json", "--refresh")
+        assert status == 0 and json.loads(out)
     pictures = [image.imread(path) for path in sorted(tmp_path.glob("*.png"))]
     assert (pictures[0] != pictures[1]).any() and pictures[0].shape[1] > 800
     assert sorted(path.name for path in tmp_path.iterdir()) == ["caches", "flat.png", "linear.png"]
-
-
-@pytest.mark.parametrize("command", [["mlx_redrafter.doctor"], ["mlx_redrafter", "doctor"]])
-def test_both_ways_of_calling_it_show_help(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: mlx_redrafter.doctor") and "--plot PNG" in done.stdout

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +34,7 @@ def test_flags_have_mlx_lms_names_and_defaults() -> None:
     assert {name: ours[name] for name in ours if name in theirs} == {
         name: theirs[name] for name in theirs if name in ours
     } | {"prompt": None}  # the demo has another one
-
-
-def test_options_have_the_librarys_defaults_but_for_max_tokens() -> None:
-    parsed = vars(make_parser().parse_args([]))
-    assert {flag.name for flag in OPTION_FLAGS if parsed[flag.name] != flag.default} == {"max_tokens"}
-    assert parsed["max_tokens"] == 100
+    assert {flag.name for flag in OPTION_FLAGS if ours[flag.name] != flag.default} == {"max_tokens"}
 
 
 def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
@@ -56,21 +47,9 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     assert run(*common, "--verbose", "F") == (0, plain, "")
 
 
-def test_json_has_counts_that_add_up_and_every_setting(pair: Pair, run: Run) -> None:
-    flags = (
-        "--model",
-        pair[0],
-        "--drafter",
-        pair[1],
-        "--prompt",
-        "abc",
-        "-m",
-        "17",
-        "--temp",
-        "1",
-        "--draft-depth",
-        "3",
-    )
+def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
+    plan = ("--draft-depth", "3")
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "17", "--temp", "1", *plan)
     # A drawn seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
@@ -84,12 +63,7 @@ def test_json_has_counts_that_add_up_and_every_setting(pair: Pair, run: Run) -> 
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
 
 
-def test_json_of_plain_decoding_counts_plain_steps(pair: Pair, run: Run) -> None:
-    record = run_json(run, "--model", pair[0], "--prompt", "abc", "-m", "9", "--seed", "1")
-    assert record["generation_tokens"] == 1 + record["rounds"] and record["rounds"] == record["plain_steps"]
-
-
-def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run) -> None:
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "1")
     _, _, err = run("generate", *flags)
     assert "nothing was drafted" in err and "Rounds" not in err
@@ -126,25 +100,23 @@ def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("dtype", "step", "rounding"),
     [
-        (mx.float32, 0.0, False),
+        (mx.float32, 0.0, True),
         (mx.float32, 1e-4, True),
         (mx.float32, 1e-2, False),
         (mx.bfloat16, 0.125, True),
         (mx.bfloat16, 3.0, False),
     ],
 )
-def test_greedy_differences_are_rounding_where_rows_nearly_tie(dtype: mx.Dtype, step: float, rounding: bool) -> None:
+def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) -> None:
     row = mx.array([-1.0, -1.0 - step / 2, -17.0, -60.0])
-    other = row + mx.array([0.0, step, 0.0, 30.0])
-    chosen = (0, 1)
-    found = judge_difference(4, (row.astype(dtype), other.astype(dtype)), chosen, Options().make_sampler(0), 9)
-    assert found.rounding is (rounding or step == 0.0) and found.token == 4  # equal logits are a tie, too
-    other_choice = judge_difference(4, (row.astype(dtype), other.astype(dtype)), (0, 2), Options().make_sampler(0), 9)
-    assert other_choice.rounding is False, "no side would choose a token that is far from the best"
+    rows = row.astype(dtype), (row + mx.array([0.0, step, 0.0, 30.0])).astype(dtype)
+    sampler = Options().make_sampler(0)
+    assert judge_difference(4, rows, (0, 1), sampler, 9).rounding is rounding
+    assert judge_difference(4, rows, (0, 2), sampler, 9).rounding is False, "token 2 is far from the best"
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.99}])
-def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[str, float]) -> None:
+def test_ties_of_noisy_scores_are_rounding(options: dict[str, float]) -> None:
     sampler, position = Options(temp=1.5, **options).make_sampler(seed=3), 7
     gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]  # type: ignore[union-attr]
     tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # scores of tokens 0 and 1 are equal
@@ -156,23 +128,12 @@ def test_sampled_differences_are_rounding_where_noisy_scores_tie(options: dict[s
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
 
 
-def test_generate_reports_when_it_measures(pair: Pair, tmp_path: Path) -> None:
-    script = (
-        "from mlx_redrafter.planning import costs; from mlx_redrafter.cli.main import main; costs.SECONDS = 0.3; "
-        "costs.is_disturbed = lambda table: False; main('generate')"  # a busy machine is measured again
-    )
-    command = [sys.executable, "-c", script, "--model", pair[0], "--drafter", pair[1], "-m", "4", "-p", "some text"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)]
-    assert "measuring this machine" in runs[0].stderr and "measuring" not in runs[-1].stderr
-
-
-def test_the_prompt_comes_from_stdin_and_escapes_are_read(pair: Pair, run: Run) -> None:
+def test_the_prompt_comes_from_stdin(pair: Pair, run: Run) -> None:
     common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F")
     assert run(*common, "--prompt", "-", stdin=b"a\nb") == run(*common, "--prompt", "a\\nb")
 
 
-def test_stop_strings_and_extra_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
+def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
     common = ("--model", pair[0], "--prompt", "abc", "-m", "40", "--temp", "1.5", "--seed", "2")
     whole = run_json(run, *common)
     printable = next(c for c in whole["text"] if c.isascii() and c.isprintable() and c != " " and c != "-")
@@ -189,9 +150,10 @@ def test_the_chat_template_is_used_unless_ignored(pair: Pair, chat_target: str, 
     assert run(*chat, "--system-prompt", "s", *common, "u") == run(*plain, "<system>s<user>u")
     assert run(*chat, "--ignore-chat-template", *common, "u") == run(*plain, "u")
     assert run(*chat, "--prefill-response", "a", *common, "u") == run(*plain, "<user>u<assistant>a")
+    assert run(*chat, "--chat-template-config", '{"end": "e"}', *common, "u") == run(*plain, "<user>ue")
 
 
-def test_a_prompt_cache_file_replaces_the_beginning_of_the_prompt(pair: Pair, run: Run, tmp_path: Path) -> None:
+def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run, tmp_path: Path) -> None:
     model, tokenizer = load(pair[0])
     cache = make_prompt_cache(model)
     next(generate_step(tokenizer.encode("abc"), model, prompt_cache=cache, max_tokens=0), None)
@@ -205,39 +167,29 @@ def test_a_prompt_cache_file_replaces_the_beginning_of_the_prompt(pair: Pair, ru
     assert status == 1 and "was made with" in err
 
 
-def test_a_drafter_drafts_as_deep_as_its_config_says(pair: Pair, run: Run, tmp_path: Path) -> None:
-    copy = tmp_path / "drafter"
-    shutil.copytree(pair[1], copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"draft_depth": 2}))
-    flags = ("--model", pair[0], "--drafter", str(copy), "--prompt", "abc", "--max-tokens", "8")
-    for more, depth in ((("--beam-width", "1"), 2), (("--draft-depth", "4"), 4)):
-        assert len(run_json(run, *flags, *more)["acceptance_per_depth"]) == depth
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
-        (("--compare", "--no-drafter"), "give either --drafter or --no-drafter, got both"),
         (("--prompt", ""), "the prompt is empty"),
+        (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--temp", "-1"), "temp must be at least 0"),
         (("--stop", ""), "a stop string must be"),
         (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
         (("-m", "-5"), "max_tokens must be -1 (no limit) or at least 1, got -5"),
         (("--drafter", "/no/such"), "no such directory"),
-        (("--beam-width", "0"), "beam_width must be from 1"),
+        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
         (("--beam-width", "200", "--draft-depth", "20"), "beam_width * draft_depth must be at most 2048, got 4000"),
-        (("--chat-template-config", "{"), "--chat-template-config is not JSON"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--kv-bits", "7"), "kv_bits must be one of"),
         (("--top-k", "100000"), "top_k must be below"),
+        (("--compare", "--plan", "off"), "--compare needs a drafter and a plan that drafts"),
+        (("--no-drafter",), "--no-drafter decodes plainly: give none of --drafter"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_status_1(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
-    status, out, err = run(
-        "generate", "--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5", *flags
-    )
+def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
+    common = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "--temp", "0.5")
+    status, out, err = run("generate", *common, *flags)
     assert status == 1 and out.strip() == ""
     assert err.startswith(f"error: {reason}") and err.count("\n") == 1, err
 
@@ -245,28 +197,15 @@ def test_bad_input_is_one_line_and_exit_status_1(pair: Pair, run: Run, flags: tu
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
-        (("--model", "a" * 5000), "no such directory: 'aaa"),
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("-qa",), "--quantize-activations needs --model"),
-        (("--system-prompt", "\udcff"), "the system prompt is not UTF-8"),
-        (("--prefill-response", "\udcff"), "the prefill response is not UTF-8"),
-        (("--prompt", "\udcff"), "the prompt is not UTF-8"),
-        (("--chat-template-config", "[" * 100_000), "--chat-template-config is not JSON"),
-        (("--draft-depth", "100000"), "draft_depth must be from 1 to 256, got 100000"),
         (("--compare", "--no-drafter"), "--compare needs a drafter"),
-        (("--no-drafter", "--draft-depth", "3"), "--draft-depth says what is drafted"),
-        (("--no-drafter", "--plan", "off"), "--plan says what is drafted"),
-        (
-            ("--temp", "0.8", "--xtc-probability", "0.5", "--extra-eos-token", "9" * 20),
-            "xtc_special_tokens must be token ids from 0 to 2047, got 9999",
-        ),
+        (("--no-drafter", "--draft-depth", "3"), "--no-drafter decodes plainly: give none of --drafter, --plan"),
     ],
 )
-def test_odd_flags_of_the_demo_are_refused_in_one_line(run: Run, flags: tuple[str, ...], reason: str) -> None:
+def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:
     status, out, err = run("generate", *flags)
-    assert status == 1 and out == ""
-    assert err.splitlines()[-1].startswith(f"error: {reason}"), err
+    assert status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {reason}"), err
 
 
 @pytest.mark.parametrize(
@@ -274,14 +213,9 @@ def test_odd_flags_of_the_demo_are_refused_in_one_line(run: Run, flags: tuple[st
     [
         (("--verbose", "maybe"), "argument --verbose: expected true or false, got 'maybe'"),
         (("--kv-bits", "5.5"), "argument --kv-bits: invalid int value: '5.5'"),
+        (("--chat-template-config", "[]"), "argument --chat-template-config: expected a JSON object, got []"),
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
     ],
 )
 def test_usage_errors_are_one_line_with_a_hint(run: Run, flags: tuple[str, ...], reason: str) -> None:
     assert run("generate", *flags) == (2, "", f"mlx_redrafter.generate: error: {reason}; see --help\n")
-
-
-def test_a_deeply_nested_config_is_refused_in_one_line(pair: Pair, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    status, _, err = run("generate", "--model", pair[0], "--drafter", str(tmp_path))
-    assert status == 1 and err.startswith(f"error: {tmp_path / 'config.json'} is not JSON") and err.count("\n") == 1
