@@ -26,7 +26,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         OSError: the folder or the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}{PARTIAL}-{secrets.token_hex(4)}{path.suffix}")
+    partial = path.with_name(f"{PARTIAL}-{secrets.token_hex(4)}-{path.name}")
     try:
         yield partial
         partial.replace(path)
@@ -37,7 +37,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 def final_name(name: str) -> str:
     """The name that a file will have once it is written; that of any other file is unchanged."""
-    return re.sub(re.escape(PARTIAL) + "-[0-9a-f]{8}", "", name)
+    return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 
 
 def write_text(path: Path, text: str) -> None:
