@@ -49,15 +49,13 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
     Raises:
         RedrafterError: they are something else, or there is no template to show the tools.
     """
-    if not isinstance(config or {}, dict):
+    if not isinstance(config, dict | None):
         raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
-    if tools is None:
-        return dict(config or {})
-    if isinstance(tools, str) or not isinstance(tools, Sequence):
+    if not isinstance(tools, list | tuple | None):
         raise RedrafterError(f"tools must be a list of functions or JSON schemas, got {tools!r:.100}")
     if tools and not tokenizer.has_chat_template:
         raise RedrafterError("tools need a chat template, and the tokenizer has none")
-    return {**(config or {}), "tools": list(tools)}
+    return (config or {}) | ({} if tools is None else {"tools": list(tools)})
 
 
 def encode_conversation(

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sessions import END, chat_tokenizer, make_model
+from sessions import END, chat_tokenizer, make_model, plain_session
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from toys import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import RedrafterError, Session
@@ -82,8 +81,6 @@ def test_turn_is_what_follows_the_answer() -> None:
     assert tokenizer.decode(encode_conversation(tokenizer, before)) == "SszUuzA"
     assert tokenizer.decode(encode_turn(tokenizer, before, new, 5)) == "zUvzA"
     assert tokenizer.decode(encode_turn(tokenizer, before, new, END)) == "UvzA"
-    tokenizer._tokenizer.chat_template = "{{ messages[-1].content }}"
-    assert encode_turn(tokenizer, before, new, 5) is None
 
 
 THINKING = (
@@ -105,13 +102,8 @@ def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
     return session.tokenizer.decode(session.tokens[: -len(answer.tokens)]), answer.last.prompt_tokens
 
 
-def look(what: str) -> str:
-    """Looks.
-
-    Args:
-        what: it should be.
-    """
-    return what
+def look() -> None:
+    """Looks."""
 
 
 def test_template_arguments_of_a_turn_override_the_sessions() -> None:
@@ -140,9 +132,7 @@ def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
     assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
     session.save(tmp_path / "talk.safetensors")
     loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
-    for one in (session, loaded):
-        assert send(one, "b")[0].startswith("Uaz"), "without the tools, so read again"
-    assert loaded.tokens == session.tokens
+    assert send(loaded, "b")[0].startswith("Uaz"), "without the tools, so read again"
 
 
 @pytest.mark.parametrize(
@@ -155,11 +145,8 @@ def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
 )
 def test_unusable_template_arguments_are_refused(options: dict[str, Any], reason: str) -> None:
     session = make_thinker()
-    with pytest.raises(RedrafterError, match=reason) as raised:
+    with pytest.raises(RedrafterError, match=reason):
         session.send("a", **options)
-    assert "\n" not in str(raised.value) and session.send("a").tokens
-
-
-def test_tools_need_a_chat_template() -> None:
+    assert session.send("a").tokens
     with pytest.raises(RedrafterError, match="tools need a chat template, and the tokenizer has none"):
-        Session(make_model("qwen3"), make_tokenizer(vocab=53), tools=[{}])
+        plain_session(tools=[{}])
