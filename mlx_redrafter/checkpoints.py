@@ -253,17 +253,16 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
         where: the checkpoint's name, for errors.
 
     Raises:
-        CheckpointError: not a drafter.
+        CheckpointError: not a drafter, or a default out of its range.
     """
     for name, shape in shapes.items():
         if not shape:
             raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
     quantization = config.get("quantization") or {}
-    heads = [int(found[1]) for name in shapes if (found := re.fullmatch(r"lm_head\.(\d+)\.weight", name))]
-    if not heads:
+    layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
+    head = shapes.get(f"lm_head.{layers}.weight")
+    if head is None:
         raise CheckpointError(f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
-    layers = max(heads)
-    head = shapes[f"lm_head.{layers}.weight"]
 
     def input_size(name: str) -> int:
         """The length of a layer's rows once they are unpacked."""
@@ -286,15 +285,10 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
             got = f"at least {head[0]}, got {_shorten(vocab_size)}"
             raise CheckpointError(f"{where}: with {DRAFT_IDS}, config.json must say vocab_size, {got}")
         args = replace(args, vocab_size=vocab_size, draft_vocab_size=head[0])
-    return replace(args, **parse_defaults(config, where))
+    return replace(args, **_parse_defaults(config, where))
 
 
-def parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The arguments of a drafter that no tensor shows, by name, None where the config does not say.
-
-    Raises:
-        CheckpointError: one of them is out of its range.
-    """
+def _parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
     depth, base, acceptance = (config.get(name) for name in ("draft_depth", "base_model", "acceptance"))
     for name, valid, expected in (
         ("draft_depth", type(depth) is int and 1 <= depth <= MAX_DRAFT_DEPTH, f"from 1 to {MAX_DRAFT_DEPTH}"),

@@ -95,9 +95,9 @@ class Session:
             raise RedrafterError(f"when_full must be 'refuse' or 'trim', got {when_full!r}")
         if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
             raise RedrafterError(f"memory_budget must be a number of bytes above 0, got {memory_budget!r}")
+        _refuse(("prompt_cache", "history"), options)
         self.model, self.drafter = model, drafter
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        _refuse(("prompt_cache", "history"), options)
         self._options, self._stop, self._tools, self._template_config = options, stop, tools, chat_template_config
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options)
