@@ -48,13 +48,8 @@ def write_conversation(
         raise RedrafterError(f"a session is saved as .safetensors, got {file.name}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
         raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
-    content = {
-        "format": FORMAT,
-        "model": digest_tensors(model),
-        "tokens": tokens,
-        "messages": messages,
-        "template": template,
-    }
+    conversation = {"tokens": tokens, "messages": messages, "template": template}
+    content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
     try:
         text = json.dumps(content, default=get_json_schema)
         with replace_file(file) as partial:

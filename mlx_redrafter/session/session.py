@@ -242,12 +242,7 @@ class Session:
     def _prepare_turn(self, sent: list[Message], template: dict[str, Any], asked: int) -> tuple[_Turn, int]:
         """(what a turn reads, after dropping old messages where that is wanted; how many tokens the answer may have).
 
-        Args:
-            sent: the turn's messages.
-            asked: the most tokens of the answer that are wanted; -1 for no limit.
-
-        Raises:
-            RedrafterError: there is no room for one.
+        At most `asked` of them are wanted; -1 for no limit.
         """
         longest = self._longest_text()
         half = max(1, longest // 2)
@@ -259,10 +254,11 @@ class Session:
         def start_over(messages: list[Message]) -> _Turn:
             return _Turn(messages, [], encode_conversation(self.tokenizer, [*messages, *sent], template))
 
-        before, ids = self._messages, None
+        ids = None
         if self._tokens:
-            ids = encode_turn(self.tokenizer, before[:-1], sent, self._tokens[-1], template, self._rendered_with)
-        turn = start_over(before) if ids is None else _Turn(before, self._tokens, ids)
+            before, last = self._messages[:-1], self._tokens[-1]
+            ids = encode_turn(self.tokenizer, before, sent, last, template, self._rendered_with)
+        turn = start_over(self._messages) if ids is None else _Turn(self._messages, self._tokens, ids)
         if not turn.new:
             raise RedrafterError("the message is empty: expected at least one token")
         while self._trims and room(turn) < wanted and (fewer := _drop_oldest(turn.messages)) != turn.messages:
@@ -306,9 +302,8 @@ class Session:
         keywords |= {"prompt_cache": cache, "history": history, "prompt_progress_callback": progress}
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
-            with closing(
-                stream_generate(self.model, self.tokenizer, prompt, drafter=self.drafter, **keywords)
-            ) as responses:
+            responses = stream_generate(self.model, self.tokenizer, prompt, drafter=self.drafter, **keywords)
+            with closing(responses):
                 for response in responses:
                     kept, states = [], []  # they keep old arrays alive
                     tokens.append(response.token)
@@ -356,5 +351,5 @@ def _drop_oldest(messages: list[Message]) -> list[Message]:
     """The messages without the oldest turn; what the system said first stays."""
     roles = [each["role"] for each in messages]
     first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    turns = [i for i in range(first + 1, len(roles)) if roles[i] == "user"]
-    return messages[:first] + (messages[turns[0] :] if turns else [])
+    later = next((i for i in range(first + 1, len(roles)) if roles[i] == "user"), len(roles))
+    return messages[:first] + messages[later:]
