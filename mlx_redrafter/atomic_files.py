@@ -26,26 +26,21 @@ def replace_file(path: Path) -> Iterator[Path]:
         OSError: the folder or the file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}{PARTIAL}-{secrets.token_hex(4)}{path.suffix}")
+    partial = path.with_name(f"{PARTIAL}-{secrets.token_hex(4)}-{path.name}")
     try:
         yield partial
         partial.replace(path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def final_name(name: str) -> str:
     """The name that a file will have once it is written; that of any other file is unchanged."""
-    return re.sub(re.escape(PARTIAL) + "-[0-9a-f]{8}", "", name)
+    return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file, completely or not at all.
-
-    Raises:
-        OSError: it cannot be written; what was there is still there.
-    """
+    """Writes a UTF-8 file, completely or not at all."""
     with replace_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -68,17 +63,14 @@ def lock_file(path: Path) -> Iterator[None]:
     """Locks `path` against other processes; the file is removed afterwards.
 
     Raises:
-        RedrafterError: another process has locked it, or it cannot be made.
+        RedrafterError: another process has locked it.
+        OSError: it cannot be made.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise RedrafterError(f"cannot write to {path.parent}: {error}") from error
-    with file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise RedrafterError(f"another process is at work in {path.parent}") from None
         try:
             yield
@@ -90,11 +82,9 @@ def expand_path(name: str | Path) -> Path:
     """The path of this name, `~` expanded.
 
     Raises:
-        RedrafterError: an unknown user's home, or a byte that no path has.
+        RedrafterError: an unknown user's home.
     """
-    if "\0" in str(name):
-        raise RedrafterError(f"no such path: {str(name)[:200]!r}: it has a null character")
     try:
         return Path(name).expanduser()
-    except (RuntimeError, TypeError) as error:
-        raise RedrafterError(f"no such path: {str(name)[:200]!r}: {error}") from error
+    except RuntimeError as error:
+        raise RedrafterError(f"no such path: {str(name)!r}: {error}") from error

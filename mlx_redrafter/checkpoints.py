@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
-from .atomic_files import expand_path
+from .atomic_files import replace_file
 from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
 from .engine.plan import MAX_DRAFT_DEPTH
 from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line
 
 WEIGHTS = "model*.safetensors"
-
-GROUP_SIZES = (16, 32, 64, 128)
-"""How many weights may share a scale in MLX."""
 
 DRAFT_IDS = "draft_ids"
 """The tensor that names the tokens a drafter can guess."""
@@ -40,6 +39,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 CHUNK = 1 << 21
 """How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
+
+Arrays = dict[str, mx.array]
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -54,8 +55,6 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     """
     path = find_model(path_or_hf_repo)
     check_directory(path)
-    if adapter := options.get("adapter_path"):
-        options["adapter_path"] = str(expand_path(adapter))
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
     except Exception as error:  # a damaged directory fails in as many ways as mlx-lm and transformers have
@@ -89,10 +88,9 @@ def evaluate(*models: nn.Module | None) -> None:
     except RuntimeError as error:
         if "in current thread" not in str(error):
             raise
-        raise CheckpointError(
-            "the model was loaded in another thread, and not all of it was evaluated there: "
-            "load it with mlx_redrafter.load, or call mx.eval(model) after mlx_lm.load"
-        ) from error
+        advice = "load it with mlx_redrafter.load, or call mx.eval(model) after mlx_lm.load"
+        message = f"the model was loaded in another thread, and not all of it was evaluated there: {advice}"
+        raise CheckpointError(message) from error
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
@@ -127,19 +125,27 @@ def read_drafter(path: Path, config: dict[str, Any]) -> Drafter:
     Raises:
         CheckpointError: damaged, not a drafter, or not finite.
     """
-    args = derive_args(read_shapes(path), config, f"{path}")
-    for difference in compare_config(args, config):
-        raise CheckpointError(f"{path / 'config.json'} {difference}")
     try:
+        tensors: Arrays = {}
+        for file in path.glob(WEIGHTS):
+            tensors |= cast(Arrays, mx.load(str(file)))
+        args = derive_args({name: array.shape for name, array in tensors.items()}, config, f"{path}")
+        for difference in compare_config(args, config):
+            raise CheckpointError(f"{path / 'config.json'} {difference}")
         loaded, _ = load_model(
-            path,
-            model_config={**config, **vars(args)},
-            get_model_classes=lambda config: (Drafter, DrafterArgs),
+            path, model_config={**config, **vars(args)}, get_model_classes=lambda config: (Drafter, DrafterArgs)
         )
+    except CheckpointError:
+        raise
     except Exception as error:  # see `load`
         raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
     drafter = cast(Drafter, loaded)
-    check_weights(drafter, path)
+    for name, array in _parameters(drafter).items():
+        # A few rows at a time: checking a whole head at once takes half of its memory again.
+        if not all(mx.isfinite(array[start:stop]).all().item() for start, stop in split_rows(array.shape)):
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity")
+    if DRAFT_IDS in drafter:
+        check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
     return drafter
 
 
@@ -149,11 +155,8 @@ def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> 
     Raises:
         CheckpointError: they differ.
     """
-    hidden_size, vocab_size = model_sizes(model)
-    for what, expected, got in (
-        ("hidden size", drafter.args.hidden_size, hidden_size),
-        ("vocabulary size", drafter.args.vocab_size, vocab_size),
-    ):
+    own = drafter.args.hidden_size, drafter.args.vocab_size
+    for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
         if expected != got:
             raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
 
@@ -170,19 +173,15 @@ def save_drafter(
     Raises:
         CheckpointError: the directory cannot be written.
     """
-    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+    weights = _parameters(drafter)
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
     config = {**drafter.args.to_dict(), "dtype": dtype_name(stored), **(extra or {})}
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".writing-") as scratch:
-            written = Path(scratch)
-            (written / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            mx.save_safetensors(str(written / "model.safetensors"), weights, {"format": "mlx"})
-            for name in ("config.json", "model.safetensors"):
-                os.replace(written / name, directory / name)
+        with replace_file(directory / "model.safetensors") as tensors, replace_file(directory / "config.json") as text:
+            text.write_text(json.dumps(config, indent=2) + "\n")
+            mx.save_safetensors(str(tensors), weights, {"format": "mlx"})
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
 
@@ -194,20 +193,17 @@ def find_model(path_or_hf_repo: str | Path) -> Path:
         CheckpointError: neither a local directory nor available on the hub.
     """
     name = str(path_or_hf_repo)
+    path = os.path.expanduser(name)
+    if name and os.path.exists(path):
+        return Path(path)
     try:
-        path = Path(name).expanduser()
-        if name and path.exists():
-            return path
-    except (OSError, RuntimeError) as error:  # a name that no path can have, or an unknown user's home
-        raise CheckpointError(f"no such directory: {name[:200]!r}: {one_line(error)[:200]}") from error
-    if not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
-        raise CheckpointError(f"no such directory: {name!r}")
-    try:
+        validate_repo_id(name)
         return Path(_download(name))
+    except HFValidationError:
+        raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:
-        raise CheckpointError(
-            f"{name!r} is not a local directory, and cannot be downloaded from the hub: {one_line(error)}"
-        ) from error
+        why = f"is not a local directory, and cannot be downloaded from the hub: {one_line(error)}"
+        raise CheckpointError(f"{name!r} {why}") from error
 
 
 def check_directory(path: Path) -> dict[str, Any]:
@@ -222,10 +218,8 @@ def check_directory(path: Path) -> dict[str, Any]:
     present = {file.name for file in path.glob(WEIGHTS)}
     index = path / "model.safetensors.index.json"
     if index.exists():
-        shards = read_object(index).get("weight_map", {})
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise CheckpointError(f"{index}: weight_map must give each tensor a file name, got {one_line(shards)[:60]}")
-        if missing := sorted(set(shards.values()) - present):
+        shards = read_object(index).get("weight_map") or {}
+        if missing := sorted(set(map(str, shards.values())) - present):
             raise CheckpointError(f"half a checkpoint: {index.name} names {missing[0]}, which is not in {path}")
     if not present:
         raise CheckpointError(f"no {WEIGHTS} in {path}")
@@ -251,21 +245,6 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """name -> shape of every tensor in a directory.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob(WEIGHTS)):
-        try:
-            shapes |= {name: array.shape for name, array in cast(dict[str, mx.array], mx.load(str(file))).items()}
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    return shapes
-
-
 def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> DrafterArgs:
     """The drafter's sizes, from the shapes of its tensors; its defaults, from the config.
 
@@ -274,69 +253,50 @@ def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], w
         where: the checkpoint's name, for errors.
 
     Raises:
-        CheckpointError: not a drafter.
+        CheckpointError: not a drafter, or a default out of its range.
     """
     for name, shape in shapes.items():
         if not shape:
             raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
     quantization = config.get("quantization") or {}
-    if not isinstance(quantization, dict):
-        raise CheckpointError(f"{where}/config.json: quantization must be an object, got {quantization!r}")
-    heads = [int(k.split(".")[1]) for k in shapes if k.startswith("lm_head.") and k.split(".")[1].isdigit()]
-    layers = max(heads, default=-1)
+    layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
     head = shapes.get(f"lm_head.{layers}.weight")
     if head is None:
         raise CheckpointError(f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
 
     def input_size(name: str) -> int:
         """The length of a layer's rows once they are unpacked."""
-        scales, own = shapes.get(f"{name}.scales"), quantization.get(name)
-        if scales is None:
+        if f"{name}.scales" not in shapes:
             return shapes[f"{name}.weight"][-1]
-        group_size = (own if isinstance(own, dict) else quantization).get("group_size", 64)
-        if type(group_size) is not int or group_size not in GROUP_SIZES:
-            raise CheckpointError(
-                f"{where}/config.json: group_size must be one of {GROUP_SIZES}, got {_shorten(group_size)}"
-            )
-        return scales[-1] * group_size
+        own = quantization.get(name)
+        group_size: int = (own if isinstance(own, dict) else quantization).get("group_size", 64)
+        return shapes[f"{name}.scales"][-1] * group_size
 
-    rnn = "rnn_w.weight" in shapes
-    draft_vocab_size: int | None = None
-    vocab_size: Any = head[0]
-    if DRAFT_IDS in shapes:
-        # The head then has fewer rows than the target has tokens: no tensor gives that number.
-        draft_vocab_size, vocab_size = head[0], config.get("vocab_size")
-        if type(vocab_size) is not int or not draft_vocab_size <= vocab_size <= MAX_VOCAB_SIZE:
-            raise CheckpointError(
-                f"{where}: with {DRAFT_IDS}, config.json must say vocab_size, at least {draft_vocab_size}, "
-                f"got {_shorten(vocab_size)}"
-            )
     block = shapes.get("lm_head.0.linear.weight")
     exit_dim = block[0] if layers and block else input_size(f"lm_head.{layers}")
-    if rnn:
+    if rnn := "rnn_w.weight" in shapes:
         hidden_size = shapes["rnn_w.weight"][0]
     else:
         hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
-    defaults = parse_defaults(config, where)
-    return DrafterArgs(hidden_size, vocab_size, exit_dim, layers, rnn, draft_vocab_size=draft_vocab_size, **defaults)
+    args = DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn)
+    if DRAFT_IDS in shapes:  # the head then has fewer rows than the target has tokens: no tensor gives that number
+        vocab_size = config.get("vocab_size")
+        if type(vocab_size) is not int or not head[0] <= vocab_size <= MAX_VOCAB_SIZE:
+            got = f"at least {head[0]}, got {_shorten(vocab_size)}"
+            raise CheckpointError(f"{where}: with {DRAFT_IDS}, config.json must say vocab_size, {got}")
+        args = replace(args, vocab_size=vocab_size, draft_vocab_size=head[0])
+    return replace(args, **_parse_defaults(config, where))
 
 
-def parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The arguments of a drafter that no tensor shows, by name, None where the config does not say.
-
-    Raises:
-        CheckpointError: one of them is out of its range.
-    """
+def _parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
     depth, base, acceptance = (config.get(name) for name in ("draft_depth", "base_model", "acceptance"))
-    wrong = f"{where}/config.json:"
-    if depth is not None and (type(depth) is not int or not 1 <= depth <= MAX_DRAFT_DEPTH):
-        raise CheckpointError(f"{wrong} draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {one_line(depth)[:40]}")
-    if base is not None and not (isinstance(base, str) and base.isprintable()):
-        raise CheckpointError(f"{wrong} base_model must be a name, got {ascii(base)[:40]}")
-    if acceptance is not None and not _is_acceptance(acceptance):
-        raise CheckpointError(
-            f"{wrong} acceptance must be a row of shares from 0 to 1 for each depth, got {_shorten(acceptance)}"
-        )
+    for name, valid, expected in (
+        ("draft_depth", type(depth) is int and 1 <= depth <= MAX_DRAFT_DEPTH, f"from 1 to {MAX_DRAFT_DEPTH}"),
+        ("base_model", isinstance(base, str) and base.isprintable(), "a name"),
+        ("acceptance", _is_acceptance(acceptance), "a row of shares from 0 to 1 for each depth"),
+    ):
+        if not valid and config.get(name) is not None:
+            raise CheckpointError(f"{where}/config.json: {name} must be {expected}, got {_shorten(config[name])}")
     return {"draft_depth": depth, "base_model": base, "acceptance": acceptance}
 
 
@@ -345,18 +305,20 @@ def _is_acceptance(value: Any) -> bool:
         shares = np.array(value)
     except ValueError:  # rows of different lengths
         return False
-    numbers = shares.ndim == 2 and shares.size > 0 and shares.dtype.kind in "fi"
-    return numbers and bool(((shares >= 0) & (shares <= 1)).all())
+    return shares.ndim == 2 and shares.size > 0 and shares.dtype.kind in "fi" and bool((abs(shares - 0.5) <= 0.5).all())
 
 
 def _shorten(value: object) -> str:
     return one_line(repr(value))[:40]
 
 
+def _parameters(module: nn.Module) -> Arrays:
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+
+
 def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
     """Apple's name -> shape of every tensor of a drafter of these sizes that is not quantized."""
-    weights = cast(list[tuple[str, mx.array]], tree_flatten(Drafter(args).parameters()))  # never evaluated
-    return {name: array.shape for name, array in weights}
+    return {name: array.shape for name, array in _parameters(Drafter(args)).items()}  # never evaluated
 
 
 def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
@@ -367,39 +329,18 @@ def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
             yield f"says {key} {_shorten(given)}, its tensors say {value}"
 
 
-def check_weights(drafter: Drafter, path: Path) -> None:
-    """Refuses weights that are not finite numbers.
-
-    Raises:
-        CheckpointError: naming the tensor.
-    """
-    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
-    for name, array in weights.items():
-        if array.dtype in (mx.uint32, mx.uint8) and f"{name.rpartition('.')[0]}.scales" in weights:
-            continue  # packed by a quantization
-        if name == DRAFT_IDS:
-            check_draft_ids(array, drafter.args.vocab_size, f"{path}")
-            continue
-        if not mx.issubdtype(array.dtype, mx.floating):
-            raise CheckpointError(f"{path}: expected {name} in floating point, got {array.dtype}")
-        # A few rows at a time: checking a whole head at once takes half of its memory again.
-        if not all(mx.isfinite(array[start:stop]).all().item() for start, stop in split_rows(array.shape)):
-            raise CheckpointError(f"{path}: {name} holds NaN or infinity")
-
-
 def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
     """Checks a draft vocabulary: (V',) token ids, all different.
 
     Raises:
         CheckpointError: saying what they are.
     """
+    expected = f"{where}: expected {DRAFT_IDS} "
     if ids.dtype != mx.int32 or ids.ndim != 1:
-        raise CheckpointError(f"{where}: expected {DRAFT_IDS} as a row of int32, got {ids.dtype} of shape {ids.shape}")
+        raise CheckpointError(f"{expected}as a row of int32, got {ids.dtype} of shape {ids.shape}")
     known = np.array(ids)
-    if known.min(initial=0) < 0 or known.max(initial=0) >= vocab_size:
-        raise CheckpointError(
-            f"{where}: expected {DRAFT_IDS} from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}"
-        )
+    if known.min() < 0 or known.max() >= vocab_size:
+        raise CheckpointError(f"{expected}from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}")
     if len(np.unique(known)) != len(known):
         raise CheckpointError(f"{where}: {DRAFT_IDS} names a token twice")
 
@@ -464,7 +405,7 @@ def load_pair(
         name, tokenizer_config: see `load_target`.
 
     Raises:
-        RedrafterError: see `load_target`; or there is no such drafter, or it does not fit the model.
+        RedrafterError: see `load_target` and `load_drafter`.
     """
     from .demo import load_demo
 
@@ -473,8 +414,7 @@ def load_pair(
         check_demo_flags(name, args)
         return load_demo(drafter_name)
     model, tokenizer = load_target(args, name, tokenizer_config)
-    parameters = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
-    dtype = max(parameters, key=lambda array: array.size).dtype
+    dtype = max(_parameters(model).values(), key=lambda array: array.size).dtype
     if mx.default_device().type == mx.cpu and dtype in (mx.float16, mx.bfloat16):
         advice = "mlx_lm.convert --dtype float32 makes a faster copy"
         print(f"note: {dtype_name(dtype)} weights are slow on a CPU; {advice}", file=sys.stderr)

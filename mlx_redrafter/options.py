@@ -6,6 +6,7 @@ import argparse
 import inspect
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -44,9 +45,9 @@ class OptionFlag(NamedTuple):
     kind: type
     default: Any
     help: str
-    minimum: float | None
-    maximum: float | None
-    choices: tuple[Any, ...] | None
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[Any, ...] | None = None
 
     @property
     def optional(self) -> bool:
@@ -54,16 +55,8 @@ class OptionFlag(NamedTuple):
         return self.default is None
 
 
-def _flag(
-    kind: type,
-    default: Any,
-    text: str,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[Any, ...] | None = None,
-) -> Any:
-    metadata = {"kind": kind, "help": text, "minimum": minimum, "maximum": maximum, "choices": choices}
-    return field(default=default, metadata=metadata)
+def _flag(kind: type, default: Any, text: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": text, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +85,13 @@ class Options:
     """
 
     max_tokens: int = _flag(int, 256, "how many tokens to make; -1 for no limit")
-    temp: float = _flag(float, 0.0, "sampling temperature; 0 takes the likeliest token", 0)
-    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", 0, 1)
-    min_p: float = _flag(float, 0.0, "sampling min-p", 0, 1)
-    min_tokens_to_keep: int = _flag(int, 1, "tokens that min-p always keeps", 1)
-    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", 0)
-    xtc_probability: float = _flag(float, 0.0, "probability of XTC at each token", 0, 1)
-    xtc_threshold: float = _flag(float, 0.1, "probability a token needs for XTC to remove it", 0, 0.5)
+    temp: float = _flag(float, 0.0, "sampling temperature; 0 takes the likeliest token", minimum=0)
+    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", minimum=0, maximum=1)
+    min_p: float = _flag(float, 0.0, "sampling min-p", minimum=0, maximum=1)
+    min_tokens_to_keep: int = _flag(int, 1, "tokens that min-p always keeps", minimum=1)
+    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", minimum=0)
+    xtc_probability: float = _flag(float, 0.0, "probability of XTC at each token", minimum=0, maximum=1)
+    xtc_threshold: float = _flag(float, 0.1, "probability a token needs for XTC to remove it", minimum=0, maximum=0.5)
     seed: int | None = _flag(int, None, "equal seeds give equal text, with and without a drafter; drawn if not given")
     plan: str | Sequence[int] = _flag(
         str, AUTO, "auto measures this machine once, chooses round by round; off decodes plainly", choices=(AUTO, OFF)
@@ -108,15 +101,15 @@ class Options:
         int, None, f"K, how many tokens each continuation is long; the drafter's own or {DRAFT_DEPTH} if not given"
     )
     tree_size: int | None = _flag(int, None, "N, how many nodes the target verifies, root included; all if not given")
-    prefill_step_size: int = _flag(int, 2048, "prompt tokens in one forward", 1)
+    prefill_step_size: int = _flag(int, 2048, "prompt tokens in one forward", minimum=1)
     max_kv_size: int | None = _flag(
-        int, None, "most rows of the KV cache, where the model leaves that open; the first 4 stay", MIN_RING_SIZE
+        int, None, "most rows of the KV cache, where the model leaves it open; the first 4 stay", minimum=MIN_RING_SIZE
     )
     kv_bits: int | None = _flag(
         int, None, "bits of a quantized KV cache; not quantized if not given", choices=(2, 3, 4, 5, 6, 8)
     )
     kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", choices=(32, 64, 128))
-    quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", 0)
+    quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", minimum=0)
     xtc_special_tokens: Sequence[int] | None = None
     sampler: Callable[[mx.array], mx.array] | Sampler | None = None
     logits_processors: Sequence[Processor] | None = None
@@ -135,57 +128,43 @@ class Options:
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # beyond it 1 / temp is not a float32
             raise RedrafterError(f"temp must be 0, or from 1e-30 to 1e+30, got {self.temp}")
         self._check_sampler()
-        self._check_arguments()
+        self._check_functions()
+        self._check_history()
         self.plan_shape()
 
     def _check_sampler(self) -> None:
         special = () if self.xtc_special_tokens is None else self.xtc_special_tokens
-        if isinstance(special, str) or not all(isinstance(token, Integral) for token in special):
+        if not isinstance(special, Iterable) or not all(isinstance(token, Integral) for token in special):
             raise RedrafterError(f"xtc_special_tokens must be token ids, got {special!r}")
         if self.sampler is None:
             return
         if not callable(self.sampler) and not hasattr(self.sampler, "choose"):
             raise RedrafterError(f"sampler must be a function, got {type(self.sampler).__name__}")
         for name in SAMPLER_OPTIONS:
-            if (value := getattr(self, name)) != DEFAULTS[name] and value:
+            if (value := getattr(self, name)) not in (0, getattr(Options, name)):
                 raise RedrafterError(f"give either a sampler or {name}, got both ({name}={value})")
 
-    def _check_arguments(self) -> None:
-        processors = self.logits_processors
-        if callable(processors):
-            raise RedrafterError("logits_processors must be a list of functions, got one function")
-        if isinstance(processors, Iterable):
-            object.__setattr__(self, "logits_processors", processors := list(processors))
-        if processors is not None and not (isinstance(processors, Iterable) and all(map(callable, processors))):
-            raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")
-        if not isinstance(self.history, tuple):  # what `replace` passes on was checked before
-            if isinstance(self.history, str) or not isinstance(self.history, Iterable):
-                raise RedrafterError(f"history must be token ids, got {self.history!r:.100}")
-            object.__setattr__(self, "history", history := tuple(self.history))
-            if odd := [token for token in history if not isinstance(token, Integral) or not 0 <= int(token) < 2**31]:
-                raise RedrafterError(f"history must be token ids, got {odd[0]!r}")
+    def _check_functions(self) -> None:
         for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
             if (function := getattr(self, name)) is not None and not callable(function):
                 raise RedrafterError(f"{name} must be a function, got {function!r}")
-        if self.prompt_cache is not None and not isinstance(self.prompt_cache, list):
-            raise RedrafterError(
-                f"prompt_cache must be the list that make_prompt_cache returns, got {type(self.prompt_cache).__name__}"
-            )
+        if (processors := self.logits_processors) is not None:
+            if not isinstance(processors, Iterable) or not all(map(callable, processors := list(processors))):
+                raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")
+            object.__setattr__(self, "logits_processors", processors)
+
+    def _check_history(self) -> None:
+        if isinstance(self.history, tuple):
+            return  # `replace` passes on what was checked before
+        history = tuple(self.history) if isinstance(self.history, Iterable) else (None,)
+        if not all(isinstance(token, Integral) and 0 <= int(token) < 2**31 for token in history):
+            raise RedrafterError(f"history must be token ids, got {self.history!r:.100}")
+        object.__setattr__(self, "history", history)
 
     def make_sampler(self, seed: int) -> Sampler:
         """The sampler of these options; `seed` stands for one that was not given."""
-        return make_sampler(
-            seed=seed if self.seed is None else self.seed,
-            temp=self.temp,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            min_tokens_to_keep=self.min_tokens_to_keep,
-            top_k=self.top_k,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            xtc_special_tokens=() if self.xtc_special_tokens is None else self.xtc_special_tokens,
-            sampler=self.sampler,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in inspect.signature(make_sampler).parameters}
+        return make_sampler(**{"seed": seed} | {name: value for name, value in options.items() if value is not None})
 
     @property
     def quantization(self) -> KVQuantization:
@@ -204,7 +183,7 @@ class Options:
             raise RedrafterError(f"give either plan or {name}, got plan {plan!r} and {name} {value}")
         if isinstance(plan, str) and plan == OFF:
             return None
-        numbers = list(plan) if isinstance(plan, Sequence) and not isinstance(plan, str) else []
+        numbers: list[Any] = list(plan) if isinstance(plan, Sequence) else []
         if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
             raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
         return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None
@@ -238,8 +217,6 @@ OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
 )
 """The options that are flags, in the order of their declaration."""
 
-DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Options)}
-
 
 def _checked(flag: OptionFlag, value: Any) -> Any:
     """`value` as a plain Python number: NumPy's would not go through mlx-lm's compiled filters."""
@@ -247,12 +224,11 @@ def _checked(flag: OptionFlag, value: Any) -> Any:
         return None
     if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
         raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
-    low = float("-inf") if flag.minimum is None else flag.minimum
-    high = float("inf") if flag.maximum is None else flag.maximum
+    low, high = -inf if flag.minimum is None else flag.minimum, inf if flag.maximum is None else flag.maximum
     try:
         number = flag.kind(value) if isinstance(value, Real) and not isinstance(value, bool) else None
     except OverflowError:  # a Python integer beyond any float
-        number = float("inf")
+        number = inf
     if number is None or not low <= number <= high:
         bounds = f"at least {flag.minimum}" if flag.maximum is None else f"from {flag.minimum} to {flag.maximum}"
         raise RedrafterError(f"{flag.name} must be {bounds}, got {value!r}")
@@ -276,9 +252,6 @@ def takes_options(function: F) -> F:
     """Shows the options in the signature of a function that takes them as `**options`."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    more = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for each in fields(Options)
-    ]
-    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    options = inspect.signature(Options).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function

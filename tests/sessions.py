@@ -52,9 +52,9 @@ def make_session(family: str = "qwen3", *, drafter: bool = True, **options: Any)
     return Session(model, chat_tokenizer(), make_drafter(model) if drafter else None, **options)
 
 
-def plain_session(**options: Any) -> Session:
+def plain_session(family: str = "qwen3", **options: Any) -> Session:
     """Without a chat template and a drafter: a token is a letter."""
-    return Session(make_model("qwen3"), make_tokenizer(vocab=53), **options)
+    return Session(make_model(family), make_tokenizer(vocab=53), **options)
 
 
 def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,84 +26,49 @@ def pick(logprobs: mx.array) -> mx.array:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": -2}, r"max_tokens must be -1 (no limit) or at least 1, got -2"),
-        ({"temp": -0.1}, "temp must be at least 0, got -0.1"),
+        ({"max_tokens": -2}, "max_tokens must be -1 (no limit) or at least 1, got -2"),
         ({"temp": float("nan")}, "temp must be at least 0, got nan"),
         ({"temp": 1e-31}, "temp must be 0, or from 1e-30 to 1e+30, got 1e-31"),
-        ({"temp": float("inf")}, "temp must be 0, or from 1e-30 to 1e+30, got inf"),
         ({"temp": "hot"}, "temp must be at least 0, got 'hot'"),
-        ({"temp": None}, "temp must be at least 0, got None"),
         ({"top_p": 2}, "top_p must be from 0 to 1, got 2"),
-        ({"min_p": -1}, "min_p must be from 0 to 1, got -1"),
-        ({"min_tokens_to_keep": 0}, "min_tokens_to_keep must be at least 1, got 0"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
         ({"top_k": True}, "top_k must be an integer, got True"),
-        ({"xtc_probability": 1.5}, "xtc_probability must be from 0 to 1, got 1.5"),
-        ({"xtc_threshold": 0.6}, "xtc_threshold must be from 0 to 0.5, got 0.6"),
-        ({"xtc_special_tokens": "ab"}, "xtc_special_tokens must be token ids, got 'ab'"),
         ({"xtc_special_tokens": [1.5]}, "xtc_special_tokens must be token ids, got [1.5]"),
-        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
-        ({"prefill_step_size": 0}, "prefill_step_size must be at least 1, got 0"),
-        ({"max_kv_size": 7}, "max_kv_size must be at least 8, got 7"),
         ({"kv_bits": 7}, "kv_bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
-        ({"kv_group_size": 16}, "kv_group_size must be one of 32, 64, 128, got 16"),
-        ({"quantized_kv_start": -1}, "quantized_kv_start must be at least 0, got -1"),
-        ({"beam_width": "2"}, "beam_width must be an integer, got '2'"),
         ({"plan": "fast"}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got 'fast'"),
-        ({"plan": (2,)}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got (2,)"),
         ({"plan": (2, 3.5)}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got (2, 3.5)"),
         ({"plan": 3}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got 3"),
         ({"plan": "off", "beam_width": 2}, "give either plan or beam_width, got plan 'off' and beam_width 2"),
         ({"plan": (2, 3), "tree_size": 4}, "give either plan or tree_size, got plan (2, 3) and tree_size 4"),
         ({"sampler": 3}, "sampler must be a function, got int"),
-        ({"sampler": pick, "temp": 0.5}, "give either a sampler or temp, got both (temp=0.5)"),
         ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got both (top_k=3)"),
-        ({"logits_processors": pick}, "logits_processors must be a list of functions, got one function"),
         ({"logits_processors": [3]}, "logits_processors must be a list of functions, got [3]"),
         ({"logits_processors": 3}, "logits_processors must be a list of functions, got 3"),
-        ({"prompt_progress_callback": 3}, "prompt_progress_callback must be a function, got 3"),
-        ({"on_drafter_failure": 3}, "on_drafter_failure must be a function, got 3"),
+        ({"history": "ab"}, "history must be token ids, got 'ab'"),
         ({"on_round": 3}, "on_round must be a function, got 3"),
-        ({"prompt_cache": 3}, "prompt_cache must be the list that make_prompt_cache returns, got int"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RedrafterError) as raised:
         Options(**options)
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("options", [{"max_token": 3}, {"model": None}], ids=str)
-def test_an_unknown_keyword_is_a_type_error(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=next(iter(options))):
-        Options(**options)
-    with pytest.raises(TypeError):
-        Options(3)  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("flag", OPTION_FLAGS, ids=lambda flag: flag.name)
-def test_the_ends_of_every_range_are_taken(flag: Any) -> None:
+def test_ends_of_every_range_are_taken(flag: Any) -> None:
     assert getattr(Options(), flag.name) == flag.default
-    for value in (flag.minimum, flag.maximum, *(flag.choices or ())):
-        if value is not None:
-            assert getattr(Options(**{flag.name: value}), flag.name) == value
-    for value in (
-        None if flag.minimum is None else flag.minimum - 1,
-        None if flag.maximum is None else flag.maximum + 1,
-    ):
-        if value is not None:
-            with pytest.raises(RedrafterError, match=f"^{flag.name} must be "):
-                Options(**{flag.name: value})
+    for value in {flag.minimum, flag.maximum, *(flag.choices or ())} - {None}:
+        assert getattr(Options(**{flag.name: value}), flag.name) == value
+    beyond = [None if flag.minimum is None else flag.minimum - 1, None if flag.maximum is None else flag.maximum + 1]
+    for value in set(beyond) - {None}:
+        with pytest.raises(RedrafterError, match=f"^{flag.name} must be "):
+            Options(**{flag.name: value})
 
 
 def test_options_are_checked_whenever_they_change() -> None:
-    options = Options(temp=0.5)
-    with pytest.raises(FrozenInstanceError):
-        options.temp = 1.0  # type: ignore[misc]
     with pytest.raises(RedrafterError, match="top_k"):
-        replace(options, top_k=-1)
+        replace(Options(temp=0.5), top_k=-1)
 
 
 def test_numpy_numbers_become_pythons() -> None:
@@ -130,8 +95,6 @@ def test_flags_derive_from_the_options() -> None:
     assert (parsed.max_tokens, parsed.top_p, parsed.kv_bits, parsed.plan) == (5, 0.5, 4, "off")
     text = " ".join(parser.format_help().split())
     assert all(flag.help in text for flag in FLAGS.values() if flag.name != "seed")
-    assert not {"sampler", "logits_processors", "prompt_cache", "on_round"} & set(FLAGS)
-    assert FLAGS["kv_bits"].optional and not FLAGS["temp"].optional
 
 
 @pytest.mark.parametrize(
@@ -142,14 +105,13 @@ def test_flags_derive_from_the_options() -> None:
         ({"plan": (1, 4)}, chain_plan(4)),
         ({"plan": (2, 3)}, Plan(2, 3, 7)),
         ({"plan": [2, 3, 5]}, Plan(2, 3, 5)),
-        ({"draft_depth": 2}, chain_plan(2)),
         ({"beam_width": 2}, Plan(2, 3, 7)),
         ({"tree_size": 3}, chain_plan(2)),
         ({"beam_width": 2, "draft_depth": 2, "tree_size": 4}, Plan(2, 2, 4)),
         ({"plan": (2, 3, 5), "logits_processors": [pick]}, Plan(2, 3, 7)),
     ],
 )
-def test_resolve_plan(options: dict[str, Any], plan: Any) -> None:
+def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> None:
     assert Options(**options).resolve_plan(small_drafter()) == plan
     assert Options(**options).resolve_plan(None) is None
 
@@ -157,15 +119,13 @@ def test_resolve_plan(options: dict[str, Any], plan: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam_width": 0}, "beam_width must be from 1 to the vocabulary's 64, got 0"),
         ({"beam_width": 65}, "beam_width must be from 1 to the vocabulary's 64, got 65"),
         ({"draft_depth": 0}, "draft_depth must be from 1 to 256, got 0"),
         ({"plan": (64, 33)}, r"beam_width \* draft_depth must be at most 2048, got 2112"),
         ({"tree_size": 1}, r"tree_size counts the root and must be from 2 to .* = 4, got 1"),
-        ({"plan": (3, 2, 8)}, r"tree_size .* from 2 to .* = 7, got 8"),
     ],
     ids=str,
 )
-def test_a_plan_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
+def test_plan_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RedrafterError, match=message):
         Options(**options).resolve_plan(small_drafter())

@@ -49,15 +49,13 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
     Raises:
         RedrafterError: they are something else, or there is no template to show the tools.
     """
-    if not isinstance(config or {}, dict) or not all(isinstance(name, str) for name in config or {}):
+    if not isinstance(config, dict | None):
         raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
-    if tools is None:
-        return dict(config or {})
-    if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
+    if not isinstance(tools, list | tuple | None):
         raise RedrafterError(f"tools must be a list of functions or JSON schemas, got {tools!r:.100}")
     if tools and not tokenizer.has_chat_template:
         raise RedrafterError("tools need a chat template, and the tokenizer has none")
-    return {**(config or {}), "tools": list(tools)}
+    return (config or {}) | ({} if tools is None else {"tools": list(tools)})
 
 
 def encode_conversation(
@@ -102,18 +100,11 @@ def encode_turn(
         return encode_continuation(tokenizer, _join_texts(new))
     answered = [*before, {"role": "assistant", "content": MARK}]
     parts = render(tokenizer, [*answered, *new], template).split(MARK)
-    if len(parts) != 2:
-        return None
-    # Some templates move a system message to the front.
+    # Other arguments may change the front, and some templates move a system message there.
     masked = [each if each["role"] in ("user", "assistant", "tool") else each | {"content": SENTINEL} for each in new]
-    if masked != list(new) and SENTINEL in render(tokenizer, [*answered, *masked], template).split(MARK)[0]:
+    front = render(tokenizer, [*answered, *masked], template if previous is None else previous).split(MARK)[0]
+    if len(parts) != 2 or parts[0] != front:
         return None
-    if previous not in (None, template):
-        try:
-            if render(tokenizer, [*answered, *new], previous).split(MARK)[0] != parts[0]:
-                return None
-        except RedrafterError:  # the template does not take these arguments any more
-            return None
     ids = encode_continuation(tokenizer, parts[1])
     if last in tokenizer.eos_token_ids and last in ids:
         end = ids.index(last)

@@ -1,13 +1,11 @@
-"""How many tokens fit into a given memory, from the cache's bytes per token."""
+"""How many tokens fit into a memory, from the cache's bytes per token."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..engine import kv_cache
@@ -19,47 +17,46 @@ MAX_LENGTH = 2**31
 
 
 class CacheBytes(NamedTuple):
-    """What a model's prompt cache takes.
+    """What a model's prompt cache takes, in bytes.
 
     Attributes:
-        fixed: bytes of recurrent states.
-        layers: of every layer that grows, the bytes of each of the first tokens, how many those are, and the bytes of
-            each token after them. A ring keeps a limited number of rows; a cache that is quantized grows less then.
+        fixed: of recurrent states, and of rings once they are full.
+        per_token: of a token in the layers that grow.
+        quantized_per_token: the same once they are quantized, from `quantized_from` tokens on.
     """
 
-    fixed: int
-    layers: tuple[tuple[float, int, float], ...]
-
-    def at(self, tokens: int) -> float:
-        """Bytes of the cache of a text."""
-        grown = (first * min(tokens, limit) + after * max(0, tokens - limit) for first, limit, after in self.layers)
-        return self.fixed + sum(grown)
+    fixed: float
+    per_token: float
+    quantized_per_token: float
+    quantized_from: int
 
     def tokens_in(self, size: float) -> int:
         """How long a text may be for its cache to take at most `size` bytes."""
-        return max(0, bisect_right(range(MAX_LENGTH), size, key=self.at) - 1)
+        room = size - self.fixed
+        each = self.quantized_per_token if room > self.per_token * self.quantized_from else self.per_token
+        if room < 0 or not each:
+            return 0 if room < 0 else MAX_LENGTH
+        return min(MAX_LENGTH, int(room / each))
 
 
 def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
     """Read off the shapes of a forward of one token that is built but never computed."""
     cache = make_prompt_cache(model, options.max_kv_size)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
-    fixed, layers = 0, []
+    fixed = per_token = quantized = 0.0
     for c in kv_cache.leaves(cache):
-        leaves: Any = tree_flatten(vars(c))
-        size = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+        keys: Any = getattr(c, "keys", None)
         if not isinstance(c, kv_cache.TRIMMABLE):
-            fixed += size
-        elif c.keys is not None:
-            per_token = size / c.keys.shape[-2]
-            limit, after = MAX_LENGTH, 0.0
-            if isinstance(c, RotatingKVCache):
-                limit = c.max_size + options.prefill_step_size  # it keeps the rows of a long forward besides its own
-            elif options.kv_bits is not None and hasattr(c, "to_quantized"):
-                bits = options.kv_bits + 16 * c.keys.itemsize / options.kv_group_size  # a scale and a bias a group
-                limit, after = options.quantized_kv_start, per_token * bits / 8 / c.keys.itemsize
-            layers.append((per_token, limit, after))
-    return CacheBytes(fixed, tuple(layers))
+            fixed += c.nbytes
+        elif keys is not None and isinstance(c, RotatingKVCache):  # it keeps the rows of a long forward besides its own
+            fixed += c.nbytes / keys.shape[-2] * (c.max_size + options.prefill_step_size)
+        elif keys is not None:
+            row = c.nbytes / keys.shape[-2]
+            per_token += row
+            if options.kv_bits is not None and hasattr(c, "to_quantized"):
+                row *= options.kv_bits / (8 * keys.itemsize) + 2 / options.kv_group_size  # a scale and a bias a group
+            quantized += row
+    return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 
 
 def free_memory() -> int | None:

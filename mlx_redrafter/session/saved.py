@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,9 @@ def write_conversation(
     """Writes a conversation, completely or not at all.
 
     Args:
-        path: a name that ends in .safetensors, in an existing directory.
+        path: a name that ends in .safetensors.
         cache: of all tokens.
-        tokens, messages: the conversation.
-        template: the arguments of the chat template that it was rendered with.
+        template: the arguments of the chat template that they were rendered with.
 
     Raises:
         RedrafterError: it cannot be written.
@@ -48,33 +46,22 @@ def write_conversation(
     file = expand_path(path)
     if file.suffix != ".safetensors":
         raise RedrafterError(f"a session is saved as .safetensors, got {file.name}")
-    if not os.path.isdir(file.parent):
-        raise RedrafterError(f"cannot save the session as {file}: there is no directory {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
         raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
+    conversation = {"tokens": tokens, "messages": messages, "template": template}
+    content = {"format": FORMAT, "model": digest_tensors(model), **conversation}
     try:
-        arguments = json.loads(json.dumps(template, default=get_json_schema))
-    except Exception:  # no JSON for a value, in one of many ways
-        arguments = None
-    content = {
-        "format": FORMAT,
-        "model": digest_tensors(model),
-        "tokens": tokens,
-        "messages": messages,
-        "template": arguments,
-    }
-    try:
-        text = json.dumps(content)
+        text = json.dumps(content, default=get_json_schema)
         with replace_file(file) as partial:
             save_prompt_cache(str(partial), cache, {"session": text})
-    except (OSError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # no JSON for a value, in one of many ways; or what writing raises
         raise RedrafterError(f"cannot save the session as {file}: {one_line(error)}") from error
 
 
 def read_conversation(
     path: str | Path, model: nn.Module
-) -> tuple[kv_cache.Cache, list[int], list[Message], dict[str, Any] | None]:
-    """(cache, tokens, messages, template) as they were saved, the cache evaluated; None for arguments unknown to JSON.
+) -> tuple[kv_cache.Cache, list[int], list[Message], dict[str, Any]]:
+    """(cache, tokens, messages, template) as they were saved, the cache evaluated.
 
     Raises:
         RedrafterError: there is none, it is damaged, or it was saved with another model.
@@ -82,18 +69,14 @@ def read_conversation(
     file = expand_path(path)
     try:
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
-        content = json.loads(metadata.get("session", "null"))
-        if not isinstance(content, dict):
+        if "session" not in metadata:
             raise RedrafterError("expected a prompt cache with a conversation, got one without")
-        if content.get("format") != FORMAT:
-            raise RedrafterError(f"expected format {FORMAT}, got {content.get('format')!r:.60}")
+        content = json.loads(metadata["session"])
+        if content["format"] != FORMAT:
+            raise RedrafterError(f"expected format {FORMAT}, got {content['format']!r:.60}")
         if content["model"] != digest_tensors(model):
             raise RedrafterError("it was saved with another model")
-        tokens, messages, template = content["tokens"], parse_messages(content["messages"]), content.get("template")
-        if not isinstance(template, dict | None):
-            raise RedrafterError("expected arguments of a chat template")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise RedrafterError("expected a list of token ids")
+        tokens, messages, template = content["tokens"], parse_messages(content["messages"]), content["template"]
         check_request(model, check_prompt(tokens), cache, KVQuantization())
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):
             raise RedrafterError(f"its cache holds {length} tokens, and it names {len(tokens)}")

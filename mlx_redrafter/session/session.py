@@ -50,22 +50,8 @@ class Answer:
     last: GenerationResponse | None
 
 
-@dataclass
-class _Use:
-    """A thread's use of a session, from locking to unlocking it."""
-
-    thread: str
-    cancelled: bool = False
-
-
 class _Turn(NamedTuple):
-    """What a turn reads.
-
-    Attributes:
-        messages: the conversation before the turn.
-        old: its ids, which the cache holds unless it was discarded.
-        new: the ids that the turn adds.
-    """
+    """What a turn reads: `old` are the ids of `messages`, which the cache holds unless it was discarded."""
 
     messages: list[Message]
     old: list[int]
@@ -109,17 +95,17 @@ class Session:
             raise RedrafterError(f"when_full must be 'refuse' or 'trim', got {when_full!r}")
         if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget > 0):
             raise RedrafterError(f"memory_budget must be a number of bytes above 0, got {memory_budget!r}")
+        _refuse(("prompt_cache", "history"), options)
         self.model, self.drafter = model, drafter
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        _check_keywords(options)
-        self._options, self._stop = options, stop
-        self._template = make_template_args(self.tokenizer, tools, chat_template_config)
+        self._options, self._stop, self._tools, self._template_config = options, stop, tools, chat_template_config
+        self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options)
         checked.resolve_plan(drafter)
         self._cache_bytes = measure_cache(model, checked)
         self._memory_budget, self._trims = memory_budget, when_full == "trim"
         evaluate(model, drafter)  # turns may come from other threads
-        self._lock, self._use = threading.Lock(), _Use("")
+        self._lock, self._thread, self._cancelled = threading.Lock(), "", False
         self._clear()
 
     @property
@@ -170,22 +156,17 @@ class Session:
 
         A cancelled answer ends without a `finish_reason`.
         """
-        with self._locked() as use:
+        with self._locked():
             sent = parse_messages(messages)
-            stop, template = options.pop("stop", self._stop), self._template
-            if "tools" in options or "chat_template_config" in options:
-                tools, config = template.get("tools"), {k: v for k, v in template.items() if k != "tools"}
-                tools, config = options.pop("tools", tools), options.pop("chat_template_config", config)
-                template = make_template_args(self.tokenizer, tools, config)
-            if name := next((name for name in CACHE_OPTIONS if name in options), None):
-                raise RedrafterError(f"{name} is the session's, not a turn's: its cache is there already")
-            _check_keywords(options)
+            stop, tools = options.pop("stop", self._stop), options.pop("tools", self._tools)
+            config = options.pop("chat_template_config", self._template_config)
+            template = make_template_args(self.tokenizer, tools, config)
+            _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
             keywords = _merge_options(self._options, options)
             asked = Options(**keywords).max_tokens
             turn, room = self._prepare_turn(sent, template, asked)
-            keywords["max_tokens"] = room if asked == -1 else min(asked, room)
-            keywords["stop"] = stop
-            yield from self._generate(use, turn, sent, template, keywords)
+            keywords |= {"max_tokens": room if asked == -1 else min(asked, room), "stop": stop}
+            yield from self._generate(turn, sent, template, keywords)
 
     def cancel(self) -> bool:
         """Ends the answer that is being generated, within a round; from any thread, or a signal's handler.
@@ -195,7 +176,7 @@ class Session:
         Returns:
             Whether there was one.
         """
-        self._use.cancelled = True
+        self._cancelled = True
         return self._lock.locked()
 
     def reset(self) -> None:
@@ -207,9 +188,7 @@ class Session:
         """Another session with the same conversation so far; later turns of one are not in the other."""
         with self._locked():
             other = copy.copy(self)
-            other._lock, other._use = threading.Lock(), _Use("")
-            other._cache = copy.deepcopy(self._cache)
-            other._tokens, other._messages = list(self._tokens), copy.deepcopy(self._messages)
+            other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
             return other
 
     def save(self, path: str | Path) -> None:
@@ -240,41 +219,32 @@ class Session:
             RedrafterError: it cannot be read, or is of another model.
         """
         session = cls(model, tokenizer, drafter, **settings)
-        session._cache, session._tokens, session._messages, template = read_conversation(path, model)
-        session._rendered_with = session._template if template is None else template
+        found = read_conversation(path, model)
+        session._cache, session._tokens, session._messages, session._rendered_with = found
         return session
 
     def _clear(self) -> None:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
         self._cache: kv_cache.Cache | None = None  # of all tokens; None: they have to be read (again)
-        self._rendered_with = self._template
 
     @contextmanager
-    def _locked(self) -> Iterator[_Use]:
+    def _locked(self) -> Iterator[None]:
         """Locks out other threads."""
         if not self._lock.acquire(blocking=False):
-            raise RedrafterError(f"the session is in use by thread {self._use.thread}: one thread at a time")
+            raise RedrafterError(f"the session is in use by thread {self._thread}: one thread at a time")
         try:
-            self._use = _Use(threading.current_thread().name)
-            yield self._use
+            self._thread, self._cancelled = threading.current_thread().name, False
+            yield
         finally:
             self._lock.release()
 
     def _prepare_turn(self, sent: list[Message], template: dict[str, Any], asked: int) -> tuple[_Turn, int]:
         """(what a turn reads, after dropping old messages where that is wanted; how many tokens the answer may have).
 
-        Args:
-            sent: the turn's messages.
-            asked: the most tokens of the answer that are wanted; -1 for no limit.
-
-        Raises:
-            RedrafterError: there is no room for one.
+        At most `asked` of them are wanted; -1 for no limit.
         """
-        budget: float | None = self._memory_budget
-        if budget is None and (budget := free_memory()) is not None and self._cache is not None:
-            budget += self._cache_bytes.at(len(self._tokens))
-        longest = MAX_LENGTH if budget is None else self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
+        longest = self._longest_text()
         half = max(1, longest // 2)
         wanted = half if asked == -1 else min(asked, half)
 
@@ -284,44 +254,46 @@ class Session:
         def start_over(messages: list[Message]) -> _Turn:
             return _Turn(messages, [], encode_conversation(self.tokenizer, [*messages, *sent], template))
 
-        before, ids = self._messages, None
+        ids = None
         if self._tokens:
-            last, previous = self._tokens[-1], self._rendered_with
-            ids = encode_turn(self.tokenizer, before[:-1], sent, last, template, previous)
-        turn = start_over(before) if ids is None else _Turn(before, self._tokens, ids)
+            before, last = self._messages[:-1], self._tokens[-1]
+            ids = encode_turn(self.tokenizer, before, sent, last, template, self._rendered_with)
+        turn = start_over(self._messages) if ids is None else _Turn(self._messages, self._tokens, ids)
         if not turn.new:
             raise RedrafterError("the message is empty: expected at least one token")
-        first = next((i for i, each in enumerate(before) if each["role"] != "system"), len(before))
-        system, rest = before[:first], before[first:]
-        while self._trims and rest and room(turn) < wanted:
-            rest = rest[next((i for i, each in enumerate(rest) if i and each["role"] == "user"), len(rest)) :]
-            turn = start_over([*system, *rest])
+        while self._trims and room(turn) < wanted and (fewer := _drop_oldest(turn.messages)) != turn.messages:
+            turn = start_over(fewer)
         if room(turn) < 1:
-            length = len(turn.old) + len(turn.new)
-            size = round(self._cache_bytes.at(length + SPARE_TOKENS + 1))
-            allowed = "the machine has left" if self._memory_budget is None else f"its budget of {self._memory_budget}"
+            what = (
+                "the machine has left" if self._memory_budget is None else f"its budget of {self._memory_budget} holds"
+            )
             raise RedrafterError(
-                f"the conversation would be {length} tokens, and its cache {size} bytes: more than {allowed}"
+                f"the conversation would be {longest - room(turn)} tokens: {1 - room(turn)} more than {what}"
             )
         return turn, room(turn)
 
+    def _longest_text(self) -> int:
+        """How many tokens the budget has room for."""
+        budget = self._memory_budget
+        if budget is None and (budget := free_memory()) is not None and self._cache is not None:
+            budget += sum(c.nbytes for c in self._cache)
+        return MAX_LENGTH if budget is None else self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
+
     def _generate(
-        self, use: _Use, turn: _Turn, sent: list[Message], template: dict[str, Any], keywords: dict[str, Any]
+        self, turn: _Turn, sent: list[Message], template: dict[str, Any], keywords: dict[str, Any]
     ) -> Generator[GenerationResponse, None, None]:
         """The responses of a turn; afterwards the conversation has what was yielded.
 
         An exception leaves the cache undefined: it is discarded, and the next turn reads all tokens again.
         """
         history = turn.old if self._cache is not None else []
-        kept = self._cache if history else None
-        if kept is None:
-            kept = make_prompt_cache(self.model, self._options.get("max_kv_size"))
+        kept = (self._cache if history else None) or make_prompt_cache(self.model, self._options.get("max_kv_size"))
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # another list: quantizing replaces its layers
         callback, valid = keywords.get("prompt_progress_callback"), False
         text, tokens = "", list[int]()
 
         def progress(done: int, total: int) -> None:
-            if use.cancelled:
+            if self._cancelled:
                 raise Cancelled
             self._cache = None
             if callback is not None:
@@ -330,9 +302,8 @@ class Session:
         keywords |= {"prompt_cache": cache, "history": history, "prompt_progress_callback": progress}
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
-            with closing(
-                stream_generate(self.model, self.tokenizer, prompt, drafter=self.drafter, **keywords)
-            ) as responses:
+            responses = stream_generate(self.model, self.tokenizer, prompt, drafter=self.drafter, **keywords)
+            with closing(responses):
                 for response in responses:
                     kept, states = [], []  # they keep old arrays alive
                     tokens.append(response.token)
@@ -341,7 +312,7 @@ class Session:
                         yield response
                     except GeneratorExit:
                         break
-                    if use.cancelled:
+                    if self._cancelled:
                         break
             valid = True
         except Cancelled:
@@ -370,7 +341,15 @@ def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, A
     return {name: value for name, value in session.items() if name not in replaced} | turn
 
 
-def _check_keywords(options: dict[str, Any]) -> None:
-    for name in ("prompt_cache", "history"):
+def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
+    for name in names:
         if name in options:
-            raise RedrafterError(f"a session has a {name} of its own")
+            raise RedrafterError(f"{name} is the session's own: it cannot be given here")
+
+
+def _drop_oldest(messages: list[Message]) -> list[Message]:
+    """The messages without the oldest turn; what the system said first stays."""
+    roles = [each["role"] for each in messages]
+    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    later = next((i for i in range(first + 1, len(roles)) if roles[i] == "user"), len(roles))
+    return messages[:first] + messages[later:]

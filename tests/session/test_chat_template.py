@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sessions import END, chat_tokenizer, make_model
+from sessions import END, chat_tokenizer, make_model, plain_session
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from toys import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter import RedrafterError, Session
@@ -60,9 +59,7 @@ def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | No
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
-@pytest.mark.parametrize(
-    ("between", "twice"), [("", False), (" ", False), ("\n", False), (" \n", False), (".", True), (" b ", True)]
-)
+@pytest.mark.parametrize(("between", "twice"), [("", False), (" ", False), (" \n", False), (" b ", True)])
 def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: bool) -> None:
     end = f"'{between}</s>' if m.role == 'assistant' else ':'".replace("\n", "\\n")
     tokenizer = sentencepiece(kind, "{% for m in messages %}{{ m.content }}{{ " + end + " }}{% endfor %}")
@@ -84,21 +81,6 @@ def test_turn_is_what_follows_the_answer() -> None:
     assert tokenizer.decode(encode_conversation(tokenizer, before)) == "SszUuzA"
     assert tokenizer.decode(encode_turn(tokenizer, before, new, 5)) == "zUvzA"
     assert tokenizer.decode(encode_turn(tokenizer, before, new, END)) == "UvzA"
-    tokenizer._tokenizer.chat_template = "{{ messages[-1].content }}"
-    assert encode_turn(tokenizer, before, new, 5) is None
-
-
-def test_other_tokenizers_encode_the_text_alone() -> None:
-    tokenizer = make_tokenizer(vocab=53)
-    assert encode_continuation(tokenizer, "hello") == tokenizer.encode("hello", add_special_tokens=False)
-
-
-def test_session_adds_no_stray_spaces() -> None:
-    session = Session(make_model("qwen3"), sentencepiece("prepend"), max_tokens=2)
-    session.send("def ma")
-    session.send("in():")
-    answer = session.messages[1]["content"]
-    assert session.tokenizer.decode(session.tokens).startswith("def ma" + answer + "in():")
 
 
 THINKING = (
@@ -120,13 +102,8 @@ def send(session: Session, text: str, **options: Any) -> tuple[str, int]:
     return session.tokenizer.decode(session.tokens[: -len(answer.tokens)]), answer.last.prompt_tokens
 
 
-def look(what: str) -> str:
-    """Looks.
-
-    Args:
-        what: it should be.
-    """
-    return what
+def look() -> None:
+    """Looks."""
 
 
 def test_template_arguments_of_a_turn_override_the_sessions() -> None:
@@ -155,33 +132,21 @@ def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
     assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
     session.save(tmp_path / "talk.safetensors")
     loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
-    for one in (session, loaded):
-        assert send(one, "b")[0].startswith("Uaz"), "without the tools, so read again"
-    assert loaded.tokens == session.tokens
-
-
-def test_saved_session_goes_on_without_arguments_unknown_to_json(tmp_path: Path) -> None:
-    session = make_thinker()
-    session.send("a", chat_template_config={"think": {1, 2}})
-    session.save(tmp_path / "talk.safetensors")
-    loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
-    assert send(loaded, "b")[0].endswith("UbzA")
+    assert send(loaded, "b")[0].startswith("Uaz"), "without the tools, so read again"
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"chat_template_config": 5}, "chat_template_config must be a dictionary of arguments, got 5"),
-        ({"chat_template_config": {1: 2}}, "chat_template_config must be a dictionary of arguments"),
-        ({"chat_template_config": {"tokenize": True}}, "the chat template refuses these messages: .*tokenize"),
         ({"tools": "look"}, "tools must be a list of functions or JSON schemas, got 'look'"),
         ({"tools": [5]}, "the chat template refuses these messages: "),
     ],
 )
 def test_unusable_template_arguments_are_refused(options: dict[str, Any], reason: str) -> None:
     session = make_thinker()
-    with pytest.raises(RedrafterError, match=reason) as raised:
+    with pytest.raises(RedrafterError, match=reason):
         session.send("a", **options)
-    assert "\n" not in str(raised.value) and session.send("a").tokens
+    assert session.send("a").tokens
     with pytest.raises(RedrafterError, match="tools need a chat template, and the tokenizer has none"):
-        Session(make_model("qwen3"), make_tokenizer(vocab=53), tools=[{}])
+        plain_session(tools=[{}])

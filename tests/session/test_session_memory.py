@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,26 +23,32 @@ SPARE = 320
 
 def budget(tokens: int, family: str = "qwen3", **options: Any) -> int:
     """Bytes for a conversation of so many tokens."""
-    return round(measure_cache(make_model(family), Options(**options)).at(tokens + SPARE))
+    size = measure_cache(make_model(family), Options(**options))
+    return round(size.fixed + size.per_token * (tokens + SPARE))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_kv_size": 300}, {"kv_bits": 4, "kv_group_size": 32}], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "falcon_h1", "deepseek_v32", "mamba"])
-def test_estimate_is_about_what_a_cache_holds(family: str, options: dict[str, Any]) -> None:
-    if "kv_bits" in options and family != "qwen3":
-        pytest.skip("mlx-lm quantizes the caches of few families")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"max_kv_size": 300}),
+        ("qwen3", {"kv_bits": 4, "kv_group_size": 32}),
+        *((family, {}) for family in ("gemma3_text", "falcon_h1", "deepseek_v32", "mamba")),
+    ],
+)
+def test_text_as_long_as_allowed_takes_the_budget(family: str, options: dict[str, Any]) -> None:
     model = make_model(family)
-    estimate = measure_cache(model, Options(prefill_step_size=64, quantized_kv_start=128, **options))
+    size = measure_cache(model, Options(prefill_step_size=64, quantized_kv_start=128, **options))
     cache = make_prompt_cache(model, options.get("max_kv_size"))
-    for n in range(64, 1025, 64):  # tokens
+    for _ in range(16):
         model(mx.ones((1, 64), mx.int32), cache=cache)  # never computed: the shapes are known
         if "kv_bits" in options:
             maybe_quantize_kv_cache(cache, 128, 32, options["kv_bits"])
-        real = sum(c.nbytes for c in cache)
-        if n >= 512 or "kv_bits" not in options:  # before it is quantized, the spare rows are not
-            assert 0.4 * estimate.at(n) <= real <= estimate.at(n + 256), n
-        assert abs(estimate.tokens_in(estimate.at(n)) - n) <= 1 or estimate.at(n) == estimate.at(n + 1)
-    assert estimate.tokens_in(0) == 0
+    taken = sum(c.nbytes for c in cache)
+    if size.per_token:
+        assert size.tokens_in(taken + size.fixed) >= 900 and size.tokens_in(taken - size.quantized_per_token) < 1024
+    else:
+        assert taken <= size.fixed and size.tokens_in(size.fixed) > 10**9
 
 
 def test_turn_without_room_is_refused_before_it_is_read() -> None:
@@ -49,7 +56,7 @@ def test_turn_without_room_is_refused_before_it_is_read() -> None:
     session = make_session(memory_budget=size)
     session.send("hello")
     before = session.tokens
-    with pytest.raises(RedrafterError, match=f"the conversation would be .* more than its budget of {size}"):
+    with pytest.raises(RedrafterError, match=f"the conversation would be .* more than its budget of {size} holds"):
         session.send("x" * 300)
     assert session.tokens == before
     answer = session.send("more", max_tokens=-1, logits_processors=[forbid(END)])
@@ -78,17 +85,15 @@ def full_session() -> Session:
     return session
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (150, "cd"), (-1, "cd")]
-)
+@pytest.mark.parametrize(("max_tokens", "kept"), [(5, "abcd"), (6, "bcd"), (54, "bcd"), (55, "cd"), (-1, "cd")])
 def test_no_more_is_trimmed_than_the_answer_needs(max_tokens: int, kept: str) -> None:
     session = full_session()
     answer = session.send("d" * 40, max_tokens=max_tokens)
     assert [each["content"][0] for each in session.messages if each["role"] == "user"] == list(kept)
-    assert len(answer.tokens) == (max_tokens if 0 < max_tokens < 150 else 192 - 49 - 40)
+    assert len(answer.tokens) == (max_tokens if max_tokens > 0 else 192 - 49 - 40)
 
 
-def test_cancel_while_a_trimmed_conversation_is_read() -> None:
+def test_cancel_while_a_trimmed_conversation_is_read(tmp_path: Path) -> None:
     session = full_session()
     tokens, messages = session.tokens, session.messages
     answer = session.send(
@@ -96,16 +101,15 @@ def test_cancel_while_a_trimmed_conversation_is_read() -> None:
     )
     assert answer.finish_reason == "cancelled" and (session.tokens, session.messages) == (tokens, messages)
     with pytest.raises(RedrafterError, match="nothing to save"):
-        session.save("nowhere.safetensors")
+        session.save(tmp_path / "nowhere.safetensors")
     assert_fresh(session, session.send("d", max_tokens=2))
-    assert len(session.messages) == 8
 
 
-def test_a_rotating_cache_never_fills() -> None:
-    session = make_session(max_kv_size=64, memory_budget=budget(10**6, max_kv_size=64), drafter=False)
-    for _ in range(12):
+def test_rotating_cache_never_fills() -> None:
+    session = make_session(max_kv_size=64, memory_budget=budget(0, max_kv_size=64), drafter=False)
+    for _ in range(8):
         assert session.send("a" * 40).tokens
-    assert len(session.tokens) > 500
+    assert len(session.tokens) > 300
 
 
 def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,4 +119,4 @@ def test_free_memory_is_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> N
         session.send("a" * 30)
     assert len(session.tokens) == 8 * 34
     with pytest.raises(RedrafterError, match="more than the machine has left"):
-        session.send("a" * 200)
+        session.send("a" * 400)

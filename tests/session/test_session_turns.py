@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from itertools import zip_longest
@@ -10,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from sessions import (
     END,
@@ -24,30 +22,23 @@ from sessions import (
     plain_session,
 )
 from threads import workers
-from toys import make_tokenizer
 
-from mlx_redrafter import RedrafterError, Session, generate_step, load_demo, stream_generate
+from mlx_redrafter import RedrafterError, Session, load_demo, stream_generate
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 SAMPLED = {"temp": 0.8, "seed": 3}
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    SAMPLED,
-    SAMPLED | {"penalty": True},
-    {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
-]
 WORDS = ("hello", "what now", "tell me more", "and then", "why")
 
 
+@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"penalty": True}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> None:
     options = dict(options)
-    if "kv_bits" in options and family != "qwen3":
-        pytest.skip("mlx-lm quantizes the caches of few families")
     if options.pop("penalty", False):
         options["logits_processors"] = make_logits_processors(repetition_penalty=1.5, repetition_context_size=40)
+    elif not options and family == "qwen3":
+        options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     session = make_session(family, **options)
     for turn in range(6):
         before = session.tokens
@@ -59,45 +50,24 @@ def test_every_turn_equals_a_fresh_run(family: str, options: dict[str, Any]) -> 
     assert [each["role"] for each in session.messages] == ["user", "assistant"] * 6
 
 
-def test_history_gives_processors_and_noise_their_place() -> None:
-    """Without `history` a session's turns would differ from fresh runs."""
-    model, first, second = make_model("mamba"), list(range(3, 23)), [4, 5, 6]
-    penalty = make_logits_processors(repetition_penalty=3.0, repetition_context_size=40)
-    for options in (SAMPLED, {"logits_processors": penalty}):
-
-        def decode(prompt: list[int], options: dict[str, Any] = options, **more: Any) -> list[int]:
-            return [token for token, _, _ in generate_step(prompt, model, max_tokens=12, **options, **more)]
-
-        generated = []
-        for history in (first, ()):
-            cache = make_prompt_cache(model)
-            model(mx.array([first]), cache=cache)
-            generated.append(decode(second, prompt_cache=cache, history=history))
-        assert decode([*first, *second]) == generated[0] != generated[1]
-
-
-def test_session_equals_stream_generate() -> None:
-    session = make_session(**SAMPLED)
-    answer = session.send("hello")
+def test_send_stream_and_callbacks_give_the_same() -> None:
+    session, other = make_session(**SAMPLED), make_session(**SAMPLED)
+    texts: list[str] = []
+    tokens: list[int] = []
+    answer = session.send("hello", on_text=texts.append, on_token=lambda response: tokens.append(response.token))
+    streamed = list(other.stream("hello"))
+    assert "".join(texts) == answer.text == "".join(each.text for each in streamed)
+    assert tokens == answer.tokens == [each.token for each in streamed]
+    assert answer.finish_reason == streamed[-1].finish_reason and session.messages == other.messages
     responses = list(stream_generate(session.model, session.tokenizer, "UhellozA", max_tokens=9, **SAMPLED))
     assert answer.text == "".join(each.text for each in responses)
     assert json.dumps(session.messages) and answer.last is not None and answer.last.seed == 3
 
 
-def test_callbacks_and_iterator_get_the_same_text() -> None:
-    session, other = make_session(), make_session()
-    texts: list[str] = []
-    responses: list[Any] = []
-    answer = session.send("hello", on_text=texts.append, on_token=responses.append)
-    streamed = list(other.stream("hello"))
-    assert "".join(texts) == answer.text == "".join(each.text for each in streamed)
-    assert [each.token for each in responses] == answer.tokens == [each.token for each in streamed]
-    assert answer.finish_reason == streamed[-1].finish_reason and session.messages == other.messages
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cancelled_or_closed_answer_keeps_what_it_has(family: str) -> None:
     session = make_session(family, max_tokens=40)
+    assert not session.cancel(), "there is no answer to cancel"
     answer = session.send("hello", on_token=lambda response: response.generation_tokens == 5 and session.cancel())
     assert answer.finish_reason == "cancelled" and len(answer.tokens) == 5
     assert session.messages[-1] == {"role": "assistant", "content": answer.text}
@@ -126,14 +96,13 @@ def test_cancel_within_the_prompt_changes_nothing(family: str, turns: int) -> No
     assert again.last is not None and again.last.prompt_tokens < len("UhellozAUotherzA"), "the cache was kept"
 
 
-@pytest.mark.parametrize("text", ["x", "xyz", "xyzabcd"])
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize(("text", "step"), [("x", 4), ("xyz", 1), ("xyzabcd", 4)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cancel_at_the_end_of_the_prompt_changes_nothing(family: str, step: int, text: str) -> None:
     """A forward of one row overwrites the oldest row of a full ring."""
-    session = Session(make_model(family), make_tokenizer(vocab=53), max_tokens=9, prefill_step_size=step)
-    for word in WORDS[:3]:
-        session.send(word.replace(" ", ""))
+    session = plain_session(family, max_tokens=9, prefill_step_size=step)
+    for word in ("hello", "whatnow", "why"):
+        session.send(word)
     before = session.tokens
 
     def cancel(history: mx.array, logits: mx.array) -> mx.array:
@@ -145,12 +114,6 @@ def test_cancel_at_the_end_of_the_prompt_changes_nothing(family: str, step: int,
     assert_fresh(session, session.send("other"))
 
 
-def test_cancel_before_a_turn_does_not_end_it() -> None:
-    session = make_session()
-    assert not session.cancel()
-    assert session.send("hello").finish_reason != "cancelled"
-
-
 def test_cancel_from_another_thread_ends_the_answer() -> None:
     session = make_session(max_tokens=-1)
     timer = threading.Timer(0.3, session.cancel)
@@ -160,31 +123,10 @@ def test_cancel_from_another_thread_ends_the_answer() -> None:
     assert answer.finish_reason == "cancelled" and answer.tokens
 
 
-@pytest.mark.parametrize("drafter", [False, True])
-@pytest.mark.parametrize("place", [1, 4, 9, 14])
-@pytest.mark.parametrize("family", ["qwen3", "mamba"])
-def test_session_goes_on_after_an_interrupt(
-    family: str, place: int, drafter: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = make_session(family, drafter=drafter)
-    session.send("hello")
-    before, layer = session.tokens, type(session.model.layers[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(layer, "__call__", interrupt_at(place, layer.__call__))
-        with contextlib.suppress(KeyboardInterrupt):
-            session.send("what now")
-    interrupted = session.tokens
-    assert interrupted[: len(before)] == before
-    answer = session.send("why")
-    assert session.tokens[: len(interrupted)] == interrupted
-    assert_fresh(session, answer)
-    assert_fresh(session, session.send("more"))
-
-
 @pytest.mark.parametrize("place", [1, 6, 11])
 @pytest.mark.parametrize("family", [*FAMILIES, "recurrent_gemma", "gemma3n"])
 def test_turn_after_an_interrupt_may_use_another_thread(family: str, place: int) -> None:
-    session = Session(make_model(family), make_tokenizer(vocab=53), max_tokens=20)
+    session = plain_session(family, max_tokens=20)
     session.send("hello", max_tokens=6)
     with pytest.raises(KeyboardInterrupt):
         session.send("xyz", logits_processors=[interrupt_at(place, lambda history, logits: logits)])
@@ -195,17 +137,10 @@ def test_turn_after_an_interrupt_may_use_another_thread(family: str, place: int)
 
 def test_exception_in_a_callback_releases_the_session() -> None:
     session = make_session()
-
-    def fail(response: object) -> None:
-        raise KeyError("mine")
-
-    try:
-        session.send("hello", on_token=fail)
-    except KeyError:
-        assert [each["role"] for each in session.messages] == ["user", "assistant"]
-        assert_fresh(session, session.send("more"))
-    else:
-        pytest.fail("the exception was lost")
+    with pytest.raises(KeyError, match="mine"):
+        session.send("hello", on_token=lambda response: {}["mine"])
+    assert [each["role"] for each in session.messages] == ["user", "assistant"]
+    assert_fresh(session, session.send("more"))
 
 
 def test_use_by_two_threads_at_once_is_refused() -> None:
@@ -231,36 +166,22 @@ def test_forks_go_on_separately(family: str) -> None:
 
 
 def test_sessions_over_one_model_do_not_mix() -> None:
-    session = make_session()
-    other = Session(session.model, session.tokenizer, session.drafter, max_tokens=9, draft_depth=2)
+    session, other = make_session(), make_session()
     list(zip_longest(session.stream("hello"), other.stream("why")))
     for one in (session, other):
         assert_fresh(one, one.send("more"))
-
-
-def test_reset_starts_a_new_conversation() -> None:
-    session = make_session()
-    first = session.send("hello")
     session.reset()
-    assert session.tokens == [] and session.messages == [] and session.send("hello").tokens == first.tokens
-
-
-@pytest.mark.parametrize("name", ["max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"])
-def test_cache_options_are_not_options_of_a_turn(name: str) -> None:
-    session = make_session()
-    with pytest.raises(RedrafterError, match=f"{name} is the session's, not a turn's"):
-        session.send("hello", **{name: 64})
-    assert session.send("hello").tokens
+    assert session.tokens == [] and session.messages == []
+    assert_fresh(session, session.send("hello"))
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("", "the message is empty|expected"),
+        ("", "the message is empty"),
         ([], "expected a text or messages"),
         ([{"role": "user"}], "a message needs a role and a content"),
         ([{"role": "user", "content": [1]}], "without a chat template a message is a text, got list"),
-        ([1], "expected a text or messages"),
         ("\ud800", "not UTF-8"),
     ],
 )
@@ -271,31 +192,28 @@ def test_malformed_message_is_refused(given: Any, reason: str) -> None:
     assert session.send("abc").tokens
 
 
-def test_unusable_option_of_a_session_is_refused() -> None:
-    for name in ("prompt_cache", "history"):
-        with pytest.raises(RedrafterError, match=f"a session has a {name} of its own"):
-            make_session(**{name: []})
-    for option, reason in (
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"prompt_cache": []}, "prompt_cache is the session's own"),
         ({"when_full": "explode"}, "when_full must be"),
         ({"memory_budget": 0}, "memory_budget must be"),
         ({"temp": -1.0}, "temp must be"),
         ({"beam_width": 0}, "beam_width must be"),
-    ):
-        with pytest.raises(RedrafterError, match=reason):
-            make_session(**option)
-    with pytest.raises(TypeError, match="foo"):
-        make_session(foo=1)
+    ],
+)
+def test_unusable_option_of_a_session_is_refused(option: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RedrafterError, match=reason):
+        make_session(**option)
 
 
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ({"max_tokens": "5"}, "max_tokens must be an integer, got '5'"),
-        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
         ({"max_tokens": 0}, "max_tokens must "),
-        ({"prompt_progress_callback": 5}, "prompt_progress_callback must be a function, got 5"),
         ({"stop": 5}, "stop must be a string or several, got 5"),
-        ({"prompt_cache": []}, "a session has a prompt_cache of its own"),
+        ({"history": []}, "history is the session's own"),
+        ({"kv_bits": 4}, "kv_bits is the session's own"),
     ],
 )
 def test_unusable_option_of_a_turn_is_refused(option: dict[str, Any], reason: str) -> None:
@@ -307,13 +225,6 @@ def test_unusable_option_of_a_turn_is_refused(option: dict[str, Any], reason: st
         session.send("hello", foo=1)
     answer = session.send("more")
     assert answer.last is not None and answer.last.prompt_tokens < len(first.tokens) + 5, "the cache was kept"
-
-
-def test_text_without_a_template_is_read_as_it_is() -> None:
-    session = plain_session(max_tokens=4)
-    first = session.send("abc")
-    session.send("de")
-    assert session.tokenizer.decode(session.tokens[: 3 + 4 + 2]) == "abc" + first.text + "de"
 
 
 @pytest.mark.parametrize(
@@ -331,11 +242,10 @@ def test_template_that_changes_the_past_is_read_again(template: str) -> None:
     answer = session.send([{"role": "system", "content": "s"}, {"role": "user", "content": "two"}])
     rendered = session.tokenizer.apply_chat_template(session.messages[:-1], tokenize=False)
     assert session.tokenizer.decode(session.tokens[: -len(answer.tokens)]) == rendered
-    assert len(session.messages) == 5
     assert_fresh(session, answer)
 
 
-def test_a_turns_plan_replaces_the_sessions() -> None:
+def test_plan_of_a_turn_replaces_the_sessions() -> None:
     model, tokenizer, drafter = load_demo()
     session = Session(model, tokenizer, drafter, draft_depth=3, max_tokens=8)
     assert session.send("class Stack:", plan="off").last.drafted == 0  # type: ignore[union-attr]
