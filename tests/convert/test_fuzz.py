@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import CONFIG, INDEX, WEIGHTS, apple, command, make, modelopt, ranks, save, tensors
+from checkpoints import CONFIG, WEIGHTS, apple, command, make, ranks, save, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 
 # Derandomised: a draw must not decide whether the tests pass.
 fuzzed = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 Change = Callable[[bytes], bytes]
@@ -111,7 +111,7 @@ SOUND = content(TINY)
 
 @fuzzed
 @given(st.one_of(cuts_and_flips(), relabels()))
-def test_a_damaged_file_is_refused_or_sound(change: Change) -> None:
+def test_damaged_file_is_refused_or_sound(change: Change) -> None:
     def write(directory: Path) -> Path:
         apple(directory, TINY)
         (directory / WEIGHTS).write_bytes(change(SOUND))
@@ -122,7 +122,7 @@ def test_a_damaged_file_is_refused_or_sound(change: Change) -> None:
 
 @fuzzed
 @given(cuts_and_flips(), st.sampled_from(["rank0.safetensors", "rank1.safetensors", CONFIG]))
-def test_damage_to_one_of_the_ranks_is_refused_or_sound(change: Change, name: str) -> None:
+def test_damaged_rank_is_refused_or_sound(change: Change, name: str) -> None:
     def write(directory: Path) -> Path:
         ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
@@ -137,7 +137,7 @@ KEYS += ["redrafter", "quantization", "quantization_config", "redrafter_exit_dim
 
 @fuzzed
 @given(st.one_of(JSON, st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5)), st.booleans())
-def test_any_config_is_refused_or_changes_no_tensor(config: Any, ranked: bool) -> None:
+def test_any_config_is_refused_or_sound(config: Any, ranked: bool) -> None:
     def write(directory: Path) -> Path:
         ranks(directory, TINY, 2) if ranked else apple(directory, TINY)
         (directory / CONFIG).write_text(json.dumps(config))
@@ -146,28 +146,16 @@ def test_any_config_is_refused_or_changes_no_tensor(config: Any, ranked: bool) -
     checked(write)
 
 
-@fuzzed
-@given(st.one_of(JSON, st.fixed_dictionaries({"weight_map": JSON}), st.dictionaries(NAMES, st.text(max_size=5))))
-def test_any_index_is_refused_or_names_what_is_there(index: Any) -> None:
-    def write(directory: Path) -> Path:
-        modelopt(directory, TINY)
-        (directory / INDEX).write_text(json.dumps(index))
-        return directory
-
-    checked(write)
-
-
-def test_what_is_changed_is_converted_when_it_is_not() -> None:
+def test_undamaged_checkpoints_are_converted() -> None:
     """Negative control."""
     assert checked(lambda directory: apple(directory, TINY))
     assert checked(lambda directory: ranks(directory, TINY, 2))
-    assert checked(lambda directory: modelopt(directory, TINY))
 
 
 @pytest.mark.torch
 @fuzzed
 @given(cuts_and_flips(), st.booleans())
-def test_a_damaged_pickle_is_refused_or_sound(change: Change, new: bool) -> None:
+def test_damaged_pickle_is_refused_or_sound(change: Change, new: bool) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     saved = io.BytesIO()
     values = {name: torch.tensor(array.tolist()) for name, array in TINY.items()}

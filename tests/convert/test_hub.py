@@ -1,4 +1,4 @@
-"""`convert` and the Hugging Face hub: only what is needed is fetched, from a stand-in that answers as the hub does."""
+"""Drafters on the Hugging Face hub: only what is needed is downloaded, from a stand-in that answers as the hub does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from urllib.parse import unquote, urlsplit
 
 import mlx.core as mx
 import pytest
-from checkpoints import CONFIG, INDEX, WEIGHTS, apple, make, modelopt, ranks, tensors, trap
+from checkpoints import CONFIG, WEIGHTS, apple, make, modelopt, ranks, tensors, trap
 
 from mlx_redrafter.checkpoints import load_drafter
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parent.parent.parent
 
 SCRIPT = """import json, sys
 from mlx_redrafter.convert.conversion import convert
@@ -150,7 +150,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[tup
     env = {key: value for key, value in os.environ.items() if key not in away}
     env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_DISABLE_TELEMETRY": "1"}
     env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     said = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=json.dumps(wanted), env=env, capture_output=True, text=True, timeout=120
     )
@@ -164,11 +164,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[tup
     ("name", "files"),
     [
         ("apple", {CONFIG, WEIGHTS}),
-        ("sharded", {CONFIG, INDEX, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}),
+        ("sharded", {CONFIG, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}),
         ("ranks", {CONFIG, "rank0.safetensors", "rank1.safetensors"}),
     ],
 )
-def test_config_index_and_safetensors_are_all_that_is_fetched(name: str, files: set[str], answers: Any) -> None:
+def test_only_config_and_safetensors_are_downloaded(name: str, files: set[str], answers: Any) -> None:
     said, places, hub = answers
     assert said[f"some/{name}", None] == str(make().args)
     assert hub.got[f"some/{name}"] == files
@@ -176,22 +176,22 @@ def test_config_index_and_safetensors_are_all_that_is_fetched(name: str, files: 
     assert all(mx.array_equal(found[key], array) for key, array in tensors(make()).items())
 
 
-def test_a_pickle_is_fetched_only_where_there_are_no_safetensors_and_is_not_executed(answers: Any) -> None:
+def test_pickle_is_downloaded_without_safetensors_only(answers: Any) -> None:
     said, places, hub = answers
     assert hub.got["some/pickle"] == {"pytorch_model.bin"}
     assert said["some/pickle", None].startswith("CheckpointError: ")
     assert not list(hub.root.rglob("*.executed")) and not (places / "some-pickle-None").exists()
 
 
-def test_the_revision_asked_for_is_the_one_that_is_read(answers: Any) -> None:
+def test_requested_revision_is_read(answers: Any) -> None:
     said, places, _ = answers
     for revision, seed in ((None, 0), ("v2", 1)):
         found = tensors(load_drafter(places / f"some-revised-{revision}"))
         assert all(mx.array_equal(found[key], array) for key, array in tensors(make(seed=seed)).items())
-    assert "the hub has not given it" in said["some/revised", "v3"]
+    assert "cannot be downloaded from the hub" in said["some/revised", "v3"]
 
 
-def test_what_cannot_be_converted_is_refused_before_it_is_fetched(answers: Any) -> None:
+def test_refused_files_are_not_downloaded(answers: Any) -> None:
     said, _, hub = answers
     assert said["some/engine", None].startswith("CheckpointError: some/engine cannot be converted. TensorRT engines")
     assert hub.got["some/engine"] == set()
@@ -199,9 +199,9 @@ def test_what_cannot_be_converted_is_refused_before_it_is_fetched(answers: Any) 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("page", "is a web page, not a checkpoint"), ("nothing", "is no file or directory here, and the hub has not")],
+    [("page", "is a web page"), ("nothing", "is no file or directory, and cannot be downloaded")],
 )
-def test_what_the_hub_does_not_give_is_refused_in_one_line(name: str, reason: str, answers: Any) -> None:
+def test_missing_downloads_are_refused_in_one_line(name: str, reason: str, answers: Any) -> None:
     said = answers[0][f"some/{name}", None]
     assert said.startswith("CheckpointError: ") and reason in said and "\n" not in said
     assert not (answers[1] / f"some-{name}-None").exists()
