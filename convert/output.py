@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from huggingface_hub import HfApi
 from mlx.utils import tree_flatten
 
 from ..atomic_files import expand_path
@@ -74,11 +75,11 @@ def new_directory(place: Path, source: str | Path, force: bool) -> Iterator[Path
         stage.mkdir()
         yield stage
         check_destination(place, source, force)
-        if os.path.lexists(place):
-            os.rename(place, aside)
         try:
+            if os.path.lexists(place):
+                os.rename(place, aside)
             os.rename(stage, place)
-        except OSError:
+        except BaseException:
             if aside.exists():
                 os.rename(aside, place)
             raise
@@ -106,21 +107,26 @@ def write_drafter(stage: Path, drafter: Drafter, config: dict[str, Any], card: s
 
 
 def make_card(source: str | Path, config: dict[str, Any]) -> str:
-    """The README of the result, in the hub's form."""
+    """The README of the result, in the hub's form; of what lies on this machine it says the last part of the path."""
     base, how = config.get("base_model"), config.get("quantization")
-    name = one_line(Path(source).name if expand_path(source).exists() else source)
+    target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
     return f"""{card_header(base)}
-# A recurrent drafter for {base or "its target"}
+# A recurrent drafter for {target or "its target"}
 
-Converted from `{name}` by mlx_redrafter, {packing}; hidden size {config["hidden_size"]}, vocabulary
-{config["vocab_size"]}, exit_dim {config["exit_dim"]}, residual blocks {config["num_draft_layers"]}.
+Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; hidden size {config["hidden_size"]},
+vocabulary {config["vocab_size"]}, exit_dim {config["exit_dim"]}, residual blocks {config["num_draft_layers"]}.
 
 ```bash
 pip install mlx-redrafter
-python -m mlx_redrafter.generate --model {base or "TARGET"} --drafter THIS --prompt "hello"
+python -m mlx_redrafter.generate --model {target or "TARGET"} --drafter THIS --prompt "hello"
 ```
 """
+
+
+def strip_folders(name: str | Path) -> str:
+    path = expand_path(name)
+    return one_line(path.absolute().name if path.exists() else name)
 
 
 def upload(path: Path, repo: str) -> None:
@@ -129,8 +135,6 @@ def upload(path: Path, repo: str) -> None:
     Raises:
         RedrafterError: the hub refuses.
     """
-    from huggingface_hub import HfApi
-
     try:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")

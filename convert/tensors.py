@@ -130,9 +130,11 @@ def read_pickle(path: Path) -> dict[str, Stored]:
 
         def read() -> mx.array:
             try:
+                if tensor.nbytes > tensor.untyped_storage().nbytes():
+                    raise TypeError("one row stands for many")  # of any shape that the file names
                 dense = tensor.detach().resolve_neg().contiguous()
                 return to_mlx((dense.view(torch.uint16) if dtype == "BF16" else dense).numpy(), dtype, path)
-            except (RuntimeError, TypeError) as error:  # sparse, without storage, larger than memory
+            except (RuntimeError, TypeError) as error:  # sparse, or without storage
                 raise CheckpointError(f"{path} holds a tensor that is not dense: {one_line(error)[:200]}") from error
 
         return Stored(tuple(tensor.shape), dtype, read)

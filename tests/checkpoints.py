@@ -189,20 +189,20 @@ def refused(source: str | Path, pattern: str, into: Path, *flags: str) -> None:
 
 
 class Trap:
-    """An object whose unpickling writes a file: what a malicious pickle might do."""
+    """An object whose unpickling calls a function: what a malicious pickle does."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, function: Callable[[Any], Any], argument: Any) -> None:
+        self.call = function, (argument,)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
+        return self.call
 
 
 def trap(path: Path) -> Path:
     """A pickle that shows whether it was executed; the path of the file that it would write."""
     mark = path.with_name(path.name + ".executed")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps({"rnn_w.weight": Trap(mark)}))
+    path.write_bytes(pickle.dumps({"rnn_w.weight": Trap(Path.touch, mark)}))
     return mark
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from checkpoints import CONFIG, WEIGHTS, apple, command, make, ranks, save, tensors
+from checkpoints import CONFIG, WEIGHTS, apple, command, make, ranks, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,31 +20,22 @@ TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 
 # Derandomised: a draw must not decide whether the tests pass.
 fuzzed = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 Change = Callable[[bytes], bytes]
 
-NAMES = st.sampled_from(
-    [*TINY, "lm_head.weight", "drafter.rnn_w.weight", "emb_norm.weight", "lm_head.7.weight", "", "a\nb", "0.0.weight"]
-)
-DTYPES = st.sampled_from(["F32", "F16", "BF16", "F64", "I8", "U8", "I32", "BOOL", "F8_E4M3", "F4", "C64", "x", ""])
+KEYS = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "model_type", "draft_depth", "base_model"]
+KEYS += ["redrafter", "quantization", "quantization_config", "redrafter_exit_dim", "redrafter_is_rnn", "model_file"]
 INTEGERS = st.one_of(st.integers(-2, 70), st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**30]))
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(), st.sampled_from(["", "x", "../x", "\n", "\x00"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)),
     max_leaves=5,
 )
 
 
-def content(arrays: dict[str, mx.array]) -> bytes:
-    """A safetensors file."""
-    with tempfile.TemporaryDirectory() as scratch:
-        save(Path(scratch, WEIGHTS), arrays)
-        return Path(scratch, WEIGHTS).read_bytes()
-
-
-def checked(write: Callable[[Path], Path]) -> bool:
+def check(write: Callable[[Path], Path]) -> bool:
     """Whether a checkpoint is converted. Asserts that what was written loads, or that nothing was."""
     with tempfile.TemporaryDirectory() as scratch:
         source = write(Path(scratch, "in"))
@@ -80,59 +69,15 @@ def cuts_and_flips(draw: Any) -> Change:
     return change
 
 
-@st.composite
-def relabels(draw: Any) -> Change:
-    """Changes a tensor's name, dtype, shape or place in a header, and keeps the header's size right."""
-    name, kind = (
-        draw(st.sampled_from(sorted(TINY))),
-        draw(st.sampled_from(["name", "dtype", "shape", "offsets", "any"])),
-    )
-    other, dtype, value = draw(NAMES), draw(DTYPES), draw(JSON)
-    numbers = draw(st.lists(INTEGERS, max_size=3))
-
-    def change(sound: bytes) -> bytes:
-        size = struct.unpack("<Q", sound[:8])[0]
-        described = json.loads(sound[8 : 8 + size])
-        if kind == "name":
-            described[other] = described.pop(name)
-        elif kind == "any":
-            described[other] = value
-        else:
-            key = {"dtype": "dtype", "shape": "shape", "offsets": "data_offsets"}[kind]
-            described[name][key] = dtype if kind == "dtype" else numbers
-        text = json.dumps(described).encode()
-        return struct.pack("<Q", len(text)) + text + sound[8 + size :]
-
-    return change
-
-
-SOUND = content(TINY)
-
-
 @fuzzed
-@given(st.one_of(cuts_and_flips(), relabels()))
-def test_damaged_file_is_refused_or_sound(change: Change) -> None:
+@given(cuts_and_flips(), st.sampled_from([WEIGHTS, "rank0.safetensors", "rank1.safetensors", CONFIG]))
+def test_damaged_file_is_refused_or_sound(change: Change, name: str) -> None:
     def write(directory: Path) -> Path:
-        apple(directory, TINY)
-        (directory / WEIGHTS).write_bytes(change(SOUND))
-        return directory
-
-    checked(write)
-
-
-@fuzzed
-@given(cuts_and_flips(), st.sampled_from(["rank0.safetensors", "rank1.safetensors", CONFIG]))
-def test_damaged_rank_is_refused_or_sound(change: Change, name: str) -> None:
-    def write(directory: Path) -> Path:
-        ranks(directory, TINY, 2)
+        apple(directory, TINY) if name == WEIGHTS else ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
         return directory
 
-    checked(write)
-
-
-KEYS = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "model_type", "draft_depth", "base_model"]
-KEYS += ["redrafter", "quantization", "quantization_config", "redrafter_exit_dim", "redrafter_is_rnn", "model_file"]
+    check(write)
 
 
 @fuzzed
@@ -143,13 +88,13 @@ def test_any_config_is_refused_or_sound(config: Any, ranked: bool) -> None:
         (directory / CONFIG).write_text(json.dumps(config))
         return directory
 
-    checked(write)
+    check(write)
 
 
 def test_undamaged_checkpoints_are_converted() -> None:
     """Negative control."""
-    assert checked(lambda directory: apple(directory, TINY))
-    assert checked(lambda directory: ranks(directory, TINY, 2))
+    assert check(lambda directory: apple(directory, TINY))
+    assert check(lambda directory: ranks(directory, TINY, 2))
 
 
 @pytest.mark.torch
@@ -166,4 +111,4 @@ def test_damaged_pickle_is_refused_or_sound(change: Change, new: bool) -> None:
         (directory / "pytorch_model.bin").write_bytes(change(saved.getvalue()))
         return directory
 
-    checked(write)
+    check(write)

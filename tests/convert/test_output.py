@@ -19,6 +19,7 @@ import pytest
 from checkpoints import CONFIG, INDEX, WEIGHTS, apple, came_through, command, make, same, tensors, trainer
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
+from mlx_redrafter.convert import output
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 
@@ -69,7 +70,8 @@ def test_model_card_names_any_base_model(base_model: str, tmp_path: Path) -> Non
 def test_model_card_keeps_local_paths_out(tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make()), base_model=str(tmp_path))
     card = (convert(source, tmp_path / "out").path / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card and "from `in`" in card
+    assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card and str(tmp_path) not in card
+    assert "Converted from `in`" in card and f"--model {tmp_path.name} --drafter THIS" in card
 
 
 def filled(name: str) -> Callable[[Path], Any]:
@@ -217,6 +219,7 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 SLOW = """import signal, sys, time
 import mlx.core as mx
+from mlx_redrafter.convert import output
 from mlx_redrafter.convert.conversion import convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
 real = mx.save_safetensors
@@ -264,7 +267,7 @@ class Api:
 
 
 def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr(output, "HfApi", Api)
     source = apple(tmp_path / "in", tensors(make()))
     assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0] == 0
     status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed")

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import CONFIG, WEIGHTS, apple, came_through, make, ranks, refused, save, single, tensors, trainer, trap
+from checkpoints import (
+    CONFIG,
+    WEIGHTS,
+    apple,
+    came_through,
+    make,
+    modelopt,
+    ranks,
+    refused,
+    save,
+    single,
+    tensors,
+    trainer,
+    trap,
+)
 
+from mlx_redrafter.convert import sources
 from mlx_redrafter.convert.conversion import convert
 
 Write = Callable[[Path], Path | None]
@@ -133,3 +150,79 @@ def test_single_file_ignores_a_base_models_config(tmp_path: Path) -> None:
     save(tmp_path / "drafter.safetensors", tensors(make()))
     done = convert(tmp_path / "drafter.safetensors", tmp_path / "out")
     assert came_through(done, make()) and done.notes == ()
+
+
+class Hub:
+    """Stands in for the Hugging Face hub, with repositories in a directory: `owner/name/revision/files`.
+
+    Attributes:
+        downloaded: names of files that were asked for.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.downloaded: list[str] = []
+
+    def list_repo_files(self, repo: str, *, revision: str | None) -> list[str]:
+        place = self.root / repo / (revision or "main")
+        if not place.is_dir():
+            raise OSError(f"404 Client Error.\nNo such revision: {place.name}")
+        return [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
+
+    def snapshot_download(self, repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        present = self.list_repo_files(repo, revision=revision)
+        self.downloaded = [name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)]
+        copy = self.root / "cache" / repo / (revision or "main")
+        for name in self.downloaded:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.root / repo / (revision or "main") / name, copy / name)
+        return str(copy)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr(sources, "HfApi", lambda: hub)
+    monkeypatch.setattr(sources, "snapshot_download", hub.snapshot_download)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (apple, {WEIGHTS}),
+        (modelopt, {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}),
+        (lambda path, arrays: ranks(path, arrays, 2), {"rank0.safetensors", "rank1.safetensors"}),
+    ],
+)
+def test_only_config_and_weights_are_downloaded(
+    write: Callable[..., Path], names: set[str], hub: Hub, tmp_path: Path
+) -> None:
+    directory = write(hub.root / "some" / "drafter" / "main", tensors(make()))
+    for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "nested/model.safetensors", "tokenizer.json"):
+        trap(directory / name)
+    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+    assert set(hub.downloaded) == {CONFIG, *names}
+    assert not list(hub.root.rglob("*.executed"))
+
+
+def test_pickle_is_downloaded_without_safetensors_only(hub: Hub, tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "training_args.bin"):
+        trap(hub.root / "some" / "pickle" / "main" / name)
+    refused("some/pickle", ".*pytorch_model.bin .*", tmp_path / "result")
+    assert hub.downloaded == ["pytorch_model.bin"] and not list(hub.root.rglob("*.executed"))
+
+
+def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:
+    for seed, revision in enumerate(("main", "v2")):
+        apple(hub.root / "some" / "drafter" / revision, tensors(make(seed=seed)))
+    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+    assert came_through(convert("some/drafter", tmp_path / "out2", revision="v2"), make(seed=1))
+    pattern = "'some/drafter' is no file or directory, and cannot be downloaded .*: 404 Client Error. No such .*: v3"
+    refused("some/drafter", pattern, tmp_path / "result", "--revision", "v3")
+
+
+def test_refused_files_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    files("rank0.engine", CONFIG)(hub.root / "some" / "engine" / "main")
+    refused("some/engine", "some/engine cannot be converted. TensorRT engines .*", tmp_path / "result")
+    assert hub.downloaded == []
