@@ -133,8 +133,8 @@ def convert(
     if models is not None:
         check_fit(drafter, models[0], str(source.path))
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
-    said = source.config.get("dtype") if is_quantized else None
-    dtype = dtype or (said if said in DTYPES else dtype_name(drafter.dtype))
+    stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
+    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
     drafter = cast(Drafter, dequantize_model(drafter))
     cast_weights(drafter, dtype)
     n_weights = sum(array.size for array in list_weights(drafter).values())
@@ -242,7 +242,6 @@ def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
         return logits, 0.0
     model, tokenizer = models
     prompts = [encode_chat(tokenizer, text) for text in PROMPTS]
-    settings = Options(max_tokens=NEW_TOKENS, beam_width=1)
-    return logits, decode_prompts(
-        model, drafter, prompts, settings, set(tokenizer.eos_token_ids)
-    ).stats.tokens_per_round
+    options = Options(max_tokens=NEW_TOKENS, beam_width=1)
+    done = decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids))
+    return logits, done.stats.tokens_per_round

@@ -26,13 +26,13 @@ INTEGERS = {"I64": "int64", "I32": "int32"}
 NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 """Keys under which a pickled checkpoint keeps its tensors."""
 
-NO_CHECKPOINTS = (
+FAILED_DOWNLOADS = (
     (rb"version https://git-lfs", "a pointer of git-lfs, not the file: run 'git lfs pull'"),
     (rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml|!--|head|body)", "a web page: download the file itself"),
     (rb'(\xef\xbb\xbf)?[{\[]\s*"[ -~]{4}', "JSON text, not a checkpoint: download the file itself"),
     (rb"\x1f\x8b", "packed by gzip: unpack it first"),
 )
-"""(how a file begins, in lower case, what it is then): what a failed download leaves."""
+"""(how a file begins, in lower case; what it is then)."""
 
 
 class Stored(NamedTuple):
@@ -62,7 +62,7 @@ def read_file(path: Path) -> dict[str, Stored]:
         raise CheckpointError(f"cannot read {path}: {one_line(error)}") from error
     if not beginning:
         raise CheckpointError(f"{path} is empty")
-    for pattern, kind in NO_CHECKPOINTS:
+    for pattern, kind in FAILED_DOWNLOADS:
         if re.match(pattern, beginning):
             raise CheckpointError(f"{path} is {kind}")
     tensors = read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
