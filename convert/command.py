@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 
 from ..checkpoints import DTYPES
-from .conversion import Conversion, convert
-from .pack import MODES
+from .conversion import MODES, Conversion, convert
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--draft-depth", type=int, help="how many tokens it should draft by default; recorded")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--upload-repo", help="the Hugging Face repo to upload the result to")
-    add("--force", action="store_true", help="replace what is at --mlx-path")
+    add("--force", action="store_true", help="replace the drafter at --mlx-path")
     return parser
 
 
@@ -46,31 +46,25 @@ def run() -> int:
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(described(done))
+    print(describe(done))
     return 0
 
 
-def described(done: Conversion) -> str:
+def describe(done: Conversion) -> str:
     """The report, a few lines."""
-    args, off = done.args, done.difference
+    args = done.args
     lines = [
         f"{done.path}: hidden size {args.hidden_size}, vocabulary {args.vocab_size}, exit_dim {args.exit_dim}, "
         f"{args.num_draft_layers} block{'s' * (args.num_draft_layers != 1)}, {'rnn' if args.rnn else 'no rnn'}",
-        f"size: {megabytes(done.bytes_before)} before, {megabytes(done.bytes_after)} after, "
+        f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
-        "outputs: not compared, for those of the source are not finite",
     ]
-    if off:
-        lines[-1] = (
-            f"outputs: differ by at most {off.largest:.3g} (largest logit {off.scale:.3g}) on random inputs, "
-            f"the same first choice on {off.same:.0%}"
-        )
+    largest, scale = done.difference
+    if math.isfinite(scale):
+        lines.append(f"outputs: differ by at most {largest:.3g} (largest logit {scale:.3g}) on random inputs")
+    else:
+        lines.append("outputs: not compared, as those of the source are not finite")
     if done.tokens_per_round:
         before, after = done.tokens_per_round
         lines.append(f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}")
     return "\n".join(lines)
-
-
-def megabytes(count: int) -> str:
-    """Bytes in MB."""
-    return f"{count / 1e6:.2f} MB"

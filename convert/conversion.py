@@ -1,27 +1,41 @@
-"""The conversion, in order: find, pack, write, load again, compare, rename."""
+"""The conversion, in order: read, cast, quantize, write, load again, compare, rename."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from huggingface_hub.utils import validate_repo_id
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import dequantize_model
 
-from ..checkpoints import DTYPES, check_fit, dtype_name, expected_shapes, load, read_drafter
-from ..drafters.recurrent import DrafterArgs
+from ..atomic_files import expand_path
+from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter
+from ..drafters.recurrent import Drafter, DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
-from ..errors import CheckpointError, RedrafterError
-from .finding import Found, dequantized, find
-from .pack import Packing, Part, Quantization, advice, make_packing, make_quantization, pack
-from .placing import around, check_replaceable, destination, staged
-from .report import Difference, difference, finite, outputs, tokens_per_round
-from .sources import Source, find_source
-from .streaming import restreamed, streamed, whole
-from .tensors import metadata
-from .writing import check_repo, make_config, model_card, upload, write, write_config
+from ..errors import CheckpointError, RedrafterError, one_line
+from ..generate import decode_prompts, encode_chat
+from ..options import Options
+from .layouts import read_checkpoint
+from .output import check_destination, make_card, new_directory, upload, write_drafter
+from .sources import find_source
+
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+"""mode -> mlx-lm's default (group size, bits)."""
+
+PROMPTS = (
+    "Write a function that reverses a linked list.\n\ndef reverse(",
+    "Explain in three sentences why the sky is blue.",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
+    "List the planets of the solar system, with one fact about each.",
+)
+"""What tokens per round are measured on, `NEW_TOKENS` for each."""
+
+NEW_TOKENS = 64
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -33,9 +47,10 @@ class Conversion(NamedTuple):
     Attributes:
         path: the directory written.
         args: what the drafter is.
-        bytes_before, bytes_after: of its tensors, as stored.
+        bytes_before, bytes_after: of its tensors.
         bits_per_weight: of the result.
-        difference: of the outputs; None where those of the source are not finite.
+        difference: (the largest difference of logits on random inputs, the largest logit before); NaN or infinite
+            where the source's are.
         tokens_per_round: (before, after), when the base model was given.
         notes: what the user should know, a line each.
     """
@@ -45,7 +60,7 @@ class Conversion(NamedTuple):
     bytes_before: int
     bytes_after: int
     bits_per_weight: float
-    difference: Difference | None
+    difference: tuple[float, float]
     tokens_per_round: tuple[float, float] | None
     notes: tuple[str, ...]
 
@@ -78,143 +93,155 @@ def convert(
         head_bits, blocks_bits, rnn_bits: other bits for a part; 0 does not quantize it.
         base_model: the target it was trained for: recorded, and used to measure tokens per round.
         draft_depth: K it should draft when nothing else is asked for; recorded.
-        force: replace what is at `mlx_path`.
+        force: replace the drafter at `mlx_path`.
 
     Raises:
-        RedrafterError: settings that do not go together.
+        RedrafterError: settings that do not go together, or a place that must not or cannot be written.
         CheckpointError: nothing that can be converted.
     """
-    given: dict[Part, int | None] = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
+    given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
     parts = {part: bits for part, bits in given.items() if bits is not None}
-    how = settings(quantize, dequantize, q_group_size, q_bits, q_mode, parts)
-    check_request(dtype, draft_depth, base_model, upload_repo)
-    place = destination(mlx_path, hf_path, force)
-    source = find_source(hf_path, revision)
-    used = around([source.path, *source.files])
-    if force:
-        check_replaceable(place, mlx_path, used)
-    recorded = draft_depth is not None or base_model is not None
-    check_state(source, quantize=quantize, dequantize=dequantize, changed=recorded or dtype is not None)
-    found = described(dequantized(source) if dequantize else find(source), base_model, draft_depth)
-    args = found.args
-    kind = found.dtype if dtype is None else cast(mx.Dtype, getattr(mx, dtype))
-    shapes = expected_shapes(args)
-    packing = make_packing(shapes, kind, f"lm_head.{args.num_draft_layers}", how)
-    card = model_card(hf_path, args, packing.quantization)
-    models = load(base_model) if base_model else None
-    reference, before = measured(found, models, str(source.path))
-    config = make_config(args, packing)
-    with staged(place, force, used) as stage:
-        write(stage, packing, pack(shapes, found.read, packing), card)
-        found = found._replace(read=gone)  # a pickle stays in memory as long as it can be read
-        result, after = measured_result(stage, config, packing, models)
-        if not finite(result):
-            raise RedrafterError(f"in {dtype_name(kind)} its outputs on random inputs are not finite{advice(kind)}")
-        write_config(stage, config)
-    if upload_repo is not None:
-        upload(place, upload_repo)
-    compared = difference(reference, result) if finite(reference) else None
-    return Conversion(
-        Path(os.path.expanduser(mlx_path)),
-        args,
-        found.n_bytes,
-        packing.n_bytes,
-        8 * packing.n_bytes / found.n_weights,
-        compared,
-        None if before is None or after is None else (before, after),
-        found.notes + tuple(f"{layer} is not quantized: {reason}" for layer, reason in packing.left.items()),
-    )
-
-
-def check_request(dtype: str | None, draft_depth: int | None, base_model: str | None, upload_repo: str | None) -> None:
-    """Refuses what no drafter can have, and a repository that cannot be uploaded to.
-
-    Raises:
-        RedrafterError: naming the setting.
-    """
+    if quantize and dequantize:
+        raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
+    if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
+        raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
+    if q_mode not in MODES:
+        raise RedrafterError(f"q_mode must be one of {', '.join(MODES)}, got {q_mode!r}")
+    group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
+    check_quantization(group_size, {bits, *parts.values()} - {0}, q_mode)
     if dtype not in (None, *DTYPES):
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
-    if base_model is not None and not (base_model and base_model.isprintable()):
-        raise RedrafterError(f"base_model must be a name, got {base_model!r}")
     if upload_repo is not None:
-        check_repo(upload_repo)
-
-
-def described(found: Found, base_model: str | None, draft_depth: int | None) -> Found:
-    """The same drafter with what is said of it, where something is."""
-    args = replace(
-        found.args,
-        base_model=base_model or found.args.base_model,
-        draft_depth=draft_depth or found.args.draft_depth,
-    )
-    return found._replace(args=args)
-
-
-def settings(
-    quantize: bool,
-    dequantize: bool,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-    parts: dict[Part, int],
-) -> Quantization | None:
-    """How to quantize, or None for not.
-
-    Raises:
-        RedrafterError: settings that do not go together, or that MLX does not have.
-    """
-    if quantize and dequantize:
-        raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
-    if quantize:
-        return make_quantization(group_size, bits, mode, parts)
-    if parts or bits is not None or group_size is not None or mode != "affine":
-        raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
-    return None
-
-
-def check_state(source: Source, *, quantize: bool, dequantize: bool, changed: bool) -> None:
-    """Refuses what has been converted already, and what is not in the state that the flags mean.
-
-    Raises:
-        CheckpointError: saying what to do instead.
-    """
-    said = source.config.get("quantization")
-    quantized = isinstance(said, dict) and "bits" in said  # TensorRT-LLM has an entry of this name too
-    done = quantized or any(metadata(file).get("format") == "mlx" for file in source.files)
-    if dequantize and not quantized:
+        validate_repo_id(upload_repo)
+    place = expand_path(mlx_path).absolute()
+    check_destination(place, hf_path, force)
+    source = find_source(hf_path, revision)
+    drafter, is_quantized, notes = read_checkpoint(source)
+    if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
-    if quantized and not dequantize:
-        raise CheckpointError(
-            f"{source.path} is converted and quantized already: --drafter reads it, -d dequantizes it, "
-            "draft_depth and base_model may be written into its config.json"
-        )
-    if done and not (quantize or dequantize or changed):
-        raise CheckpointError(f"{source.path} is converted already: --drafter reads it; -q quantizes it")
+    if is_quantized and not dequantize:
+        raise CheckpointError(f"{source.path} is quantized already: --drafter reads it, -d dequantizes it")
+
+    args = drafter.args = replace(
+        drafter.args,
+        base_model=base_model or drafter.args.base_model,
+        draft_depth=draft_depth or drafter.args.draft_depth,
+    )
+    models = load(base_model) if base_model is not None else None
+    if models is not None:
+        check_fit(drafter, models[0], str(source.path))
+    bytes_before, before = count_bytes(drafter), measure(drafter, models)
+    stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
+    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
+    drafter = cast(Drafter, dequantize_model(drafter))
+    cast_weights(drafter, dtype)
+    n_weights = sum(array.size for array in list_weights(drafter).values())
+    config: dict[str, Any] = {**args.to_dict(), "dtype": dtype}
+    if quantize:
+        quantization, skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
+        notes += skipped
+        if quantization:
+            config |= {"quantization": quantization, "quantization_config": quantization}
+    bytes_after = count_bytes(drafter)
+
+    with new_directory(place, hf_path, force) as stage:
+        write_drafter(stage, drafter, config, make_card(hf_path, config))
+        after = measure(load_drafter(stage), models)
+        if not mx.isfinite(after[0]).all().item():
+            raise RedrafterError(f"in {dtype} its outputs on random inputs are not finite{advise(dtype)}")
+    if upload_repo is not None:
+        upload(place, upload_repo)
+    difference = (float(mx.abs(after[0] - before[0]).max()), float(mx.abs(before[0]).max()))
+    tokens = (before[1], after[1]) if models else None
+    bits_per_weight = 8 * bytes_after / n_weights
+    return Conversion(place, args, bytes_before, bytes_after, bits_per_weight, difference, tokens, notes)
 
 
-def measured(found: Found, models: Models | None, name: str) -> tuple[mx.array, float | None]:
-    """(outputs, tokens per round with the base model) of a drafter that was found."""
-    drafter = streamed(found)
+def check_quantization(group_size: int, widths: set[int], mode: str) -> None:
+    """Refuses a quantization that MLX does not have, by trying it."""
+    for bits in widths:
+        try:
+            mx.eval(mx.quantize(mx.zeros((32, 128)), group_size, bits, mode))
+        except ValueError as error:
+            raise RedrafterError(f"cannot quantize: {one_line(error)}") from error
+
+
+def advise(dtype: str) -> str:
+    return ": give --dtype bfloat16" if dtype == "float16" else ""
+
+
+def count_bytes(drafter: Drafter) -> int:
+    return sum(array.nbytes for array in list_weights(drafter).values())
+
+
+def list_weights(drafter: Drafter) -> dict[str, mx.array]:
+    return cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
+
+
+def cast_weights(drafter: Drafter, dtype: str) -> None:
+    drafter.set_dtype(getattr(mx, dtype))
+    for name, array in list_weights(drafter).items():
+        if not mx.isfinite(array).all().item():
+            raise RedrafterError(f"{name} holds numbers too large for {dtype}{advise(dtype)}")
+
+
+def quantize_layers(
+    drafter: Drafter, group_size: int, bits: int, mode: str, parts: dict[str, int]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Quantizes a drafter's layers.
+
+    Args:
+        parts: other bits for the `head`, the `blocks` (with the input projection) or the `rnn`; 0 for none.
+
+    Returns:
+        The config's entry in mlx-lm's form, empty where no layer is quantized; a note on each layer that cannot be.
+
+    Raises:
+        RedrafterError: the quantization would make other weights of these.
+    """
+    entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
+    notes, layers = [], []
+    for name, layer in drafter.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        part = "rnn" if name.startswith("rnn_") else "head" if layer is drafter.lm_head[-1] else "blocks"
+        own: dict[str, Any] = {"group_size": group_size, "bits": parts.get(part, bits), "mode": mode}
+        rows, inputs = layer.weight.shape
+        if own["bits"] == 0:
+            entry[name] = False
+            continue
+        if inputs % group_size or rows * inputs % 32:  # MLX packs 32 weights at a time, two groups of nvfp4
+            entry[name] = False
+            notes.append(f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}")
+            continue
+        if own["bits"] != bits:
+            entry[name] = own
+        packed = nn.QuantizedLinear.from_linear(layer, **own)
+        weights = mx.dequantize(packed.weight, packed.scales, packed.biases, **own)
+        # MLX clips what is too large for a mode's scales, and wraps what is too small; else no error comes near this.
+        if not (mx.abs(weights - layer.weight).max() <= 0.75 * mx.abs(layer.weight).max()).item():
+            raise RedrafterError(f"{name} holds numbers too large or too small for {own['bits']} bits in mode {mode}")
+        layers.append((name, packed))
+    drafter.update_modules(tree_unflatten(layers))
+    return entry if layers else {}, tuple(notes)
+
+
+def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
+    """(logits after two steps from random inputs, tokens per round with the base model or 0 without).
+
+    The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, pooled over `PROMPTS`.
+    """
+    draws = np.random.default_rng(0).normal(size=(3, 8, drafter.args.hidden_size)).astype(np.float32)
+    hidden, first, second = (mx.array(rows).astype(drafter.dtype) for rows in draws)
+    _, features = drafter.step(second, drafter.advance(first, None), hidden)
+    logits = drafter.lm_head[-1](features).astype(mx.float32)
+    mx.eval(logits)
     if models is None:
-        return outputs(drafter), None
-    check_fit(drafter, models[0], name)
-    return outputs(drafter), tokens_per_round(*models, whole(found))
-
-
-def measured_result(
-    stage: Path, config: dict[str, Any], packing: Packing, models: Models | None
-) -> tuple[mx.array, float | None]:
-    """The same of what has been written and will have that config; quantized it is small, and loaded whole."""
-    source = find_source(stage)._replace(config=config)
-    if not packing.layers:
-        return measured(find(source), models, str(stage))
-    drafter = read_drafter(stage, config)
-    tokens = tokens_per_round(*models, drafter) if models else None
-    return outputs(restreamed(drafter, dequantized(source, drafter))), tokens
-
-
-def gone(name: str, start: int, stop: int) -> mx.array:
-    """In place of `Found.read`, where the source is no longer needed."""
-    raise AssertionError(f"{name} is read too late")
+        return logits, 0.0
+    model, tokenizer = models
+    prompts = [encode_chat(tokenizer, text) for text in PROMPTS]
+    options = Options(max_tokens=NEW_TOKENS, beam_width=1)
+    done = decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids))
+    return logits, done.stats.tokens_per_round

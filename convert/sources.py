@@ -1,73 +1,39 @@
-"""Which files hold the drafter. One table of layouts, one of what is refused; nothing is opened but JSON."""
+"""Which files hold the drafter's tensors: of a directory, a single file, or a hub repository."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_lm.utils import _download
+from huggingface_hub import HfApi, snapshot_download
 
+from ..atomic_files import expand_path
 from ..checkpoints import read_object
+from ..drafters.recurrent import MODEL_TYPE
 from ..errors import CheckpointError, one_line
 
-SAFETENSORS = (".safetensors",)
-PICKLES = (".bin", ".pt", ".pth")
+RANK = r"rank\d+\.safetensors"
+"""One of TensorRT-LLM's files, each with a slice of every tensor."""
 
-SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
-"""One file of several: the stem, its number, how many they are, the ending."""
-
-
-class Source(NamedTuple):
-    """A checkpoint's files.
-
-    Attributes:
-        path: the directory or file that was asked for, as it lies here.
-        files: those with tensors, in order.
-        ranks: whether each file holds one rank's slice of every tensor (TensorRT-LLM) rather than tensors of its own.
-        config: of its `config.json`; empty when there is none.
-        promised: name of a tensor -> the file that the index says it is in; empty when there is no index.
-        others: names of files beside it that may hold tensors too, and are not read.
-    """
-
-    path: Path
-    files: tuple[Path, ...]
-    ranks: bool
-    config: dict[str, Any]
-    promised: dict[str, str]
-    others: tuple[str, ...]
-
-
-class Layout(NamedTuple):
-    """One way to lay a checkpoint out: an index, or a pattern of file names.
-
-    Attributes:
-        pattern: of the names of the files with tensors.
-        listing: the file that names them, where there is one.
-        ranks: see `Source`.
-    """
-
-    pattern: str
-    listing: str | None = None
-    ranks: bool = False
-
+SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+")
 
 LAYOUTS = (
-    Layout(r"rank\d+\.safetensors", ranks=True),
-    Layout(r"model.*\.safetensors", "model.safetensors.index.json"),
-    Layout(r"(?!adapter|optimizer).*\.safetensors"),
-    Layout(r"pytorch_model.*\.bin", "pytorch_model.bin.index.json"),
-    Layout(r"(?!optimizer|scheduler|scaler|rng_state|training_args|adapter|.*_(optim|model)_states).*\.(bin|pt|pth)"),
+    RANK,
+    r"model.*\.safetensors",
+    r"(?!adapter|optimizer).*\.safetensors",
+    r"pytorch_model.*\.bin",
+    r"(?!optimizer|scheduler|scaler|rng_state|training_args|adapter|.*_(optim|model)_states).*\.(bin|pt|pth)",
 )
-"""The first whose files are there is read: safetensors before pickles. A trainer's own pickles are never opened."""
+"""Patterns of the names of files with tensors. The first that fits any is read: safetensors before pickles.
+
+A trainer's own pickles are never opened. An index is not needed: all shards are read, and their names say how many.
+"""
 
 REFUSED = (
-    (
-        r".*\.(engine|plan)",
-        "TensorRT engines hold no weights that can be read: convert the checkpoint they were built from",
-    ),
+    (r".*\.(engine|plan)", "TensorRT engines hold no readable weights: convert the checkpoint they were built from"),
     (
         r"(.*/)?([^/]*_(optim|model)_states\.pt|zero_to_fp32\.py)",
         "DeepSpeed shards: join them first with the zero_to_fp32.py that lies beside them",
@@ -78,142 +44,97 @@ REFUSED = (
     ),
     (r"adapter_model\.(safetensors|bin)", "LoRA adapters: merge them into the drafter first"),
 )
-"""(pattern of a file's name, what to do instead); looked at when no layout fits."""
+"""(pattern of a file's name, what to do instead), where no layout fits."""
+
+
+class Source(NamedTuple):
+    """The files of a checkpoint.
+
+    Attributes:
+        path: the directory or file that was asked for; of a hub repository, its local copy.
+        files: those with tensors, in order.
+        config: `config.json`; empty where there is none.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    config: dict[str, Any]
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether each file holds one rank's slice of every tensor, as TensorRT-LLM writes them."""
+        return re.fullmatch(RANK, self.files[0].name) is not None
 
 
 def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Source:
-    """The files of a directory, of a single file, or of a hub id, of which only what is needed is fetched.
+    """The files of a directory, of a single file, or of a hub id, of which only what is needed is downloaded.
 
     Raises:
-        CheckpointError: nothing there, nothing that holds a drafter's weights, or an index that lies.
+        CheckpointError: no such path or repository, no weights in it, or half of them.
     """
     name = str(path_or_hf_repo)
-    path = Path(os.path.expanduser(name))
-    if not name:
-        raise CheckpointError("expected a drafter's directory, file or hub id, got an empty name")
+    path = expand_path(name)
     if os.path.isfile(path):
-        return single(path)
-    if not os.path.isdir(path):
-        path = fetch(name, revision)
-    try:
-        os.listdir(path)  # what cannot be read looks empty below
-    except OSError as error:
-        raise CheckpointError(f"cannot read {name}: {one_line(error)}") from error
-    present = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    layout, _ = choose(present, name)
-    config = read_object(path / "config.json") if "config.json" in present else {}
-    promised = from_index(path, layout) if layout.listing in present else {}
-    named = sorted(set(promised.values())) or matching(present, layout)
-    if not promised:
-        check_complete(named, path)
-    others = [file for file in present if "/" not in file and file.endswith(SAFETENSORS) and file not in named]
-    return Source(path, tuple(path / file for file in named), layout.ranks, config, promised, tuple(others))
+        return find_single(path)
+    if not name or not os.path.isdir(path):
+        path = download(name, revision)
+    files = choose_files((file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()), name)
+    config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    return Source(path, tuple(path / file for file in files), config)
 
 
-def check_complete(named: Sequence[str], path: Path) -> None:
-    """Refuses shards that say how many they are when they are fewer.
-
-    Raises:
-        CheckpointError: naming one that is not there.
-    """
-    for file in named:
-        if match := SHARD.fullmatch(file):
-            stem, number, count, suffix = match.groups()
-            if int(count) > 10**4:
-                raise CheckpointError(f"half a checkpoint: {file} is one of {count}")
-            for at in range(1, int(count) + 1):
-                other = f"{stem}-{at:0{len(number)}}-of-{count}{suffix}"
-                if other not in named:
-                    raise CheckpointError(f"half a checkpoint: {file} is there, {other} is not, in {path}")
-
-
-def single(path: Path) -> Source:
-    """A checkpoint of one file."""
-    for pattern, instead in REFUSED:
-        if re.fullmatch(pattern, path.name):
-            raise CheckpointError(f"{path} cannot be converted. {instead}")
-    if path.suffix not in SAFETENSORS + PICKLES:
-        raise CheckpointError(f"expected a file ending in {', '.join(SAFETENSORS + PICKLES)}, got {path}")
-    if re.fullmatch(r"rank\d+\.safetensors", path.name):
+def find_single(path: Path) -> Source:
+    """The checkpoint that is this file, with a drafter's config where one lies beside it."""
+    if re.fullmatch(RANK, path.name):
         raise CheckpointError(f"{path} is one of TensorRT-LLM's ranks: give its directory, {path.parent}")
-    check_complete([path.name], path.parent)
-    # The file of a directory has the config beside it, where no other file can be meant.
-    config = path.with_name("config.json")
-    others = [other for other in path.parent.iterdir() if other.suffix in SAFETENSORS + PICKLES and other != path]
-    ours = config.is_file() and (path.name == "model.safetensors" or not others)
-    return Source(path, (path,), False, read_object(config) if ours else {}, {}, ())
+    choose_files([path.name], str(path))
+    config = read_object(path.with_name("config.json")) if path.with_name("config.json").is_file() else {}
+    is_base_models = config.get("model_type", MODEL_TYPE) != MODEL_TYPE
+    return Source(path, (path,), {} if is_base_models else config)
 
 
-def fetch(name: str, revision: str | None) -> Path:
-    """What is needed of a hub repository, fetched: pickles only when there are no safetensors.
+def download(name: str, revision: str | None) -> Path:
+    """The local copy of a hub repository: its config and weights.
 
     Raises:
-        CheckpointError: no path here, and the hub does not give it.
+        CheckpointError: no hub id, or the hub does not give it.
     """
-    if name.startswith((".", "~", "/")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name!r}")
-    from huggingface_hub import HfApi
-
     try:
-        present = HfApi().list_repo_files(name, revision=revision)
-        layout, chosen = choose(sorted(present), name)
-        wanted = ["config.json", *chosen, *([layout.listing] if layout.listing else [])]
-        return Path(_download(name, revision, allow_patterns=wanted))
+        files = choose_files(HfApi().list_repo_files(name, revision=revision), name)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", *files]))
     except CheckpointError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the network and the hub say
         raise CheckpointError(
-            f"{name!r} is no file or directory here, and the hub has not given it: {one_line(error)}"
+            f"{name!r} is no file or directory, and cannot be downloaded from the hub: {one_line(error)}"
         ) from error
 
 
-def choose(present: Sequence[str], name: str) -> tuple[Layout, list[str]]:
-    """The first layout that these files fit, and its files.
+def choose_files(present: Iterable[str], name: str) -> list[str]:
+    """Those of the files of `name` that hold its tensors, in order.
 
     Raises:
-        CheckpointError: none does; says what to do instead where that is known.
+        CheckpointError: none does, with what to do instead where that is known; or one is missing.
     """
-    for layout in LAYOUTS:
-        if layout.listing in present or matching(present, layout):
-            return layout, matching(present, layout)
-    for pattern, instead in REFUSED:
-        if any(re.fullmatch(pattern, file) for file in present):
-            raise CheckpointError(f"{name} cannot be converted. {instead}")
-    raise CheckpointError(
-        f"no weights in {name}: expected *.safetensors, *.bin or *.pt, got {', '.join(present[:4]) or 'no files'}"
-    )
-
-
-def matching(present: Sequence[str], layout: Layout) -> list[str]:
-    """The files of that layout; ranks in the order of their numbers."""
-    found = [file for file in present if re.fullmatch(layout.pattern, file) and "/" not in file]
-    if not layout.ranks:
-        return found
-    ordered = sorted(found, key=lambda file: int(re.sub(r"\D", "", file)))
-    for rank, file in enumerate(ordered):
-        if int(re.sub(r"\D", "", file)) != rank:
-            raise CheckpointError(f"half a checkpoint: rank{rank}.safetensors is not there, {file} is")
-    return ordered
-
-
-def from_index(path: Path, layout: Layout) -> dict[str, str]:
-    """name of a tensor -> the shard that the index says it is in.
-
-    Raises:
-        CheckpointError: no map of names, a name that leaves the directory, or a shard that is not there.
-    """
-    assert layout.listing is not None
-    index = path / layout.listing
-    shards = read_object(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
-        raise CheckpointError(f"{index}: weight_map must give each tensor a file name, got {one_line(shards)[:60]}")
-    if odd := [name for name in shards if not name.isprintable()]:
-        raise CheckpointError(f"{index}: expected printable names of tensors, got {odd[0]!r}")
-    for file in sorted(set(shards.values())):
-        if PurePosixPath(file).name != file or "\\" in file or file in (".", ".."):
-            raise CheckpointError(f"{index}: expected plain file names, got {file!r}")
-        if not re.fullmatch(layout.pattern, file):
-            raise CheckpointError(f"{index}: expected shards named {layout.pattern}, got {file!r}")
-        if not os.path.isfile(path / file):
-            raise CheckpointError(f"half a checkpoint: {index.name} names {file}, which is not in {path}")
-    return shards
+    present = sorted(present)
+    for pattern in LAYOUTS:
+        files = [file for file in present if "/" not in file and re.fullmatch(pattern, file)]
+        for file in files:
+            shard = SHARD.fullmatch(file)
+            if shard and (count := sum(other.startswith(f"{shard[1]}-") for other in files)) < int(shard[2]):
+                raise CheckpointError(f"half a checkpoint: {count} of {shard[2]} shards like {file} in {name}")
+        if pattern == RANK and files:
+            ranks = [f"rank{rank}.safetensors" for rank in range(len(files))]  # rank10 after rank9
+            if missing := set(ranks) - set(files):
+                raise CheckpointError(f"half a checkpoint: {len(files)} ranks in {name}, without {min(missing)}")
+            return ranks
+        if files:
+            return files
+    for file in present:
+        for pattern, instead in REFUSED:
+            if re.fullmatch(pattern, file):
+                raise CheckpointError(f"{name} cannot be converted. {instead}")
+    got = ", ".join(present[:4]) or "no files"
+    raise CheckpointError(f"no weights in {name}: expected *.safetensors, *.bin, *.pt or *.pth, got {got}")

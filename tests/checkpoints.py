@@ -9,13 +9,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 from small import small_drafter
 
@@ -49,16 +49,6 @@ def tensors(drafter: nn.Module) -> Arrays:
     return dict(tree_flatten(drafter.parameters()))
 
 
-def outputs(drafter: Drafter, seed: int = 3) -> mx.array:
-    """(5, V) logits after three steps from random inputs."""
-    rng = np.random.default_rng(seed)
-    draws = [mx.array(rng.normal(size=(5, drafter.args.hidden_size)).astype(np.float32)) for _ in range(4)]
-    state = None
-    for draw in draws[1:]:
-        state = drafter.advance(draw.astype(drafter.dtype), state)
-    return drafter.logits(draws[0].astype(drafter.dtype), state)
-
-
 def same(one: Arrays, other: Arrays) -> bool:
     """Whether names, dtypes and bits are the same."""
     return one.keys() == other.keys() and all(
@@ -67,20 +57,15 @@ def same(one: Arrays, other: Arrays) -> bool:
 
 
 def came_through(done: Conversion, drafter: Drafter) -> bool:
-    """Whether what was written is this drafter: its sizes, its tensors and its outputs."""
+    """Whether what was written is this drafter: its sizes and its tensors, to the bit."""
     found = load_drafter(done.path)
-    return (
-        done.args == found.args == drafter.args
-        and same(tensors(found), tensors(drafter))
-        and same(dict(mx.load(str(done.path / WEIGHTS))), tensors(drafter))
-        and mx.array_equal(outputs(found), outputs(drafter)).item() is True
-    )
+    return done.args == found.args == drafter.args and same(tensors(found), tensors(drafter))
 
 
-def save(path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+def save(path: Path, arrays: Mapping[str, mx.array]) -> None:
     """A safetensors file, as torch's own writer marks it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(path), dict(arrays), metadata or {"format": "pt"})
+    mx.save_safetensors(str(path), dict(arrays), {"format": "pt"})
 
 
 def configure(directory: Path, **config: Any) -> None:
@@ -112,19 +97,14 @@ def prefixed(prefix: str, arrays: Arrays) -> Arrays:
     return {prefix + name: array for name, array in arrays.items()}
 
 
-def shard(directory: Path, arrays: Arrays, count: int, *, index: bool, stem: str = "model") -> None:
+def shard(directory: Path, arrays: Arrays, count: int, *, index: bool) -> None:
     """The tensors dealt out to so many files, with or without the index that names them."""
-    names = [f"{stem}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     placed = {name: names[at % count] for at, name in enumerate(sorted(arrays))}
     for file in names:
         save(directory / file, {name: array for name, array in arrays.items() if placed[name] == file})
     if index:
         (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-
-
-def last(arrays: Arrays) -> int:
-    """N of `lm_head.N.weight`, the output matrix."""
-    return max(int(name.split(".")[1]) for name in arrays if name.startswith("lm_head."))
 
 
 def older(arrays: Arrays, head: str) -> Arrays:
@@ -137,18 +117,17 @@ def older(arrays: Arrays, head: str) -> Arrays:
     return renamed
 
 
-def trt(arrays: Arrays) -> Arrays:
+def tensorrt_llm(arrays: Arrays) -> Arrays:
     """TensorRT-LLM's names."""
-    head = f"lm_head.{last(arrays)}.weight"
+    head = max(name for name in arrays if re.fullmatch(r"lm_head.\d.weight", name))
     blocks = {name: "layers." + name.removeprefix("lm_head.") for name in arrays if ".linear." in name}
     return prefixed("drafter.", {({head: "lm_head.weight"} | blocks).get(name, name): arrays[name] for name in arrays})
 
 
 def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **config: Any) -> Path:
     """TensorRT-LLM's directory: each tensor cut along its first axis, the vocabulary padded before."""
-    named = trt(arrays)
+    named = tensorrt_llm(arrays)
     head = named["drafter.lm_head.weight"]
-    vocab = head.shape[0]
     named["drafter.lm_head.weight"] = mx.pad(head, [(0, padding), (0, 0)])
     foreign = {"lm_head.weight": mx.zeros_like(head), "transformer.layers.0.attention.qkv.weight": mx.ones((4, 4))}
     for rank in range(size):
@@ -157,8 +136,8 @@ def ranks(directory: Path, arrays: Arrays, size: int, *, padding: int = 0, **con
     configure(
         directory,
         architecture="ReDrafterForLLaMALM",
-        vocab_size=vocab,
-        redrafter_num_layers=last(arrays),
+        vocab_size=head.shape[0],
+        redrafter_num_layers=sum(name.endswith(".linear.bias") for name in arrays),
         redrafter_is_rnn="rnn_w.weight" in arrays,
         redrafter_num_beams=4,
         quantization={"quant_algo": None, "kv_cache_quant_algo": None},
@@ -189,20 +168,20 @@ def refused(source: str | Path, pattern: str, into: Path, *flags: str) -> None:
 
 
 class Trap:
-    """An object whose unpickling writes a file: what a malicious pickle might do."""
+    """An object whose unpickling calls a function: what a malicious pickle does."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, function: Callable[[Any], Any], argument: Any) -> None:
+        self.call = function, (argument,)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
+        return self.call
 
 
 def trap(path: Path) -> Path:
     """A pickle that shows whether it was executed; the path of the file that it would write."""
     mark = path.with_name(path.name + ".executed")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps({"rnn_w.weight": Trap(mark)}))
+    path.write_bytes(pickle.dumps({"rnn_w.weight": Trap(Path.touch, mark)}))
     return mark
 
 
@@ -238,15 +217,11 @@ def stored(change: Callable[[Arrays], Arrays]) -> Callable[[Path, Arrays], Path]
     return write
 
 
-def sharded(count: int, *, index: bool) -> Callable[[Path, Arrays], Path]:
-    """A form of several shards."""
-
-    def write(directory: Path, arrays: Arrays) -> Path:
-        shard(directory, arrays, count, index=index)
-        configure(directory, hidden_size=-1, vocab_size=-1, exit_dim=-1, num_draft_layers=-1)
-        return directory
-
-    return write
+def sharded(directory: Path, arrays: Arrays, count: int, *, index: bool) -> Path:
+    """Several shards, and a config that says nothing."""
+    shard(directory, arrays, count, index=index)
+    configure(directory, hidden_size=-1, vocab_size=-1, exit_dim=-1, num_draft_layers=-1)
+    return directory
 
 
 PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module.", "model.", "drafter.")
@@ -255,9 +230,9 @@ FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
     "Apple's directory": apple,
     "a directory without a config": stored(dict),
     "one file": single,
-    "two shards and an index": sharded(2, index=True),
-    "a shard for each tensor": sharded(20, index=True),
-    "shards without an index": sharded(3, index=False),
+    "two shards and an index": partial(sharded, count=2, index=True),
+    "a shard for each tensor": partial(sharded, count=20, index=True),
+    "shards without an index": partial(sharded, count=3, index=False),
     "lm_heads and input_projs": stored(lambda arrays: older(arrays, "lm_heads.")),
     "lm_heads.0": stored(lambda arrays: older(arrays, "lm_heads.0.")),
     "bare numbers": stored(lambda arrays: older(arrays, "0.")),
@@ -276,9 +251,6 @@ FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
         }
     ),
     **{f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays)) for prefix in PREFIXES},
-    **{
-        f"TensorRT-LLM, {size} ranks": lambda directory, arrays, size=size: ranks(directory, arrays, size)
-        for size in (1, 2, 3, 4)
-    },
+    **{f"TensorRT-LLM, {size} ranks": partial(ranks, size=size) for size in (1, 2, 3, 4)},
 }
 """A form's name -> writes a checkpoint of these tensors under a directory; the path to give to `convert`."""

@@ -1,0 +1,142 @@
+"""The directory that is written: where it may be, what is in it, and how it appears there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import HfApi
+from mlx.utils import tree_flatten
+
+from ..atomic_files import expand_path
+from ..checkpoints import card_header, read_object
+from ..drafters.recurrent import MODEL_TYPE, Drafter
+from ..errors import RedrafterError, one_line
+
+DRAFTER_FILES = re.compile(
+    r"config\.json|README\.md|training\.(json|png)|\.gitattributes"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
+"""What a directory may hold that is replaced: a drafter that can be converted or trained again, and nothing else."""
+
+
+def check_destination(place: Path, source: str | Path, force: bool) -> None:
+    """Refuses to write over what must stay: with `force` anything but an empty directory or another drafter's.
+
+    Args:
+        place: an absolute path.
+        source: what is converted, a path or a hub id.
+
+    Raises:
+        RedrafterError: with the reason.
+    """
+    if not os.path.lexists(place):
+        return
+    if not force:
+        raise RedrafterError(f"{place} exists already: give another --mlx-path, or --force to replace it")
+    reason = None
+    present = sorted(os.listdir(place)) if place.is_dir() else []
+    others = [name for name in present if not DRAFTER_FILES.fullmatch(name) or (place / name).is_dir()]
+    if place.is_symlink() or not place.is_dir():
+        reason = "it is not a directory"
+    elif expand_path(source).resolve().is_relative_to(place.resolve()):
+        reason = "what is converted is in it"
+    elif others:
+        reason = f"it holds {one_line(others[0])}, which no drafter has"
+    elif present and read_object(place / "config.json").get("model_type") != MODEL_TYPE:
+        reason = "it holds another model than a drafter"
+    if reason:
+        raise RedrafterError(f"{place} is not replaced, even with --force: {reason}; give another --mlx-path")
+
+
+@contextmanager
+def new_directory(place: Path, source: str | Path, force: bool) -> Iterator[Path]:
+    """A directory beside `place` that is renamed to `place` when the block ends, and removed when it raises.
+
+    Args:
+        place, source, force: see `check_destination`, which is asked again before the renaming.
+
+    Raises:
+        RedrafterError: the disk is full, or cannot be written for another reason.
+    """
+    scratch = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=".convert-unfinished-"))
+        stage, aside = scratch / "new", scratch.with_name(scratch.name.replace("unfinished", "replaced"))
+        stage.mkdir()
+        yield stage
+        check_destination(place, source, force)
+        try:
+            if os.path.lexists(place):
+                os.rename(place, aside)
+            os.rename(stage, place)
+        except BaseException:
+            if aside.exists():
+                os.rename(aside, place)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise RedrafterError(f"cannot write {place}: {error.strerror or one_line(error)}") from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_drafter(stage: Path, drafter: Drafter, config: dict[str, Any], card: str) -> None:
+    """Fills an empty directory; without the config, which comes last, it does not load.
+
+    Raises:
+        OSError: the disk is full, or cannot be written for another reason.
+    """
+    weights = dict(tree_flatten(drafter.parameters()))
+    try:
+        mx.save_safetensors(str(stage / "model.safetensors"), weights, {"format": "mlx"})
+    except RuntimeError as error:  # what MLX makes of a full disk
+        raise OSError(one_line(error)) from error
+    (stage / "README.md").write_text(card, encoding="utf-8")
+    (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def make_card(source: str | Path, config: dict[str, Any]) -> str:
+    """The README of the result, in the hub's form; of what lies on this machine it says the last part of the path."""
+    base, how = config.get("base_model"), config.get("quantization")
+    target = strip_folders(base) if base else None
+    packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
+    return f"""{card_header(base)}
+# A recurrent drafter for {target or "its target"}
+
+Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; hidden size {config["hidden_size"]},
+vocabulary {config["vocab_size"]}, exit_dim {config["exit_dim"]}, residual blocks {config["num_draft_layers"]}.
+
+```bash
+pip install mlx-redrafter
+python -m mlx_redrafter.generate --model {target or "TARGET"} --drafter THIS --prompt "hello"
+```
+"""
+
+
+def strip_folders(name: str | Path) -> str:
+    path = expand_path(name)
+    return one_line(path.absolute().name if path.exists() else name)
+
+
+def upload(path: Path, repo: str) -> None:
+    """Puts a directory on the Hugging Face hub.
+
+    Raises:
+        RedrafterError: the hub refuses.
+    """
+    try:
+        HfApi().create_repo(repo_id=repo, exist_ok=True)
+        HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")
+    except Exception as error:  # whatever the network and the hub say
+        raise RedrafterError(f"{path} is written, but not uploaded to {repo}: {one_line(error)}") from error

@@ -1,0 +1,128 @@
+"""The command: its flags and report, and that it runs from the clone and from a wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from checkpoints import apple, command, make, refused, same, tensors
+
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.convert import conversion
+from mlx_redrafter.demo import DIRECTORY
+
+ROOT = Path(__file__).parent.parent.parent
+COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))
+
+REFUSED: tuple[tuple[str, str], ...] = (
+    ("-q -d", "choose either to quantize .*"),
+    ("--q-bits 4", "bits, group size and mode are those of quantization: give -q with them"),
+    ("--q-group-size 64", "bits, group size and mode .*"),
+    ("--q-mode mxfp4", "bits, group size and mode .*"),
+    ("--head-bits 8", "bits, group size and mode .*"),
+    ("-d", "IN is not quantized: leave out -d"),
+    ("-q --q-bits 7", "cannot quantize: .* number of bits 7 is not supported.*"),
+    ("-q --q-group-size 16", "cannot quantize: .* group size 16 is not supported.*"),
+    ("-q --q-mode mxfp8 --q-bits 4", "cannot quantize: .* mxfp8 quantization requires bits to be 8 but got 4.*"),
+    ("-q --q-mode nvfp4 --rnn-bits 8", "cannot quantize: .* requires bits to be 4 but got 8.*"),
+    ("--draft-depth 0", "draft_depth must be from 1 to 256, got 0"),
+    ("--draft-depth 257", "draft_depth must be from 1 to 256, got 257"),
+    ("--base-model /no/such", "no such directory: '/no/such'"),
+    ("--base-model=", "no such directory: ''"),
+    ("--upload-repo bad!name", "Repo id must .*"),
+    ("--upload-repo=", "Repo id must .*"),
+)
+
+
+@pytest.mark.parametrize(("flags", "pattern"), REFUSED)
+def test_wrong_flags_are_refused_in_one_line(flags: str, pattern: str, tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make()))
+    refused(source, pattern.replace("IN", re.escape(str(source))), tmp_path / "result", *flags.split())
+
+
+def test_report_tells_what_the_bits_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
+    target = DIRECTORY / "target"
+    flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", target)
+    said = {}
+    for bits in (2, 8):
+        status, out, notes = command(*flags, "--q-bits", str(bits), "--mlx-path", tmp_path / f"out{bits}")
+        assert (status, notes) == (0, "")
+        pattern = (
+            r"\S+: hidden size 384, vocabulary 2048, exit_dim \d+, 1 block, rnn\n"
+            r"size: \d+\.\d\d MB before, (\d+\.\d\d) MB after, (\d+\.\d+) bits per weight\n"
+            r"outputs: differ by at most (\S+) \(largest logit \S+\) on random inputs\n"
+            rf"tokens per round: (\d\.\d\d) before, (\d\.\d\d) after, greedy, {re.escape(str(target))}\n"
+        )
+        found = re.fullmatch(pattern, out)
+        assert found, out
+        said[bits] = [float(number) for number in found.groups()]
+    megabytes, bits_per_weight, difference, before, after = range(5)
+    assert said[2][megabytes] < said[8][megabytes] and said[2][difference] > said[8][difference]
+    assert 3 < said[2][bits_per_weight] < 3.5 and 9 < said[8][bits_per_weight] < 9.5
+    assert said[2][before] == said[8][before] > 1.2 and said[2][after] < said[8][after]
+
+
+def test_notes_go_to_stderr(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make()), exit_dim=7)
+    status, out, said = command("--hf-path", source, "--mlx-path", tmp_path / "out")
+    assert status == 0 and out.count("\n") == 3
+    assert said == "note: config.json says exit_dim 7, its tensors say 48; the tensors are believed\n"
+
+
+def run(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
+    """stdout of a Python that finds nothing but what is installed, in `cwd` (for -m) and in `path`."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env |= {"PYTHONPATH": str(path)} if path else {}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_converts(cwd: Path, scratch: Path, path: Path | None = None) -> None:
+    """Asserts that both commands convert."""
+    source = apple(scratch / "in", tensors(make()))
+    for at, start in enumerate(COMMANDS):
+        arguments = ("--model", source, "--mlx-path", scratch / f"out{at}")
+        run("-W", "error", *start, *arguments, cwd=cwd, path=path)
+        assert same(tensors(load_drafter(scratch / f"out{at}")), tensors(make()))
+
+
+WHERE = "import mlx_redrafter.convert.conversion as module; print(module.__file__)"
+
+
+def test_package_links_to_the_top_folder() -> None:
+    link = ROOT / "mlx_redrafter" / "convert"
+    assert link.is_symlink() and os.readlink(link) == "../convert"
+
+
+def test_command_runs_from_clone_and_elsewhere(tmp_path: Path) -> None:
+    assert Path(run("-c", WHERE, cwd=ROOT).strip()).is_relative_to(ROOT)
+    check_converts(ROOT, tmp_path / "clone")
+    check_converts(tmp_path, tmp_path / "elsewhere", path=ROOT)
+
+
+@pytest.mark.slow
+def test_command_runs_from_a_wheel(tmp_path: Path) -> None:
+    copy, site = tmp_path / "copy", tmp_path / "site"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("mlx_redrafter", "convert"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", cwd=copy)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+        names = archive.namelist()
+    assert {f"mlx_redrafter/convert/{file.name}" for file in (ROOT / "convert").glob("*.py")} <= set(names)
+    assert "mlx_redrafter/serving/race.html" in names
+    assert not [name for name in names if name.startswith(("convert/", "tests/"))]
+    assert run("-c", WHERE, cwd=tmp_path, path=site).startswith(str(site))
+    check_converts(tmp_path, tmp_path, path=site)

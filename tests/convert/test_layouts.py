@@ -1,0 +1,341 @@
+"""Every known form of a drafter is read, to the bit; what is not one drafter is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from checkpoints import (
+    CONFIG,
+    FORMS,
+    VARIANTS,
+    WEIGHTS,
+    Arrays,
+    apple,
+    base,
+    came_through,
+    configure,
+    make,
+    modelopt,
+    prefixed,
+    ranks,
+    refused,
+    same,
+    save,
+    tensors,
+)
+from small import partial_drafter, small_drafter
+
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.demo import DIRECTORY
+from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.errors import CheckpointError
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_to_the_bit(form: str, variant: str, tmp_path: Path) -> None:
+    drafter = make(variant)
+    done = convert(FORMS[form](tmp_path / "in", tensors(drafter)), tmp_path / "out")
+    assert came_through(done, drafter) and done.difference[0] == 0
+    # Negative control: another drafter of the same sizes is not this one.
+    assert not came_through(done, make(variant, seed=1))
+
+
+@pytest.mark.parametrize(("size", "padding"), [(1, 1), (2, 2), (3, 2), (4, 1), (4, 63), (12, 0)])
+def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Path) -> None:
+    drafter = make("input projection", vocab=60 * size - padding)
+    done = convert(ranks(tmp_path / "in", tensors(drafter), size, padding=padding), tmp_path / "out")
+    assert came_through(done, drafter)
+    assert any(f"the last {padding} rows" in note for note in done.notes) == bool(padding)
+
+
+def test_unused_norm_is_left_out_and_named(tmp_path: Path) -> None:
+    drafter = make("input projection")
+    arrays = {name.replace("input_proj.", "input_projs."): array for name, array in tensors(drafter).items()}
+    done = convert(apple(tmp_path / "in", arrays | {"emb_norm.weight": mx.ones((24,))}), tmp_path / "out")
+    assert came_through(done, drafter)
+    assert done.notes == ("emb_norm.weight is left out: no forward pass uses it",)
+    # Negative control: nothing is said where nothing is left out.
+    assert convert(apple(tmp_path / "plain", tensors(drafter)), tmp_path / "out2").notes == ()
+
+
+def test_config_keeps_base_model_and_depth(tmp_path: Path) -> None:
+    said: dict[str, Any] = {"base_model": "some/base", "draft_depth": 5}
+    for source in (
+        apple(tmp_path / "apple", tensors(make()), **said),
+        ranks(tmp_path / "ranks", tensors(make(vocab=59)), 2, padding=1, **said),
+    ):
+        args = convert(source, tmp_path / f"{source.name} out").args
+        assert (args.base_model, args.draft_depth) == ("some/base", 5)
+
+
+def test_tensors_are_believed_over_the_config(tmp_path: Path) -> None:
+    done = convert(modelopt(tmp_path / "in", tensors(make())), tmp_path / "out")
+    assert came_through(done, make())
+    assert "config.json says num_draft_layers 7, its tensors say 1; the tensors are believed" in done.notes
+    assert json.loads((done.path / CONFIG).read_text())["num_draft_layers"] == 1
+
+
+@pytest.mark.parametrize("said", [-1, None, 0, 10**30, "many", True, 1.5, [1], {"a": 1}, "line\nbreak"], ids=repr)
+@pytest.mark.parametrize("form", ["Apple's directory", "TensorRT-LLM, 2 ranks"])
+def test_sizes_in_a_config_change_nothing(form: str, said: Any, tmp_path: Path) -> None:
+    directory = FORMS[form](tmp_path / "in", tensors(make()))
+    config = json.loads((directory / CONFIG).read_text())
+    sizes = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "redrafter_num_layers")
+    configure(directory, **config | dict.fromkeys(sizes, said))
+    done = convert(directory, tmp_path / "out")
+    assert came_through(done, make())
+    assert all("\n" not in note for note in done.notes)
+    assert bool([note for note in done.notes if "hidden_size" in note]) == (said not in (-1, None))
+
+
+@pytest.mark.parametrize("said", [{}, {"rnn": False, "hidden_size": 24}, {"rnn": None, "hidden_size": -1}], ids=str)
+def test_drafter_without_a_cell_is_whole(said: dict[str, Any], tmp_path: Path) -> None:
+    """Negative control of the half drafters below."""
+    drafter = make("three blocks, no rnn")
+    assert came_through(convert(apple(tmp_path / "in", tensors(drafter), **said), tmp_path / "out"), drafter)
+
+
+Write = Callable[[Path], Any]
+"""Writes a checkpoint into a directory."""
+
+
+def holding(change: Callable[[Arrays], Arrays], said: dict[str, Any] | None = None, **sizes: Any) -> Write:
+    """Apple's directory with other tensors than those of a sound drafter, and a config that says `said`."""
+    return lambda directory: apple(directory, change(tensors(make(**sizes))), **(said or {}))
+
+
+def with_tensors(**arrays: mx.array) -> Write:
+    return holding(lambda sound: sound | {name.replace("__", "."): array for name, array in arrays.items()})
+
+
+def without(text: str, said: dict[str, Any] | None = None, **sizes: Any) -> Write:
+    return holding(lambda sound: {name: array for name, array in sound.items() if text not in name}, said, **sizes)
+
+
+def second_rank(change: Callable[[Arrays], Arrays]) -> Write:
+    """TensorRT-LLM's directory with other tensors in its second rank."""
+
+    def write(directory: Path) -> None:
+        ranks(directory, tensors(make()), 2)
+        arrays = dict(mx.load(str(directory / "rank1.safetensors")))
+        mx.eval(arrays)
+        save(directory / "rank1.safetensors", change(arrays))
+
+    return write
+
+
+def without_last_rank(directory: Path) -> None:
+    """Three of four ranks, of a drafter whose tensors fit each other all the same."""
+    ranks(directory, tensors(make("no blocks", rnn=False)), 4)
+    (directory / "rank3.safetensors").unlink()
+
+
+MEDUSA = {f"{head}.{name}": mx.ones((4, 4)) for head in range(3) for name in ("0.linear.weight", "1.weight")}
+
+REFUSED: dict[str, tuple[Write, str]] = {
+    # Other things than a drafter.
+    "Medusa": (holding(lambda _: MEDUSA), "IN holds Medusa heads, not a recurrent drafter"),
+    "Medusa by its config": (holding(dict, {"medusa_num_heads": 1}), "IN holds Medusa heads, .*config.json says so"),
+    "Medusa by name": (holding(lambda _: prefixed("medusa_head.", MEDUSA) | base()), "IN holds Medusa heads, .*"),
+    "Hydra": (holding(lambda _: prefixed("hydra_head.", MEDUSA)), "IN holds Hydra heads, .*"),
+    "EAGLE": (
+        holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
+        "IN holds an EAGLE head, .*",
+    ),
+    "EAGLE 3": (holding(lambda _: {"midlayer.mlp.up_proj.weight": mx.ones((4, 8))}), "IN holds an EAGLE head, .*"),
+    "a base model": (holding(lambda _: base()), "IN is a base model, not a drafter"),
+    "a llama": (holding(lambda _: base(), {"model_type": "llama"}), "IN is a llama, not a drafter"),
+    "the last shard of a base model": (
+        holding(lambda _: {"lm_head.weight": mx.ones((60, 48))}),
+        r"IN holds no drafter: its tensors begin \['lm_head.weight'\]",
+    ),
+    "ModelOpt's quantized weights": (
+        holding(lambda sound: prefixed("drafter.", sound | {"rnn_w.weight_scale": mx.ones((24,))}) | base()),
+        "IN is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
+    ),
+    "another network": (
+        holding(lambda _: {"encoder.weight": mx.ones((4,))}),
+        r"IN holds no drafter: its tensors begin \['encoder.weight'\]",
+    ),
+    "no tensors": (holding(lambda _: {}), r"IN holds no drafter: its tensors begin \[\]"),
+    "a block of a huge number": (holding(lambda _: {"lm_head.999999999.weight": mx.ones((4, 4))}), "IN holds no .*"),
+    **{
+        f"two drafters, {one}* and {other}*": (
+            holding(lambda sound, one=one, other=other: prefixed(one, sound) | prefixed(other, sound)),
+            r"IN holds two drafters: \S+ and \S+",
+        )
+        for one, other in (
+            ("drafter.", "module.drafter."),
+            ("drafter.", ""),
+            ("drafter.", "old.drafter."),
+            ("drafter.", "ema.model.drafter."),
+        )
+    },
+    "two heads": (with_tensors(lm_head__weight=mx.ones((60, 48))), "IN holds two drafters: lm_head.1.weight and .*"),
+    # Tensors that are missing, too many, or of another kind.
+    **{
+        f"no {name}": (without(name, exit_dim=36), "((half|not) a drafter: )?IN.*")
+        for name in sorted(tensors(make("input projection")))
+    },
+    "extra tensor": (with_tensors(norm__weight=mx.ones((24,))), "IN holds 1 tensors that no drafter has: norm.*"),
+    "extra block": (with_tensors(lm_head__2__linear__bias=mx.ones((48,))), "not a drafter: IN has no lm_head.N.*"),
+    "no cell": (without("rnn", {"rnn": True}), "half a drafter: IN/config.json says rnn True, .*"),
+    "no projection": (
+        without("input_proj", {"hidden_size": 24}, exit_dim=40, rnn=False),
+        "half a drafter: IN/config.json says hidden_size 24, its tensors say 20",
+    ),
+    "NaN": (with_tensors(rnn_u__bias=mx.full((24,), mx.nan)), "IN: rnn_u.bias holds NaN or infinity"),
+    "infinity": (with_tensors(lm_head__1__weight=mx.full((60, 48), -mx.inf)), "IN: lm_head.1.weight holds NaN .*"),
+    **{
+        f"{dtype} weights": (
+            with_tensors(rnn_w__weight=mx.ones((24, 24), dtype)),
+            "IN: expected rnn_w.weight in F64, F32, F16, BF16, got [A-Z0-9]+",
+        )
+        for dtype in (mx.int8, mx.uint8, mx.int32, mx.bool_, mx.complex64)
+    },
+    **{
+        f"{name} of shape {shape}": (with_tensors(**{name.replace(".", "__"): mx.ones(shape)}), pattern)
+        for name, shape, pattern in (
+            ("rnn_u.weight", (24, 23), r"half a drafter: IN: Expected shape \(24, 24\) but received .* rnn_u.weight"),
+            ("rnn_w.weight", (25, 24), "half a drafter: IN: .*"),
+            ("rnn_u.bias", (24, 1), r"IN: expected rnn_u.bias to be a vector, got shape \(24, 1\)"),
+            ("lm_head.0.linear.weight", (47, 48), "half a drafter: IN: .*"),
+            ("lm_head.1.weight", (48,), r"IN: expected lm_head.1.weight to be a matrix, got shape \(48,\)"),
+            ("lm_head.1.weight", (60, 47), "half a drafter: IN: .*"),
+            ("lm_head.1.weight", (), r"IN: expected lm_head.1.weight to be a matrix, got shape \(\)"),
+            ("lm_head.1.weight", (0, 48), r"IN: expected lm_head.1.weight to be a matrix, got shape \(0, 48\)"),
+        )
+    },
+    # Shards and ranks.
+    "an overlap of shards": (
+        lambda directory: save(directory / "model-2.safetensors", tensors(make())) or apple(directory, tensors(make())),
+        "IN/model.safetensors holds .*, which another shard has already",
+    ),
+    "the last rank missing": (without_last_rank, "half a checkpoint: IN says tp_size 4, and has 3 ranks"),
+    "rank without a tensor": (
+        second_rank(lambda arrays: {k: v for k, v in arrays.items() if k != "drafter.rnn_u.bias"}),
+        "IN: ranks 0 and 1 do not hold the same tensors: drafter.rnn_u.bias",
+    ),
+    "rank of another width": (
+        second_rank(lambda arrays: arrays | {"drafter.rnn_w.weight": mx.ones((12, 23))}),
+        r"IN: slices of drafter.rnn_w.weight do not fit: \(12, 24\), \(12, 23\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path) -> None:
+    write, pattern = REFUSED[case]
+    write(tmp_path / "in")
+    refused(tmp_path / "in", pattern.replace("IN", re.escape(str(tmp_path / "in"))), tmp_path / "result")
+
+
+def test_those_checkpoints_were_sound_before(tmp_path: Path) -> None:
+    for at, write in enumerate((holding(dict), without("no such"), second_rank(dict))):
+        write(tmp_path / f"in{at}")
+        assert came_through(convert(tmp_path / f"in{at}", tmp_path / f"out{at}"), make())
+
+
+@pytest.mark.parametrize("flags", [(), ("-q",), ("-d",), ("--dtype", "float32")], ids=str)
+def test_demo_target_is_called_a_llama(flags: tuple[str, ...], tmp_path: Path) -> None:
+    target = DIRECTORY / "target"
+    refused(target, f"{re.escape(str(target))} is a llama, not a drafter", tmp_path / "result", *flags)
+
+
+VOCAB = 64
+GUESSED = np.array([0, 3, 5, 8, 13, 21, 34, 55, 61, 60, 1, 2])
+
+
+def make_partial() -> Drafter:
+    """A drafter that can guess some tokens only."""
+    return partial_drafter(small_drafter(), GUESSED)
+
+
+DRAFT_VOCABULARIES: dict[str, tuple[dict[str, mx.array], dict[str, Any], str]] = {
+    "no vocabulary size": ({}, {}, r".*with draft_ids, config.json must say vocab_size, at least 12, got None"),
+    "a smaller vocabulary": ({}, {"vocab_size": 11}, ".*must say vocab_size, at least 12, got 11"),
+    "a huge vocabulary": ({}, {"vocab_size": 10**30}, ".*must say vocab_size.*"),
+    "a vocabulary of text": ({}, {"vocab_size": "64"}, ".*got '64'"),
+    "a token beyond it": ({}, {"vocab_size": 60}, ".*expected draft_ids from 0 to 59, got 0 to 61"),
+    **{
+        name: ({"draft_ids": ids}, {"vocab_size": VOCAB}, pattern)
+        for name, ids, pattern in (
+            ("a negative token", mx.arange(-1, 11, dtype=mx.int32), ".*draft_ids from 0 to 63, got -1 to 10"),
+            ("a token twice", mx.zeros((12,), mx.int32), ".*draft_ids names a token twice"),
+            ("too few tokens", mx.arange(11, dtype=mx.int32), ".*draft_ids.*"),
+            ("a table of tokens", mx.arange(12, dtype=mx.int32)[None], ".*draft_ids.*"),
+            ("tokens as fractions", mx.arange(12).astype(mx.float32), ".*draft_ids.*"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", DRAFT_VOCABULARIES)
+def test_damaged_draft_vocabulary_is_refused(case: str, tmp_path: Path) -> None:
+    arrays, config, pattern = DRAFT_VOCABULARIES[case]
+    apple(tmp_path / "in", tensors(make_partial()) | arrays, **config)
+    refused(tmp_path / "in", pattern, tmp_path / "result")
+    with pytest.raises(CheckpointError, match=pattern):
+        load_drafter(tmp_path / "in")
+
+
+def write_ranks(directory: Path, arrays: Arrays) -> Path:
+    ranks(directory, arrays, 2)
+    configure(directory, **json.loads((directory / CONFIG).read_text()) | {"vocab_size": VOCAB})
+    return directory
+
+
+def write_file(directory: Path, arrays: Arrays) -> Path:
+    """A single file with its config beside it."""
+    apple(directory, arrays, vocab_size=VOCAB)
+    (directory / WEIGHTS).rename(directory / "drafter.safetensors")
+    return directory / "drafter.safetensors"
+
+
+def write_long(directory: Path, arrays: Arrays) -> Path:
+    return apple(directory, arrays | {"draft_ids": arrays["draft_ids"].astype(mx.int64)}, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("write", [write_ranks, write_file, write_long])
+def test_draft_vocabulary_is_read(write: Callable[[Path, Arrays], Path], tmp_path: Path) -> None:
+    done = convert(write(tmp_path / "in", tensors(make_partial())), tmp_path / "out")
+    assert same(tensors(load_drafter(done.path)), tensors(make_partial()))
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"quantize": True, "q_group_size": 32}, {"dtype": "bfloat16"}], ids=["plain", "-q", "--dtype"]
+)
+def test_draft_vocabulary_survives_quantization(flags: dict[str, Any], tmp_path: Path) -> None:
+    shares = [[0.5, 0.25], [0.5, 0.125]]
+    source = apple(tmp_path / "in", tensors(make_partial()), vocab_size=VOCAB, acceptance=shares)
+    found = load_drafter(convert(source, tmp_path / "out", **flags).path)
+    assert found.args.draft_vocab_size == 12 and found.args.acceptance == shares
+    assert found.draft_ids.dtype == mx.int32 and np.array_equal(np.array(found.draft_ids), GUESSED)
+
+
+@pytest.mark.parametrize("token", [2**32 + 8, 8 - 2**32])
+def test_token_ids_beyond_32_bits_are_refused(token: int, tmp_path: Path) -> None:
+    """Cut to 32 bits they would be sound ones."""
+    ids = mx.array([token if token % 2**32 == known else known for known in GUESSED.tolist()], mx.int64)
+    source = apple(tmp_path / "in", tensors(make_partial()) | {"draft_ids": ids}, vocab_size=VOCAB)
+    refused(source, f"{source / WEIGHTS}: expected integers of 32 bits, got .*", tmp_path / "result")
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [[], [[]], [[0.5], [0.5, 0.1]], [[1.5]], [["x"]], [[True]], [[0.5, float("nan")]], 3, [[-0.1]], "0.5"],
+    ids=repr,
+)
+def test_damaged_acceptance_table_is_refused(shares: Any, tmp_path: Path) -> None:
+    apple(tmp_path / "in", tensors(small_drafter()), acceptance=shares)
+    with pytest.raises(CheckpointError, match="acceptance must be a row of shares from 0 to 1 for each depth, got"):
+        load_drafter(tmp_path / "in")

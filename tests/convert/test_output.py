@@ -1,0 +1,276 @@
+"""The directory that `convert` writes: what is in it, what it replaces, and what is left when a run fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from checkpoints import CONFIG, INDEX, WEIGHTS, apple, came_through, command, make, same, tensors, trainer
+
+from mlx_redrafter.checkpoints import load_drafter, save_drafter
+from mlx_redrafter.convert import output
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.errors import CheckpointError, RedrafterError
+
+ROOT = Path(__file__).parent.parent.parent
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def contents(directory: Path) -> dict[str, bytes | str]:
+    """Every file and link below a directory."""
+    return {
+        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def refused(pattern: str, root: Path, *arguments: str | Path) -> None:
+    """Asserts exit code 1, one line and not a byte changed below `root`."""
+    was = contents(root)
+    status, out, said = command(*arguments)
+    assert (status, out) == (1, "") and re.fullmatch(f"error: {pattern}\n", said), said
+    assert contents(root) == was
+
+
+def test_config_is_one_that_apples_code_reads(tmp_path: Path) -> None:
+    done = convert(apple(tmp_path / "in", tensors(make("input projection"))), tmp_path / "out")
+    assert json.loads((done.path / CONFIG).read_text()) == {
+        "model_type": "recurrent_drafting_drafter",
+        "hidden_size": 24,
+        "vocab_size": 60,
+        "exit_dim": 36,
+        "num_draft_layers": 1,
+        "rnn": True,
+        "dtype": "float32",
+    }
+    assert {path.name for path in done.path.iterdir()} == {CONFIG, WEIGHTS, "README.md"}
+
+
+@pytest.mark.parametrize("base_model", ["@foo: [bar", "some/base", "'", '"', "# x", "größe"])
+def test_model_card_names_any_base_model(base_model: str, tmp_path: Path) -> None:
+    done = convert(apple(tmp_path / "in", tensors(make()), base_model=base_model), tmp_path / "out")
+    card = (done.path / "README.md").read_text(encoding="utf-8")
+    said = re.findall("^base_model: (.*)$", card.split("---\n")[1], re.MULTILINE)
+    assert [json.loads(value) for value in said] == [base_model]  # JSON's strings are YAML's
+    assert f"--model {base_model} --drafter THIS" in card
+
+
+def test_model_card_keeps_local_paths_out(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make()), base_model=str(tmp_path))
+    card = (convert(source, tmp_path / "out").path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: mlx\n") and "base_model:" not in card and str(tmp_path) not in card
+    assert "Converted from `in`" in card and f"--model {tmp_path.name} --drafter THIS" in card
+
+
+def filled(name: str) -> Callable[[Path], Any]:
+    """A drafter's directory with one more file."""
+
+    def write(directory: Path) -> None:
+        save_drafter(directory, make(seed=1))
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("mine")
+
+    return write
+
+
+def foreign(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "thesis.tex").write_text("mine")
+
+
+def link(directory: Path) -> None:
+    save_drafter(directory.with_name("real"), make(seed=1))
+    directory.symlink_to("real")
+
+
+KEPT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "other files": (foreign, "it holds thesis.tex, which no drafter has"),
+    "a drafter and a folder": (filled("notes/a.txt"), "it holds notes, which no drafter has"),
+    "a drafter and other weights": (filled("lora.safetensors"), "it holds lora.safetensors, which no drafter has"),
+    "a drafter and its training": (filled("training/checkpoint.safetensors"), "it holds training, which .*"),
+    "a base model": (lambda place: apple(place, tensors(make()), model_type="llama"), "it holds another model .*"),
+    "a trainer's checkpoint": (lambda place: trainer(place, tensors(make())), "it holds optimizer.pt, .*"),
+    "a file": (lambda place: place.write_text("mine"), "it is not a directory"),
+    "a link": (link, "it is not a directory"),
+    "a link to nowhere": (lambda place: place.symlink_to("nowhere"), "it is not a directory"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_only_drafters_are_replaced_by_force(case: str, tmp_path: Path) -> None:
+    write, reason = KEPT[case]
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    write(place)
+    arguments = ("--hf-path", source, "--mlx-path", place)
+    refused(f"{place} is not replaced, even with --force: {reason}; .*", tmp_path, *arguments, "--force")
+    refused(f"{place} exists already: give another --mlx-path, or --force to replace it", tmp_path, *arguments)
+
+
+@pytest.mark.parametrize("name", ["README.md", "training.json", INDEX, SHARD, None])
+def test_force_replaces_a_drafter(name: str | None, tmp_path: Path) -> None:
+    """Negative control."""
+    place = tmp_path / "out"
+    filled(name)(place) if name else place.mkdir()
+    assert came_through(convert(apple(tmp_path / "in", tensors(make())), place, force=True), make())
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
+@pytest.mark.parametrize("given", ["out", f"out/{WEIGHTS}", "link", "out/../out"])
+def test_source_is_never_replaced(given: str, tmp_path: Path) -> None:
+    place = apple(tmp_path / "out", tensors(make()))
+    (tmp_path / "link").symlink_to(place)
+    pattern = f"{place} is not replaced, even with --force: what is converted is in it; .*"
+    refused(pattern, tmp_path, "--hf-path", tmp_path / given, "--mlx-path", place, "--force")
+
+
+def test_failure_keeps_what_would_be_replaced(tmp_path: Path) -> None:
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    save_drafter(place, make(seed=1))
+    (source / WEIGHTS).write_bytes(b"")
+    refused(f"{source / WEIGHTS} is empty", tmp_path, "--hf-path", source, "--mlx-path", place, "--force")
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_failing_rename_keeps_the_old_drafter(failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    save_drafter(place, make(seed=1))
+    real, calls = os.rename, 0
+
+    def rename(one: Any, other: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        real(one, other)
+
+    monkeypatch.setattr(os, "rename", rename)
+    arguments = ("--hf-path", source, "--mlx-path", place, "--force")
+    refused(f"cannot write {place}: Invalid cross-device link", tmp_path, *arguments)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+    assert command(*arguments)[0] == 0, "negative control: nothing else stood in the way"
+    assert same(tensors(load_drafter(place)), tensors(make()))
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_meanwhile_is_kept(force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
+    real = mx.save_safetensors
+
+    def save(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        foreign(place)
+
+    monkeypatch.setattr(mx, "save_safetensors", save)
+    with pytest.raises(RedrafterError, match="is not replaced, even" if force else "exists already"):
+        convert(source, place, force=force)
+    assert contents(place) == {"thesis.tex": b"mine"}
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+
+
+@pytest.mark.parametrize("place", ["file/out", 300 * "x", "/proc/out"])
+def test_unwritable_places_are_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = apple(tmp_path / "in", tensors(make()))
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    refused("cannot write .*", tmp_path, "--hf-path", source, "--mlx-path", place)
+
+
+def test_relative_place_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = apple(tmp_path / "in", tensors(make()))
+    monkeypatch.chdir(tmp_path)
+    assert came_through(convert(source, 255 * "x"), make())  # as long as a name may be
+    assert (tmp_path / (255 * "x")).is_dir()
+
+
+def limit_files() -> None:
+    """No file may grow beyond 10 kB, as if the disk were full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make()))
+    arguments = ["-m", "mlx_redrafter.convert", "--hf-path", source, "--mlx-path", tmp_path / "out"]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=limit_files,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(f"error: cannot write {tmp_path / 'out'}: .*\n", done.stderr), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+SLOW = """import signal, sys, time
+import mlx.core as mx
+from mlx_redrafter.convert import output
+from mlx_redrafter.convert.conversion import convert
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
+real = mx.save_safetensors
+def slow(*args):
+    real(*args)
+    print("slow", flush=True)
+    for _ in range(600):  # a signal just before a long sleep would not end it
+        time.sleep(0.1)
+mx.save_safetensors = slow
+convert(sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_run_leaves_nothing_that_loads(how: signal.Signals, tmp_path: Path) -> None:
+    source, into = apple(tmp_path / "in", tensors(make())), tmp_path / "result"
+    into.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(source), str(into / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"slow\n"
+        process.send_signal(how)
+    assert process.returncode != 0
+    assert all(path.name.startswith(".convert-unfinished-") for path in into.iterdir())
+    for left in into.glob("*/new"):
+        assert (left / WEIGHTS).exists() and how != signal.SIGINT
+        with pytest.raises(CheckpointError, match=r"no config\.json in"):
+            load_drafter(left)
+    # What it was writing does not stand in the way of the next run.
+    assert came_through(convert(source, into / "out"), make())
+
+
+class Api:
+    """Stands in for the hub."""
+
+    def create_repo(self, **options: Any) -> None:
+        assert options == {"repo_id": options["repo_id"], "exist_ok": True}
+
+    def upload_folder(self, **options: Any) -> None:
+        assert load_drafter(options["folder_path"]).args == make().args
+        if options["repo_id"] == "some/closed":
+            raise OSError("403\nForbidden")
+
+
+def test_result_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "HfApi", Api)
+    source = apple(tmp_path / "in", tensors(make()))
+    assert command("--hf-path", source, "--mlx-path", tmp_path / "out", "--upload-repo", "some/one")[0] == 0
+    status, _, said = command("--hf-path", source, "--mlx-path", tmp_path / "out2", "--upload-repo", "some/closed")
+    reason = f"error: {tmp_path / 'out2'} is written, but not uploaded to some/closed: 403 Forbidden\n"
+    assert (status, said) == (1, reason) and (tmp_path / "out2").exists()

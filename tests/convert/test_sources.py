@@ -1,0 +1,228 @@
+"""Which files are read of a directory, of a file and of a hub repository, and which are refused or never opened."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import (
+    CONFIG,
+    WEIGHTS,
+    apple,
+    came_through,
+    make,
+    modelopt,
+    ranks,
+    refused,
+    save,
+    single,
+    tensors,
+    trainer,
+    trap,
+)
+
+from mlx_redrafter.convert import sources
+from mlx_redrafter.convert.conversion import convert
+
+Write = Callable[[Path], Path | None]
+"""Puts something into a directory; the path to convert, when it is not the directory."""
+
+
+def files(*names: str) -> Write:
+    """Files by these names."""
+
+    def write(directory: Path) -> None:
+        for name in names:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(b"{}")
+
+    return write
+
+
+def file(name: str) -> Write:
+    """A single file, given by its own path."""
+    return lambda directory: files(name)(directory) or directory / name
+
+
+def without_first_rank(directory: Path) -> None:
+    ranks(directory, tensors(make()), 2)
+    (directory / "rank0.safetensors").unlink()
+
+
+def configured(directory: Path, text: bytes) -> Path:
+    """The directory, with another config."""
+    (directory / CONFIG).write_bytes(text)
+    return directory
+
+
+REFUSED: dict[str, tuple[Write, str]] = {
+    "an engine": (files("rank0.engine", CONFIG), "IN cannot be converted. TensorRT engines .*"),
+    "an engine's file": (file("drafter.plan"), "IN cannot be converted. TensorRT engines hold no readable weights.*"),
+    "DeepSpeed": (
+        files("zero_to_fp32.py", "global_step9/mp_rank_00_model_states.pt", "latest"),
+        "IN cannot be converted. DeepSpeed shards: join them first with the zero_to_fp32.py .*",
+    ),
+    "DeepSpeed's own folder": (
+        files("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        "IN cannot be converted. DeepSpeed shards: .*",
+    ),
+    "FSDP": (
+        files("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"),
+        "IN cannot be converted. FSDP shards: join them first with .*dcp_to_torch_save",
+    ),
+    "an adapter": (files("adapter_model.safetensors"), "IN cannot be converted. LoRA adapters: merge .*"),
+    "one of several ranks": (file("rank0.safetensors"), "IN is one of TensorRT-LLM's ranks: give its directory, .*"),
+    "another kind of file": (file("drafter.gguf"), "no weights in IN: expected .*, got drafter.gguf"),
+    "an empty directory": (Path.mkdir, "no weights in IN: expected .*, got no files"),
+    "no weights": (files(CONFIG, "a.txt"), "no weights in IN: expected .*, got a.txt, config.json"),
+    "no such path": (lambda directory: directory / "none", "no such file or directory: 'IN'"),
+    "no name": (lambda _: "", "no such file or directory: ''"),
+    "no such home": (lambda _: Path("~nosuchuser/x"), "no such path: 'IN': .*"),
+    "a name too long": (lambda _: Path("/" + 400 * "x"), "no such file or directory: 'IN'"),
+    "a null character": (lambda _: Path("a\0b"), "no such path: .*"),
+    "shard missing": (
+        files("model-00002-of-00002.safetensors"),
+        "half a checkpoint: 1 of 00002 shards like model-00002-of-00002.safetensors in IN",
+    ),
+    "shard by its own path": (file("pytorch_model-00002-of-00003.bin"), "half a checkpoint: 1 of 00003 shards .*"),
+    "one shard of millions": (files("model-1-of-99999999.safetensors"), "half a checkpoint: 1 of 99999999 shards .*"),
+    "rank missing": (without_first_rank, "half a checkpoint: 1 ranks in IN, without rank0.safetensors"),
+    **{
+        f"config {text!r}": (
+            lambda directory, text=text: configured(apple(directory, tensors(make())), text),
+            f"IN/{CONFIG}.*",
+        )
+        for text in (b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"draft_depth": -1}', b'{"base_model": 3}')
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_paths_without_a_drafter_are_refused(case: str, tmp_path: Path) -> None:
+    write, pattern = REFUSED[case]
+    source = write(tmp_path / "in")
+    source = tmp_path / "in" if source is None else source
+    refused(source, pattern.replace("IN", re.escape(str(source))), tmp_path / "result")
+
+
+def test_trainers_own_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
+    opened: list[Path] = []
+    real = Path.open
+
+    def spy(path: Path, *args: Any, **options: Any) -> Any:
+        opened.append(path)
+        return real(path, *args, **options)
+
+    directory = trainer(tmp_path / "in", tensors(make()))
+    monkeypatch.setattr(Path, "open", spy)
+    assert came_through(convert(directory, tmp_path / "out"), make())
+    assert directory / WEIGHTS in opened, "negative control: opening shows"
+    assert not {"optimizer.pt", "training_args.bin", "scheduler.pt", "rng_state.pth"} & {path.name for path in opened}
+    assert not list(directory.glob("*.executed"))
+
+
+def test_safetensors_are_read_before_pickles(tmp_path: Path) -> None:
+    directory = apple(tmp_path / "in", tensors(make()))
+    mark = trap(directory / "pytorch_model.bin")
+    assert came_through(convert(directory, tmp_path / "out"), make())
+    assert not mark.exists()
+    pickle.loads((directory / "pytorch_model.bin").read_bytes())
+    assert mark.exists(), "negative control: the trap works"
+
+
+def test_paths_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    single(tmp_path, tensors(make()))
+    done = convert("~/the drafter.safetensors", "~/out")
+    assert done.path == tmp_path / "out" and came_through(done, make())
+
+
+def test_single_file_ignores_a_base_models_config(tmp_path: Path) -> None:
+    apple(tmp_path, {}, model_type="llama", hidden_size=4096, rnn=False)
+    save(tmp_path / "drafter.safetensors", tensors(make()))
+    done = convert(tmp_path / "drafter.safetensors", tmp_path / "out")
+    assert came_through(done, make()) and done.notes == ()
+
+
+class Hub:
+    """Stands in for the Hugging Face hub, with repositories in a directory: `owner/name/revision/files`.
+
+    Attributes:
+        downloaded: names of files that were asked for.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.downloaded: list[str] = []
+
+    def list_repo_files(self, repo: str, *, revision: str | None) -> list[str]:
+        place = self.root / repo / (revision or "main")
+        if not place.is_dir():
+            raise OSError(f"404 Client Error.\nNo such revision: {place.name}")
+        return [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
+
+    def snapshot_download(self, repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        present = self.list_repo_files(repo, revision=revision)
+        self.downloaded = [name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)]
+        copy = self.root / "cache" / repo / (revision or "main")
+        for name in self.downloaded:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.root / repo / (revision or "main") / name, copy / name)
+        return str(copy)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr(sources, "HfApi", lambda: hub)
+    monkeypatch.setattr(sources, "snapshot_download", hub.snapshot_download)
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (apple, {WEIGHTS}),
+        (modelopt, {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}),
+        (lambda path, arrays: ranks(path, arrays, 2), {"rank0.safetensors", "rank1.safetensors"}),
+    ],
+)
+def test_only_config_and_weights_are_downloaded(
+    write: Callable[..., Path], names: set[str], hub: Hub, tmp_path: Path
+) -> None:
+    directory = write(hub.root / "some" / "drafter" / "main", tensors(make()))
+    for name in ("pytorch_model.bin", "optimizer.pt", "README.md", "nested/model.safetensors", "tokenizer.json"):
+        trap(directory / name)
+    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+    assert set(hub.downloaded) == {CONFIG, *names}
+    assert not list(hub.root.rglob("*.executed"))
+
+
+def test_pickle_is_downloaded_without_safetensors_only(hub: Hub, tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "training_args.bin"):
+        trap(hub.root / "some" / "pickle" / "main" / name)
+    refused("some/pickle", ".*pytorch_model.bin .*", tmp_path / "result")
+    assert hub.downloaded == ["pytorch_model.bin"] and not list(hub.root.rglob("*.executed"))
+
+
+def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:
+    for seed, revision in enumerate(("main", "v2")):
+        apple(hub.root / "some" / "drafter" / revision, tensors(make(seed=seed)))
+    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+    assert came_through(convert("some/drafter", tmp_path / "out2", revision="v2"), make(seed=1))
+    pattern = "'some/drafter' is no file or directory, and cannot be downloaded .*: 404 Client Error. No such .*: v3"
+    refused("some/drafter", pattern, tmp_path / "result", "--revision", "v3")
+
+
+def test_refused_files_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    files("rank0.engine", CONFIG)(hub.root / "some" / "engine" / "main")
+    refused("some/engine", "some/engine cannot be converted. TensorRT engines .*", tmp_path / "result")
+    assert hub.downloaded == []
