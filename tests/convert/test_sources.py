@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "no name": (lambda _: "", "no such file or directory: ''"),
     "no such home": (lambda _: Path("~nosuchuser/x"), "no such path: 'IN': .*"),
     "a name too long": (lambda _: Path("/" + 400 * "x"), "no such file or directory: 'IN'"),
-    "a null character": (lambda _: Path("a\0b"), "no such path: .*"),
+    "a null character": (lambda _: Path("a\0b"), "no such file or directory: .*"),
     "shard missing": (
         files("model-00002-of-00002.safetensors"),
         "half a checkpoint: 1 of 00002 shards like model-00002-of-00002.safetensors in IN",
