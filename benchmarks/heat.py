@@ -40,7 +40,7 @@ def maps(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
         plan = own[0]["plan"]
         if own[0]["contestant"] != DRAFTED or not isinstance(plan, list):
             continue
-        width, depth, size = made = Plan(*plan)
+        width, depth, size, _ = made = Plan(*plan)
         row = summed(own)
         for what in ("x plain", "tokens/round"):
             found["whole tree" if made.whole else f"{size} nodes"][what][width, depth] = row[what]

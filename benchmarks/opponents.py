@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -84,7 +85,7 @@ def counted(steps: Iterator[Any], num_draft_tokens: int, max_tokens: int) -> Ite
     for token, _, from_draft in steps:
         kept += from_draft
         drafted = min(num_draft_tokens, left)
-        stats = before.add_round(drafted, kept, drafted)
+        stats = before.add_round(chain_plan(drafted) if drafted else None, kept)
         yield Item(token, stats)
         if not from_draft:
             before, left, kept = stats, left - kept - 1, 0

@@ -16,14 +16,16 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoints import check_fit
+from .drafters.context import ContextIndex
 from .drafters.recurrent import Drafter
 from .engine import kv_cache
 from .engine.decode import Planner, decode, on_stream, prefill
@@ -31,12 +33,12 @@ from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
 from .engine.stats import Stats
-from .engine.supported_models import check_draftable, model_name
+from .engine.supported_models import check_draftable, check_verifiable, explain_chains, model_name
 from .engine.target import Target
 from .engine.wired_limit import wired_limit
-from .errors import RedrafterError
+from .errors import RedrafterError, UnsupportedModelError
 from .options import AUTO, Options, default_depth, takes_options
-from .planning.planner import make_planner
+from .planning.planner import make_context_planner, make_planner
 from .stop_strings import StopStrings
 
 USELESS_ROUNDS = 16
@@ -51,14 +53,19 @@ class Step(NamedTuple):
     Attributes:
         token: its id.
         logprobs: (V,) the target's log-probabilities where it was chosen, evaluated.
-        from_draft: whether the drafter had guessed it.
+        draft_source: what had drafted it; None for a token of the target's own.
         stats: the rounds so far, this token's included.
     """
 
     token: int
     logprobs: mx.array
-    from_draft: bool
+    draft_source: Literal["drafter", "context"] | None
     stats: Stats
+
+    @property
+    def from_draft(self) -> bool:
+        """Whether it had been drafted."""
+        return self.draft_source is not None
 
 
 @dataclass
@@ -69,6 +76,8 @@ class GenerationResponse(MlxLmResponse):
         rounds: forwards of the target after the prompt's, plain steps included: 1 + rounds + accepted tokens were made.
         drafted: drafted nodes verified, roots not counted.
         accepted: drafted tokens accepted.
+        context_drafted, context_accepted: how many of those came from the context, not from the drafter.
+        draft_source: what had drafted this token: "drafter", "context", or None for one of the model's own.
         tokens_per_round: 1 + accepted / rounds.
         acceptance_per_depth: share of drafting rounds that accepted a drafted token at depth 1, 2, ...
         rows_per_round: tokens in a forward: root, drafted, and replayed ones.
@@ -83,6 +92,9 @@ class GenerationResponse(MlxLmResponse):
     acceptance_per_depth: tuple[float, ...] = ()
     rows_per_round: float = 0.0
     plain_steps: int = 0
+    context_drafted: int = 0
+    context_accepted: int = 0
+    draft_source: Literal["drafter", "context"] | None = None
     seed: int = 0
 
 
@@ -211,6 +223,9 @@ def stream_responses(
             acceptance_per_depth=stats.acceptance_per_depth,
             rows_per_round=stats.rows_per_round,
             plain_steps=stats.plain_steps,
+            context_drafted=stats.context_drafted,
+            context_accepted=stats.context_accepted,
+            draft_source=step.draft_source,
             seed=seed,
         )
 
@@ -229,7 +244,7 @@ def stream_responses(
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
-            if not warned and step.stats.draft_rounds >= USELESS_ROUNDS:
+            if drafter is not None and not warned and step.stats.draft_rounds >= USELESS_ROUNDS:
                 warned = True
                 _warn_if_useless(step.stats)
             text = ""
@@ -271,9 +286,7 @@ def _decode_steps(
     tokens = check_prompt(prompt)
     target, chooser = _open_target(model, tokens, options)
     is_own = options.prompt_cache is None and options.max_kv_size is None
-    planner = _open_planner(model, drafter, options, None if is_own else target.cache)
-    if planner is None:
-        drafter, planner = None, Planner(None)
+    drafting = _open_drafting(model, drafter, options, None if is_own else target.cache)
     reading: dict[str, Any] = {
         "history": options.history,
         "prefill_step_size": options.prefill_step_size,
@@ -290,7 +303,16 @@ def _decode_steps(
             with on_stream():
                 target.finish(length + count, token)
 
-    rounds = decode(target, drafter, chooser, planner, tokens, on_drafter_failure=options.on_drafter_failure, **reading)
+    rounds = decode(
+        target,
+        drafting.drafter,
+        chooser,
+        drafting.planner,
+        tokens,
+        context=drafting.context,
+        on_drafter_failure=options.on_drafter_failure,
+        **reading,
+    )
     with closing(rounds):
         try:
             for each in rounds:
@@ -300,14 +322,14 @@ def _decode_steps(
                 room = len(each.tokens) if options.max_tokens == -1 else options.max_tokens - count
                 taken = each.tokens[:room]
                 n_accepted = len(taken) - 1
+                source: Literal["drafter", "context"] = "context" if each.from_context else "drafter"
                 if not each.is_prompt:
-                    drafted, depth = (each.plan.size - 1, each.plan.depth) if each.plan else (0, 0)
-                    stats = stats.add_round(drafted, n_accepted, depth, each.replayed)
+                    stats = stats.add_round(each.plan, n_accepted, each.replayed, from_context=each.from_context)
                 if options.on_round is not None and each.tree is not None:
                     options.on_round(each.tree, list(each.path[:room]), taken)
                 for i, token in enumerate(taken):
                     count += 1
-                    yield Step(token, each.logprobs[i], i < n_accepted, stats)
+                    yield Step(token, each.logprobs[i], source if i < n_accepted else None, stats)
                 if count == options.max_tokens:
                     break
         except GeneratorExit:
@@ -336,33 +358,62 @@ def _open_target(model: nn.Module, tokens: mx.array, options: Options) -> tuple[
     return target, Chooser(sampler, tuple(options.logits_processors or ()))
 
 
-def _open_planner(
+class _Drafting(NamedTuple):
+    """What drafts, and what decides about each round."""
+
+    drafter: Drafter | None
+    planner: Planner
+    context: ContextIndex | None = None
+
+
+def _open_drafting(
     model: nn.Module, drafter: Drafter | None, options: Options, cache: kv_cache.Cache | None
-) -> Planner | None:
-    """What decides about each round; None for plain decoding.
+) -> _Drafting:
+    """What the options ask for, as far as the model takes it.
 
     Args:
         cache: the one that is decoded with; None for the model's own kind, which needs no check.
 
     Raises:
         RedrafterError: the drafter does not fit the model, or the plan does not fit the drafter.
-        UnsupportedModelError: see `check_draftable`.
+        UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
     """
-    if drafter is None:
-        return None
-    if not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
+    if drafter is not None and not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
         raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
-    check_fit(drafter, model)
-    plan = options.resolve_plan(drafter)
-    if plan is None:
-        return None
-    if plan == AUTO:
+    if drafter is not None:
+        check_fit(drafter, model)
+    plan, shape = options.resolve_plan(drafter), options.plan_shape()
+    if shape is None:
+        return _Drafting(None, Planner(None))
+    is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
+    context = _make_context(model, options, cache, default=shape == AUTO and not is_shared)
+    if drafter is None:
+        if shape != AUTO or is_shared or context is None:
+            return _Drafting(None, Planner(None), context)
+        replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
+        return _Drafting(None, make_context_planner(replays=replays), context)
+    if plan == AUTO and isinstance(drafter, nn.Module) and not is_shared:
         trees = check_draftable(model, tree=True, cache=cache) is None
-        if not isinstance(drafter, nn.Module) or mx.distributed.init().size() > 1:
-            return Planner(chain_plan(default_depth(drafter)))  # other ranks would measure other times
-        return make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
+        planner = make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
+        return _Drafting(drafter if planner.plans else None, planner, context)
+    plan = chain_plan(default_depth(drafter)) if plan == AUTO else plan
     assert isinstance(plan, Plan)
-    return Planner(fit_plan(model, plan, cache))
+    can_merge = context is not None and not options.logits_processors and explain_chains(model) is None
+    return _Drafting(drafter, Planner(fit_plan(model, plan, cache), can_merge=can_merge), context)
+
+
+def _make_context(
+    model: nn.Module, options: Options, cache: kv_cache.Cache | None, *, default: bool
+) -> ContextIndex | None:
+    if not (default if options.context is None else options.context):
+        return None
+    try:
+        check_verifiable(model, cache)
+    except UnsupportedModelError:
+        if options.context:
+            raise
+        return None
+    return ContextIndex()
 
 
 def fit_plan(model: nn.Module, plan: Plan, cache: list[Any] | None = None) -> Plan:
@@ -415,6 +466,8 @@ def summary(last: GenerationResponse) -> str:
             f"Rounds: {last.rounds}, {last.plain_steps} of them plain steps, {last.tokens_per_round:.2f} tokens per "
             f"round; {last.accepted} of {last.drafted} drafted tokens accepted; per depth {depths}"
         )
+    if last.context_drafted:
+        lines.append(f"context: {last.context_accepted} of {last.generation_tokens} tokens")
     return "\n".join(lines)
 
 

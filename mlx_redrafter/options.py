@@ -101,6 +101,9 @@ class Options:
         int, None, f"K, how many tokens each continuation is long; the drafter's own or {DRAFT_DEPTH} if not given"
     )
     tree_size: int | None = _flag(int, None, "N, how many nodes the target verifies, root included; all if not given")
+    context: bool | None = _flag(
+        bool, None, "draft from the context, what followed the same tokens earlier; with plan auto if not given"
+    )
     prefill_step_size: int = _flag(int, 2048, "prompt tokens in one forward", minimum=1)
     max_kv_size: int | None = _flag(
         int, None, "most rows of the KV cache, where the model leaves it open; the first 4 stay", minimum=MIN_RING_SIZE
@@ -130,7 +133,8 @@ class Options:
         self._check_sampler()
         self._check_functions()
         self._check_history()
-        self.plan_shape()
+        if self.plan_shape() is None and self.context:
+            raise RedrafterError("give either plan 'off' or context, got both")
 
     def _check_sampler(self) -> None:
         special = () if self.xtc_special_tokens is None else self.xtc_special_tokens
@@ -222,6 +226,10 @@ def _checked(flag: OptionFlag, value: Any) -> Any:
     """`value` as a plain Python number: NumPy's would not go through mlx-lm's compiled filters."""
     if value is None and flag.optional:
         return None
+    if flag.kind is bool:
+        if not isinstance(value, bool):
+            raise RedrafterError(f"{flag.name} must be true or false, got {value!r}")
+        return value
     if flag.kind is int and (not isinstance(value, Integral) or isinstance(value, bool)):
         raise RedrafterError(f"{flag.name} must be an integer, got {value!r}")
     low, high = -inf if flag.minimum is None else flag.minimum, inf if flag.maximum is None else flag.maximum
@@ -244,6 +252,9 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
             continue
         names = [f"--{flag.name.replace('_', '-')}"] + (["-m"] if flag.name == "max_tokens" else [])
         shown = "" if flag.optional else " (default: %(default)s)"
+        if flag.kind is bool:
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, default=flag.default, help=flag.help)
+            continue
         choices = flag.choices if flag.kind is str else None
         parser.add_argument(*names, type=flag.kind, choices=choices, default=flag.default, help=flag.help + shown)
 

@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_redrafter.drafters.context import Forecast, Proposal
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.supported_models import find_parts
@@ -94,7 +95,9 @@ def make_prompt(length: int, *, vocab: int = VOCAB, seed: int = 0) -> list[int]:
 
 
 def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None, **options: Any) -> list[Step]:
-    """Every step of one generation."""
+    """Every step of one generation; without a drafter plainly, unless the context is asked for."""
+    if drafter is None:
+        options = {"context": False} | options
     return list(decode_tokens(prompt, model, drafter, Options(**options)))
 
 
@@ -171,6 +174,37 @@ class Scripted:
         order = mx.where(others < 0, mx.where(rank < 0, 99, rank), others + ((rank >= 0) & (others >= rank)))
         scores = mx.where(order < self._width, 30 - 0.1 * order, 0.0)
         return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
+
+
+class ScriptedContext:
+    """A context index that proposes what the text goes on with, of random length, sometimes wrong, sometimes nothing.
+
+    Args:
+        text: the prompt and its plain continuation, longer than what will be decoded.
+        right: how often a proposed token is the right one.
+    """
+
+    def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
+        self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Goes on behind the prompt."""
+        self._at += len(tokens)
+
+    append = read
+
+    def propose(self) -> Proposal | None:
+        """Up to six tokens."""
+        count = min(self._random.randrange(7), len(self._text) - self._at)
+        tokens = self._text[self._at : self._at + count]
+        made = [
+            token if self._random.random() < self._right else (token + 1) % len(set(self._text)) for token in tokens
+        ]
+        return Proposal(made, [0.9] * count) if made else None
+
+    def forecast(self, count: int) -> Forecast | None:
+        """Always hopeful, but now and then."""
+        return Forecast(0.9, [0.9]) if self._random.random() < 0.8 else None
 
 
 class RandomDrafter:

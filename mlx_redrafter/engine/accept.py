@@ -11,8 +11,8 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
     """The path on which the target agrees with the draft.
 
     The target has chosen a token after every node, without looking at the draft. A node is kept when the choice
-    at its parent is that node's token, and all its ancestors are kept. Siblings differ, so the kept nodes are one
-    path, and its tokens are those that plain decoding would have made::
+    at its parent is that node's token, and all its ancestors are kept. The path to the deepest kept node, the first
+    one if several sources drafted the same, has the tokens that plain decoding would have made::
 
         target says: after the -> cat, after cat -> ran, after ran -> away
         kept: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
@@ -27,9 +27,10 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
     """
     mismatch = (target_tokens[tree.parents] != tree.tokens) & (tree.depths > 0)
     kept = ~mx.any(mismatch & tree.ancestors, axis=1)
-    n_accepted = mx.minimum(kept.sum() - 1, limit)
+    tip = mx.argmax(mx.where(kept, tree.depths, -1))
+    n_accepted = mx.minimum(tree.depths[tip], limit)
     levels = mx.minimum(mx.array(list(range(depth + 1)), mx.int32), n_accepted)
-    on_level = kept & (tree.depths == levels[:, None])
+    on_level = tree.ancestors[tip] & (tree.depths == levels[:, None])
     return Verdict(n_accepted, mx.argmax(on_level, axis=1).astype(mx.int32))
 
 

@@ -9,14 +9,15 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ..drafters.context import ContextIndex, Forecast, Proposal
 from ..drafters.recurrent import Drafter
-from .plan import MAX_REPLAY, Plan
-from .round import Chooser, Draft, Outcome, extend, make_draft, step, verify
+from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
+from .round import Chooser, Draft, Outcome, add_context, extend, make_draft, step, verify
 from .target import Target
 from .types import Tree
 
@@ -45,25 +46,51 @@ class Round(NamedTuple):
     replayed: int = 0
     is_prompt: bool = False
 
+    @property
+    def from_context(self) -> bool:
+        """Whether what was accepted had been drafted from the context, not by the drafter."""
+        return self.plan is not None and self.path[-1] >= self.plan.size
+
 
 class Planner:
-    """Chooses what each round drafts; this one the same plan for every round, the base of others.
+    """Chooses what each round drafts; this one the same for every round, and all of a proposal; the base of others.
 
     Args:
-        plan: None decodes plainly.
+        plan: of the drafter; None without it.
+        can_merge: whether drafter and context can be verified together: the model takes trees, and there are no logits
+            processors. If not, the better one is verified.
     """
 
-    def __init__(self, plan: Plan | None) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan | None, *, can_merge: bool = False) -> None:
+        self._plan, self.can_merge = plan, can_merge
 
-    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
-        """The plan of the next round, None for a plain step; the round before it is enqueued, but not read yet.
+    def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
+        """What the drafter drafts for the next round; the round before it is enqueued, but not read yet.
 
         Args:
             length: of the text before that round.
             replayed: how many tokens that round replays.
+            forecast: of the context; None without a match.
+
+        Returns:
+            `CONTEXT_ONLY` where the next round waits for what the context proposes; None for a plain step, which may
+            be enqueued before the round is read.
         """
-        return self._plan
+        return self._plan or (CONTEXT_ONLY if forecast else None)
+
+    def add_context(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
+        """The plan, with as much of a proposal as is to be verified; without a depth the drafter's draft is discarded.
+
+        Args:
+            plan: what the drafter has drafted; None or `CONTEXT_ONLY` for nothing.
+            proposal: of the context, after the round before was read.
+            length: of the text.
+            replayed: how many tokens the next round replays.
+        """
+        count = len(proposal.tokens)
+        if plan is not None and not self.can_merge and plan.depth >= count:
+            return plan
+        return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
 
     def observe(
         self,
@@ -74,6 +101,7 @@ class Planner:
         milliseconds: float | None,
         *,
         verified: bool = True,
+        from_context: bool = False,
     ) -> None:
         """Called when a round is read.
 
@@ -82,8 +110,10 @@ class Planner:
             tokens: how many it made.
             length: of the text before it.
             replayed: how many tokens it replayed.
-            milliseconds: from enqueueing to reading it; None for a plain step after a round, which nothing hides.
-            verified: False where the draft was discarded and a plain step taken.
+            milliseconds: from enqueueing to reading it; for a plain step from one read to the next, and None unless
+                it, the one before and the one after were all enqueued ahead.
+            verified: False where there was no draft after all, or it was discarded, and a plain step taken.
+            from_context: whether the accepted tokens had been drafted from the context.
         """
 
 
@@ -111,6 +141,7 @@ def decode(
     planner: Planner,
     prompt: mx.array,
     *,
+    context: ContextIndex | None = None,
     history: Sequence[int] = (),
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
@@ -122,18 +153,26 @@ def decode(
     cache hold what was taken of the last round.
 
     Args:
-        drafter: None decodes plainly.
+        drafter: None for none.
         prompt: (T,) int32, T >= 1.
-        history: the tokens that the cache holds, for the processors.
+        context: an empty index to draft from; None for none.
+        history: the tokens that the cache holds, for processors and context.
         prefill_step_size, prompt_progress_callback, on_drafter_failure: see `Options`.
     """
     first, seen = yield from prefill(
-        target, prompt, chooser, history, prefill_step_size, prompt_progress_callback, want_hidden=drafter is not None
+        target,
+        prompt,
+        chooser,
+        history,
+        prefill_step_size,
+        prompt_progress_callback,
+        context=context,
+        want_hidden=drafter is not None,
     )
     following: _Pending | None = first
     plan: Plan | None = None
     draft: Draft | None = None
-    root, was_verified = 0, False
+    root, n_ahead = 0, 0  # n_ahead: how many steps in a row were enqueued ahead
 
     def enqueue_step(token: mx.array) -> _Pending:
         nonlocal seen
@@ -162,23 +201,33 @@ def decode(
 
     def enqueue_verify(draft: Draft, plan: Plan) -> _Pending:
         length, replayed, room = target.length, target.replayed, target.until_quantized()
-        limit = plan.depth if room is None else min(plan.depth, room - 1)
-        outcome = verify(target, draft, chooser, seen, plan, limit)
-        mx.async_eval(outcome, target.pending())
+        limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
+        outcome = verify(target, draft, chooser, seen, plan, limit, want_hidden=drafter is not None)
+        mx.async_eval(outcome, draft.tree, target.pending())
         return _Pending(outcome, length, replayed, plan, draft)
 
     for number in count(1):
         started = perf_counter()
         with on_stream():
+            if following is None and context is not None and (proposal := context.propose()):
+                plan = planner.add_context(plan, proposal, target.length, target.replayed)
+                if plan is not None and plan.context:
+                    draft = add_context(draft if plan.depth else None, root, proposal.tokens[: plan.context])
             if following is not None:
                 now = following
-            elif draft and plan and target.replayed <= MAX_REPLAY and target.has_room(plan.size):
+            elif draft and plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
                 now = enqueue_verify(draft, plan)
             else:
                 now = enqueue_step(mx.array([root]))._replace(plan=plan)
-            plan = planner.next_plan(now.length, now.replayed) if drafter is not None and target.has_room(2) else None
-            draft = enqueue_draft(plan) if plan is not None else None
-            following = enqueue_step(now.outcome.report) if draft is None and now.draft is None else None
+            plan = draft = None
+            if target.has_room(2) and (drafter is not None or context is not None):
+                in_flight = now.plan.context if now.draft and now.plan else 0
+                forecast = context.forecast(1 + in_flight) if context is not None else None
+                plan = planner.next_plan(now.length, now.replayed, forecast)
+                if plan and plan.depth:
+                    draft = enqueue_draft(plan)
+                    plan = plan if draft else None  # the drafter failed
+            following = enqueue_step(now.outcome.report) if plan is None and now.draft is None else None
             path, tokens = now.outcome.read()  # the one host read
             milliseconds = 1e3 * (perf_counter() - started)
             if now.draft is not None:
@@ -188,15 +237,26 @@ def decode(
                     seen = extend(seen, mx.array(accepted))
                     mx.async_eval(seen)
         verified, root = now.draft is not None, tokens[-1]
-        if not now.is_prompt:
-            took = milliseconds if verified or not was_verified else None  # such a step was not enqueued ahead
-            planner.observe(now.plan, len(tokens), now.length, now.replayed, took, verified=verified)
-        was_verified = verified
-        if number % CLEAR_EVERY == 0:
-            mx.clear_cache()
         tree, verified_plan = (now.draft.tree, now.plan) if now.draft else (None, None)
         logprobs = now.outcome.logprobs[: len(tokens)]
-        yield Round(tokens, logprobs, verified_plan, tree, path, now.replayed, now.is_prompt)
+        each = Round(tokens, logprobs, verified_plan, tree, path, now.replayed, now.is_prompt)
+        if not now.is_prompt:
+            took = milliseconds if verified or (n_ahead > 1 and following) else None  # else steps overlap in part
+            planner.observe(
+                now.plan,
+                len(tokens),
+                now.length,
+                now.replayed,
+                took,
+                verified=verified,
+                from_context=each.from_context,
+            )
+        if context is not None:
+            context.append(tokens)
+        n_ahead = n_ahead + 1 if following is not None else 0
+        if number % CLEAR_EVERY == 0:
+            mx.clear_cache()
+        yield each
 
 
 def prefill(
@@ -207,6 +267,7 @@ def prefill(
     prefill_step_size: int,
     prompt_progress_callback: Callable[[int, int], None] | None,
     *,
+    context: ContextIndex | None = None,
     want_hidden: bool,
 ) -> Generator[Round, None, tuple[_Pending, mx.array | None]]:
     """Reads the prompt into the cache in pieces, its last token alone; yields an empty round after each other piece.
@@ -230,6 +291,9 @@ def prefill(
     with on_stream():
         seen = extend(before, prompt[:done]) if chooser.processors and done else before
         outcome = step(target, prompt[done:], chooser, seen, want_hidden=want_hidden)
+        mx.async_eval(outcome, target.pending())
+        if context is not None:
+            context.read([*history, *cast(list[int], prompt.tolist())])
         mx.eval(outcome, target.pending())
         report(total, total)
     now = _Pending(outcome, target.length - 1, is_prompt=True)

@@ -20,16 +20,42 @@ MAX_NODES = 2048
 
 
 class Plan(NamedTuple):
-    """W hypotheses of K drafted tokens, of which the N likeliest nodes, root included, are verified."""
+    """What a round verifies below its root.
+
+    Attributes:
+        width, depth: the drafter's W hypotheses of K tokens; K is 0 without the drafter.
+        size: how many nodes of the drafter's tree are verified, the likeliest first; N, the root included.
+        context: how many tokens of a chain that was found in the context.
+    """
 
     width: int
     depth: int
     size: int
+    context: int = 0
 
     @property
     def whole(self) -> bool:
-        """Whether every node of the tree is verified."""
+        """Whether every node of the drafter's tree is verified."""
         return self.size == 1 + self.width * self.depth
+
+    @property
+    def rows(self) -> int:
+        """Nodes in the forward: root, drafter's and context's."""
+        return self.size + self.context
+
+    @property
+    def max_depth(self) -> int:
+        """The most drafted tokens that the round can accept."""
+        return max(self.depth, self.context)
+
+    @property
+    def branched(self) -> bool:
+        """Whether its tree is more than a chain."""
+        return self.width > 1 or bool(self.depth and self.context)
+
+
+CONTEXT_ONLY = Plan(1, 0, 1)
+"""A round without the drafter, which waits for the text so far to draft from."""
 
 
 def chain_plan(depth: int) -> Plan:

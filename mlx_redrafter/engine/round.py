@@ -18,7 +18,7 @@ from .accept import accept, accept_chain
 from .plan import Plan
 from .sampling import Draws, Sampler
 from .target import Target
-from .tree import chain, grow, prune
+from .tree import add_chain, chain, grow, prune
 from .types import Tip, Tree
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -104,25 +104,46 @@ def make_draft(
     return Draft(tree if ordered else prune(tree, beams, plan.size), draws)
 
 
-def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | None, plan: Plan, limit: int) -> Outcome:
+def add_context(draft: Draft | None, root: int, tokens: list[int]) -> Draft:
+    """The draft and a chain of `tokens` from the context, below the same root; without a draft that chain alone."""
+    if draft is None:
+        return Draft(chain(mx.array(root), mx.array(tokens, mx.int32)), None)
+    return Draft(add_chain(draft.tree, tokens), draft.draws)
+
+
+def verify(
+    target: Target,
+    draft: Draft,
+    chooser: Chooser,
+    history: mx.array | None,
+    plan: Plan,
+    limit: int,
+    *,
+    want_hidden: bool = True,
+) -> Outcome:
     """One target forward over the tree, and which path of it is accepted.
 
     Args:
         history: (T,) tokens before the root, for the processors.
+        plan: of the draft.
         limit: the most drafted tokens this round may accept.
+        want_hidden: whether the tip's hidden state is wanted; without, there is no tip.
     """
-    tree = draft.tree
-    logits, hidden = target.verify(tree, branched=plan.width > 1)
-    assert hidden is not None
+    tree, depth = draft.tree, plan.max_depth
+    logits, hidden = target.verify(tree, branched=plan.branched, want_hidden=want_hidden)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
+    draws = draft.draws
+    if (missing := depth + 1 - (0 if draws is None else plan.depth + 1)) > 0:
+        more = chooser.sampler.draws(mx.array(target.length + 2 + depth - missing), missing, logits.shape[-1])
+        draws = more if draws is None or more is None else Draws(*map(_append, draws, more))
     logprobs = log_softmax(logits)
-    chosen = chooser.sampler.choose(logprobs, draft.draws, tree.depths).astype(mx.int32)
-    verdict = accept_chain(tree, chosen, limit) if plan.width == 1 else accept(tree, chosen, plan.depth, limit)
+    chosen = chooser.sampler.choose(logprobs, draws, tree.depths).astype(mx.int32)
+    verdict = accept(tree, chosen, depth, limit) if plan.branched else accept_chain(tree, chosen, limit)
     (n_accepted, path), on_path = verdict, chosen[verdict.path]
     report = mx.concatenate([n_accepted.reshape(1), path, on_path])
-    rows = list(mx.split(logprobs[path].reshape(-1), plan.depth + 1))
-    return Outcome(report, rows, Tip(hidden[path[-1]], on_path[-1]))
+    rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))
+    return Outcome(report, rows, None if hidden is None else Tip(hidden[path[-1]], on_path[-1]))
 
 
 def step(
@@ -154,6 +175,10 @@ def extend(history: mx.array | None, tokens: mx.array) -> mx.array:
     return tokens if history is None else mx.concatenate([history, tokens])
 
 
+def _append(first: mx.array, second: mx.array) -> mx.array:
+    return mx.concatenate([first, second])
+
+
 def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
     for processor in processors:
         row = processor(history, row)
@@ -164,9 +189,9 @@ def _process_nodes(
     processors: tuple[Processor, ...], history: mx.array | None, tree: Tree, logits: mx.array, plan: Plan
 ) -> mx.array:
     """Logits (N, V) after the processors, each node with the tokens on its own path as history."""
-    ancestors_first = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.depth + 1), axis=1)
+    ancestors_first = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1), axis=1)
     rows = []
-    for node in range(plan.size):
+    for node in range(plan.rows):
         depth = 0 if node == 0 else (node - 1) // plan.width + 1
         path = tree.tokens[ancestors_first[node, : depth + 1]]
         rows.append(_process(processors, extend(history, path), logits[node : node + 1]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .plan import Plan
+
 
 class Stats(NamedTuple):
     """Counts over the rounds of a text so far; 1 + rounds + accepted tokens were made.
@@ -15,6 +17,7 @@ class Stats(NamedTuple):
         reached: `reached[d]` rounds accepted more than d drafted tokens.
         plain_steps: rounds that drafted nothing.
         replayed: tokens that rounds replayed, because the model's cache cannot be trimmed.
+        context_drafted, context_accepted: how many of `drafted` and `accepted` came from the context.
     """
 
     rounds: int = 0
@@ -23,11 +26,23 @@ class Stats(NamedTuple):
     reached: tuple[int, ...] = ()
     plain_steps: int = 0
     replayed: int = 0
+    context_drafted: int = 0
+    context_accepted: int = 0
 
-    def add_round(self, drafted: int, accepted: int, depth: int, replayed: int = 0) -> Stats:
-        """The counts after one more round, whose draft was `depth` deep; 0 for a plain step."""
-        reached = tuple(int(d < accepted) for d in range(depth))
-        return self + Stats(1, drafted, accepted, reached, int(depth == 0), replayed)
+    def add_round(self, plan: Plan | None, accepted: int, replayed: int = 0, *, from_context: bool = False) -> Stats:
+        """The counts after one more round.
+
+        Args:
+            plan: None for a plain step.
+            accepted: drafted tokens that were accepted.
+            replayed: tokens that it replayed.
+            from_context: whether the accepted tokens came from the context.
+        """
+        if plan is None:
+            return self + Stats(rounds=1, plain_steps=1, replayed=replayed)
+        reached = tuple(int(d < accepted) for d in range(plan.max_depth))
+        context_accepted = accepted if from_context else 0
+        return self + Stats(1, plan.rows - 1, accepted, reached, 0, replayed, plan.context, context_accepted)
 
     def __add__(self, other: Stats) -> Stats:  # type: ignore[override]
         """The counts of both together."""
@@ -41,6 +56,8 @@ class Stats(NamedTuple):
             reached,
             self.plain_steps + other.plain_steps,
             self.replayed + other.replayed,
+            self.context_drafted + other.context_drafted,
+            self.context_accepted + other.context_accepted,
         )
 
     @property

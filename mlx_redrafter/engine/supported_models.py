@@ -216,13 +216,12 @@ def exact_until(model: nn.Module) -> int | None:
     return min((rope.max_position_embeddings - ROPE_MARGIN for rope in ropes), default=None)
 
 
-def check_draftable(model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None) -> str | None:
-    """Refuses a model whose rounds could not be exact; returns why it takes chains only, None where it takes trees.
+def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> None:
+    """Refuses a model whose rounds could not be exact, whatever drafts.
 
-    What it asks of its cache is looked at on a forward that is built but never computed.
+    What it asks of a caller's rings is looked at on a forward that is built but never computed.
 
     Args:
-        tree: whether rounds are to branch; without, None is returned.
         cache: a prompt cache of the caller's, whose rings may differ from the model's own.
 
     Raises:
@@ -231,9 +230,8 @@ def check_draftable(model: nn.Module, *, tree: bool, cache: kv_cache.Cache | Non
     name = model_name(model)
     if reason := REFUSED.get(name):
         raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
-    embedding, final_norm = find_parts(model)
-    probe = make_prompt_cache(model)
-    if (unknown := kv_cache.unknown_types(probe, kv_cache.KNOWN)) and name not in REPLAYED:
+    unknown = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
+    if unknown and name not in REPLAYED:
         raise UnsupportedModelError(f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known")
     if cache is not None and kv_cache.has_ring(cache):
         like = [
@@ -242,17 +240,35 @@ def check_draftable(model: nn.Module, *, tree: bool, cache: kv_cache.Cache | Non
         ]
         chain = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), branched=False)
         build_with_nodes(like, chain, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
-    _, outputs = capture_output(final_norm, lambda: model(mx.zeros((1, 1), mx.int32), cache=probe))
+
+
+def check_draftable(model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None) -> str | None:
+    """Refuses a model for which no drafter could draft; returns why it takes chains only, None where it takes trees.
+
+    Args:
+        tree: whether rounds are to branch; without, None is returned.
+        cache: see `check_verifiable`.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    check_verifiable(model, cache)
+    name = model_name(model)
+    embedding, final_norm = find_parts(model)
+    token, probe = mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
+    _, outputs = capture_output(final_norm, lambda: model(token, cache=probe))
     hidden = outputs[-1].shape[-1] if outputs else None
-    width = embedding(mx.zeros((1,), mx.int32)).shape[-1]
+    width = embedding(token).shape[-1]
     if hidden != width:
         raise UnsupportedModelError(
             f"cannot draft for {name}: a row of its embedding has {width} numbers, its last hidden state {hidden}"
         )
-    return _why_chains_only(model, name) if tree else None
+    return explain_chains(model) if tree else None
 
 
-def _why_chains_only(model: nn.Module, name: str) -> str | None:
+def explain_chains(model: nn.Module) -> str | None:
+    """Why a model takes chains only; None where it takes trees. See `check_verifiable` for what it takes at all."""
+    name = model_name(model)
     if reason := CHAINS.get(name):
         return reason
     if exact_until(model) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -112,16 +112,15 @@ class Target:
             tokens = mx.concatenate([mx.array(self._replay, mx.int32), tokens.astype(mx.int32)])
         self._replay, self._snapshot, self._has_run = [], None, True
         self.length += count
-        if want_hidden:
-            return self._run(tokens, self.cache, count)
-        return Forward(self._model(tokens[None], cache=self.cache)[0, -count:], None)
+        return self._run(tokens, self.cache, count, want_hidden)
 
-    def verify(self, tree: Tree, *, branched: bool) -> Forward:
+    def verify(self, tree: Tree, *, branched: bool, want_hidden: bool = True) -> Forward:
         """The model on every node of `tree`, each seeing the text and its ancestors. `keep_path` decides what stays.
 
         Args:
             tree: N >= 2 nodes.
             branched: whether it is more than a chain.
+            want_hidden: as for `forward`.
         """
         self._settle()
         if not self._trimmable and self._snapshot is None:
@@ -131,11 +130,14 @@ class Target:
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
         if not branched and not self._has_ring:
-            return self._run(tree.tokens, self.cache, count)
+            return self._run(tree.tokens, self.cache, count, want_hidden)
         nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, branched)
-        return build_with_nodes(self.cache, nodes, lambda views: self._run(tree.tokens, views, count)).result
+        call = partial(self._run, tree.tokens, count=count, want_hidden=want_hidden)
+        return build_with_nodes(self.cache, nodes, call).result
 
-    def _run(self, tokens: mx.array, cache: list[Any], count: int) -> Forward:
+    def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool) -> Forward:
+        if not want_hidden:
+            return Forward(self._model(tokens[None], cache=cache)[0, -count:], None)
         logits, hidden = capture_output(self._parts.final_norm, lambda: self._model(tokens[None], cache=cache))
         return Forward(logits[0, -count:], hidden[-1][0, -count:])
 

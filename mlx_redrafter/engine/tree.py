@@ -42,6 +42,35 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
     return Tree(tokens, *chain_constants(tokens.shape[0]))
 
 
+@lru_cache(maxsize=256)
+def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Of a chain of `count` nodes after `size` others: (parents, depths, ancestors (count, size + count), the columns
+    (size, count) of those others); see `tree_constants`."""
+    nodes = list(range(count))
+    parents = mx.array([0] + [size + node for node in nodes[:-1]], mx.int32)
+    depths = mx.array([1 + node for node in nodes], mx.int32)
+    ancestors = mx.array([[j == 0 or 0 <= j - size <= node for j in range(size + count)] for node in nodes])
+    return parents, depths, ancestors, mx.array([[False] * count] * size)
+
+
+def add_chain(tree: Tree, tokens: list[int]) -> Tree:
+    """The tree and a chain below its root, C nodes after its own. What both have is verified twice::
+
+        the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
+
+    Args:
+        tree: N nodes.
+        tokens: C of them.
+    """
+    parents, depths, ancestors, columns = merge_constants(tree.tokens.shape[0], len(tokens))
+    return Tree(
+        mx.concatenate([tree.tokens, mx.array(tokens, mx.int32)]),
+        mx.concatenate([tree.parents, parents]),
+        mx.concatenate([tree.depths, depths]),
+        mx.concatenate([mx.concatenate([tree.ancestors, columns], axis=1), ancestors]),
+    )
+
+
 def grow(token: mx.array, beams: Beams) -> Tree:
     """The whole tree, level by level: N = 1 + W * K nodes, node 1 + (d - 1) * W + r of rank r at depth d.
 

@@ -47,6 +47,7 @@ CONTEXTS = (64, 1024)  # context lengths at which is measured
 MEASURED_NODES = 16  # of a forward
 WIDTHS = (1, 2, 4)  # beam widths of a draft
 SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
+ASSUMED_ROW, ASSUMED_REST = 0.15, 0.1  # of a forward's row and of a round, in plain steps, before any was measured
 IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
 
 
@@ -108,8 +109,9 @@ class CostTable(NamedTuple):
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """A round of a measured plan that replays tokens; at least a plain step, as a forward cannot overlap itself."""
-        parts = self._verify_ms(plan.size, length) + self.draft_ms(plan) + self.rest[plan.width > 1]
-        return max(parts, self.plain_ms(length)) + self._replay_ms(plan.size, length, replayed)
+        rest = self.rest[plan.branched] if plan.depth else max(0.0, self.rest[0])  # without a draft nothing overlaps
+        parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + rest
+        return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
         """What replayed rows add to a forward; between two whole numbers of rows a share of both."""
@@ -119,9 +121,11 @@ class CostTable(NamedTuple):
         return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
 
     def _verify_ms(self, nodes: int, length: int) -> float:
-        """A forward of the next larger number of nodes that was measured; beyond the largest, `again` for each row."""
+        """A forward of the next larger number of nodes that was measured; beyond the largest a share for each."""
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
-        beyond = max(0, nodes - self.counts[-1]) * self.again
+        first, last = self.verify[0][0], self.verify[0][-1]
+        per_row = max(self.again, (last - first) / max(1, self.counts[-1] - 1))
+        beyond = max(0, nodes - self.counts[-1]) * per_row
         return interpolate(self.contexts, [row[column] for row in self.verify], length) + beyond
 
 
@@ -132,6 +136,18 @@ def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -
     right = min(bisect_left(contexts, length), len(contexts) - 1)
     slope = (values[right] - values[right - 1]) / (contexts[right] - contexts[right - 1])
     return values[right] + (max(slope, 0.0) if length > contexts[right] else slope) * (length - contexts[right])
+
+
+def assume_costs(*, replays: bool) -> CostTable:
+    """Costs in plain steps before anything was measured, on the expensive side.
+
+    Args:
+        replays: whether the model must replay tokens after a rejection.
+    """
+    counts = tuple(range(1, MEASURED_NODES + 1))
+    verify_steps = tuple(1 + ASSUMED_ROW * (count - 1) for count in counts)
+    again = ASSUMED_ROW if replays else 0.0
+    return CostTable((1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), (ASSUMED_REST, ASSUMED_REST), again)
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:

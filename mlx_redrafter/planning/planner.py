@@ -10,18 +10,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, zip_longest
 from operator import attrgetter, mul
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.decode import Planner
-from ..engine.plan import MAX_REPLAY, Plan, chain_plan
-from .costs import CostTable, load_costs, lower_quartile
+from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
+from .costs import CostTable, assume_costs, load_costs, lower_quartile
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from ..drafters.context import Forecast, Proposal
     from ..drafters.recurrent import Drafter
+
+Reach = tuple[float, ...]
+"""(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
+
+NOTHING: Reach = (1.0,)
 
 Acceptance = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
@@ -34,6 +40,8 @@ MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may be lo
 WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
 PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
 DECAY, PRIOR_HITS = 0.96, 2.5  # the scale: what a round's evidence weighs a round later, and what scale 1 weighs first
+CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # besides its whole, how much of a proposal may be verified
+MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown where costs are assumed
 MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
 
 
@@ -128,12 +136,23 @@ class AutoPlanner(Planner):
     Args:
         costs: of this machine and pair of models.
         acceptance: of the drafter.
-        plans: to choose from; None for `candidate_plans`.
+        plans: of the drafter to choose from; None for `candidate_plans`.
+        can_merge: see the base class.
+        min_slowdown: below 1 only where the costs were assumed, not measured.
     """
 
-    def __init__(self, costs: CostTable, acceptance: Acceptance, plans: Sequence[Plan] | None = None) -> None:
+    def __init__(
+        self,
+        costs: CostTable,
+        acceptance: Acceptance,
+        plans: Sequence[Plan] | None = None,
+        *,
+        can_merge: bool = False,
+        min_slowdown: float = 1.0,
+    ) -> None:
+        super().__init__(None, can_merge=can_merge)
         self.plans = candidate_plans(costs, acceptance) if plans is None else tuple(plans)
-        self._costs = costs
+        self._costs, self._min_slowdown = costs, min_slowdown
         reaches = {plan: expected_reach(acceptance, plan) for plan in self.plans}
         self._rates = {plan: [now / (last or 1.0) for last, now in pairwise(reach)] for plan, reach in reaches.items()}
         self._hits = self._expected = PRIOR_HITS
@@ -146,31 +165,29 @@ class AutoPlanner(Planner):
     @property
     def slowdown(self) -> float:
         """How many times as long as in the cost table a round takes, where a plain step takes as long as there."""
-        if len(self._round_ratios) < 3 or not self._step_ratios:  # one stalled round says nothing
+        if min(len(self._round_ratios), len(self._step_ratios)) < 3:  # one stalled round says nothing
             return 1.0
-        return min(max(lower_quartile(self._round_ratios) / lower_quartile(self._step_ratios), 1.0), MAX_SLOWDOWN)
+        ratio = lower_quartile(self._round_ratios) / lower_quartile(self._step_ratios)
+        return min(max(ratio, self._min_slowdown), MAX_SLOWDOWN)
 
-    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
-        """See the base class; None is returned at once during a pause, else in less than 0.1 ms."""
+    def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
+        """See the base class; None is returned at once during a pause without a forecast, else in about 0.1 ms."""
         in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None and self._pause > 0:
-            self._pause -= 1
-            return None
-        slowdown, scale = self.slowdown, round(50 * self._hits / self._expected) / 50
-        speedups: dict[Plan | None, float] = {None: 1.0}
-        speedups |= {plan: self._speedup(plan, length, scale) / slowdown for plan in self.plans}
-        speedups[in_flight] *= 1 + HYSTERESIS
-        ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
-        wanted = [plan for plan in ranked if speedups[plan] > speedups[None]]
-        if is_probe := not in_flight and not wanted:
-            wanted, slowdown = ranked, 1.0  # at the table's price: one slow round must not end drafting
-        affordable = (plan for plan in wanted if self._can_afford(plan, in_flight, length, replayed, slowdown))
-        self._in_flight = next(affordable, None)
-        if self._in_flight is None or is_probe:
-            self._pause = self._next_pause
-        if is_probe:
-            self._next_pause = min(2 * self._next_pause, 16 * PROBE_EVERY)
-        return self._in_flight
+        plan = self._choose_drafter_plan(in_flight, length, replayed)
+        if forecast is not None and self._is_context_faster(plan, in_flight, forecast, length, replayed):
+            plan = CONTEXT_ONLY
+        self._in_flight = plan
+        return plan
+
+    def add_context(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
+        """See the base class."""
+        slowdown, own = self.slowdown, self._scale_reach(plan)
+        base = plan if plan and self.can_merge else CONTEXT_ONLY
+        best = self._best_context(base, own if base is plan else NOTHING, proposal.reach, length, slowdown)
+        now = self._predict(plan, own, length, slowdown).speedup if plan and plan.depth else 1.0
+        if best.speedup > now and self._can_afford(best.plan, None, length, replayed, slowdown):
+            plan = self._in_flight = best.plan
+        return plan
 
     def observe(
         self,
@@ -181,27 +198,84 @@ class AutoPlanner(Planner):
         milliseconds: float | None,
         *,
         verified: bool = True,
+        from_context: bool = False,
     ) -> None:
         """See the base class."""
         costs, plain = self._costs, self._costs.plain_ms(length)
         if plan is not None and verified:
             predicted, ratios = costs.round_ms(plan, length, replayed), self._round_ratios
-            self._hits = DECAY * self._hits + tokens - 1
-            self._expected = DECAY * self._expected + sum(self._rates[plan][:tokens])
-            if tokens > 1:  # a probe that was right is followed by another
-                self._pause, self._next_pause = 0, PROBE_EVERY
+            if plan.depth and not from_context:
+                self._hits = DECAY * self._hits + tokens - 1
+                self._expected = DECAY * self._expected + sum(self._rates[plan._replace(context=0)][:tokens])
+                if tokens > 1:  # a probe that was right is followed by another
+                    self._pause, self._next_pause = 0, PROBE_EVERY
         else:
-            predicted = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0)
+            predicted = costs.step_ms(length, replayed)
+            if plan is not None:  # what was to be verified came to nothing
+                predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.rest[0])
             ratios = self._step_ratios
         if milliseconds is not None and (ratios is self._round_ratios or not (plan or replayed)):
             ratios.append(milliseconds / predicted)
         self._plain_ms += tokens * plain
         self._saved_ms += tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
 
-    def _speedup(self, plan: Plan, length: int, scale: float) -> float:
-        """Predicted for this text."""
-        rates = (min(MAX_RATE, scale * rate) for rate in self._rates[plan])
-        return predict(self._costs, plan, length, tuple(accumulate(rates, mul, initial=1.0))).speedup
+    def _choose_drafter_plan(self, in_flight: Plan | None, length: int, replayed: int) -> Plan | None:
+        current = in_flight._replace(context=0) if in_flight and in_flight.depth else None
+        if current is None and (self._pause > 0 or not self.plans):
+            self._pause -= 1
+            return None
+        slowdown = self.slowdown
+        speedups: dict[Plan | None, float] = {None: 1.0}
+        for each in self.plans:
+            speedups[each] = self._predict(each, self._scale_reach(each), length, slowdown).speedup
+        speedups[current] *= 1 + HYSTERESIS
+        ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
+        wanted = [each for each in ranked if speedups[each] > speedups[None]]
+        if is_probe := not current and not wanted:
+            wanted, slowdown = ranked, 1.0  # at the table's price: one slow round must not end drafting
+        affordable = (each for each in wanted if self._can_afford(each, in_flight, length, replayed, slowdown))
+        plan = next(affordable, None)
+        if plan is None or is_probe:
+            self._pause = self._next_pause
+        if is_probe:
+            self._next_pause = min(2 * self._next_pause, 16 * PROBE_EVERY)
+        return plan
+
+    def _is_context_faster(
+        self, plan: Plan | None, in_flight: Plan | None, forecast: Forecast, length: int, replayed: int
+    ) -> bool:
+        """Whether waiting for a proposal beats what is planned otherwise, to which a proposal may be added."""
+        slowdown, (chance, reach) = self.slowdown, forecast
+        hit = self._best_context(CONTEXT_ONLY, NOTHING, reach, length, slowdown)
+        waiting = _mix(chance, hit, self._predict(CONTEXT_ONLY, NOTHING, length, 1.0))
+        otherwise = 1.0
+        if plan is not None:
+            own = self._scale_reach(plan)
+            miss = self._predict(plan, own, length, slowdown)
+            merged = self._best_context(plan, own, reach, length, slowdown) if self.can_merge else miss
+            otherwise = _mix(chance, merged, miss)
+        is_faster = waiting > (1 + HYSTERESIS) * otherwise
+        return is_faster and self._can_afford(hit.plan, in_flight, length, replayed, slowdown)
+
+    def _best_context(self, plan: Plan, own: Reach, reach: Sequence[float], length: int, slowdown: float) -> Prediction:
+        """The fastest of the rounds that add some of a proposal to a plan."""
+        predictions = []
+        for count in [each for each in CONTEXT_LENGTHS if each < len(reach)] + [len(reach)]:
+            both = zip_longest(own, (1.0, *reach[:count]), fillvalue=0.0)
+            merged = tuple(1 - (1 - drafted) * (1 - proposed) for drafted, proposed in both)
+            predictions.append(self._predict(plan._replace(context=count), merged, length, slowdown))
+        return max(predictions, key=lambda each: each.speedup)
+
+    def _predict(self, plan: Plan, reach: Reach, length: int, slowdown: float) -> Prediction:
+        predicted = predict(self._costs, plan, length, reach)
+        return predicted._replace(steps=max(1.0, slowdown * predicted.steps))
+
+    def _scale_reach(self, plan: Plan | None) -> Reach:
+        """What a plan of the drafter is expected to reach in this text, see `expected_reach`."""
+        if plan is None or not plan.depth:
+            return NOTHING
+        scale = round(50 * self._hits / self._expected) / 50
+        return tuple(accumulate((min(MAX_RATE, scale * rate) for rate in self._rates[plan]), mul, initial=1.0))
 
     def _can_afford(self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float) -> bool:
         """Whether the budget covers it and the round in flight, when both are rejected and the text ends there."""
@@ -214,19 +288,35 @@ class AutoPlanner(Planner):
         return budget >= loss
 
 
+def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
+    """The speedup of rounds that are like `hit` at this chance, and else like `miss`."""
+    tokens = chance * hit.tokens + (1 - chance) * miss.tokens
+    return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
+
+
 def starting_plan(costs: CostTable, acceptance: Acceptance, length: int) -> Plan | None:
     """The first plan of a text whose prompt has `length` tokens, after its `WARM_UP`; None: plain decoding."""
     planner = AutoPlanner(costs, acceptance)
     return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
 
 
-def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner | None:
-    """A planner for one text of a pair of models, which is measured if it never was; None where nothing can pay.
+def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
+    """A planner for one text of a pair of models, which is measured if it never was; without plans where none can pay.
 
     Args:
         trees: whether the model takes trees.
         chains_only: whether this text is to have none all the same.
     """
     costs = load_costs(model, drafter, trees=trees)
-    planner = AutoPlanner(costs.chains_only() if chains_only else costs, drafter.args.acceptance or UNKNOWN_ACCEPTANCE)
-    return planner if planner.plans else None
+    acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
+    can_merge = trees and not chains_only
+    return AutoPlanner(costs.chains_only() if chains_only else costs, acceptance, can_merge=can_merge)
+
+
+def make_context_planner(*, replays: bool) -> AutoPlanner:
+    """A planner for a text that is drafted from its context alone: it starts from assumed costs, and measures nothing.
+
+    Args:
+        replays: whether the model must replay tokens after a rejection.
+    """
+    return AutoPlanner(assume_costs(replays=replays), UNKNOWN_ACCEPTANCE, (), min_slowdown=MIN_ASSUMED_SLOWDOWN)

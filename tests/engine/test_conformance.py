@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +17,7 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
-from toys import assert_same_cache, assert_same_steps, ids, run
+from toys import ScriptedContext, assert_same_cache, assert_same_steps, ids, run
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
@@ -48,7 +50,8 @@ def decode_recorded(
     cache = options.pop("prompt_cache", None) or make_prompt_cache(model)
     steps: list[Step] = []
     with record_hidden_states(model) as recorded:
-        for step in decode_tokens(prompt, model, None, Options(prompt_cache=cache, max_tokens=count + more, **options)):
+        plain = Options(prompt_cache=cache, max_tokens=count + more, context=False, **options)
+        for step in decode_tokens(prompt, model, None, plain):
             steps.append(step)
             if len(steps) == count:
                 after = copy.deepcopy(cache)
@@ -72,7 +75,7 @@ def test_the_page_lists_every_module() -> None:
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_text_and_cache_equal_plain_decoding(name: str) -> None:
+def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_family(name)
     vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
     generator = random.Random(1)
@@ -102,6 +105,23 @@ def test_text_and_cache_equal_plain_decoding(name: str) -> None:
         assert bool(messages) is (width > 1 and name not in TREES), (case, messages)
         stats = steps[-1].stats
         assert 1 + stats.rounds + stats.accepted == count, case
+        for alone in (True, False) if script in ("mixed", "random") else ():
+            monkeypatch.setattr(sys.modules["mlx_redrafter.generate"], "ContextIndex", partial(ScriptedContext, text))
+            with warnings.catch_warnings(action="ignore"):
+                steps = run(
+                    model,
+                    prompt,
+                    None if alone else drafter,
+                    max_tokens=count,
+                    prompt_cache=(cache := make_prompt_cache(model)),
+                    plan=(width, depth),
+                    context=True,
+                    **options,
+                )
+            assert_same_steps(steps, plain, tolerance=CLOSE)
+            assert_same_cache(cache, expected, tolerance=CLOSE)
+            assert steps[-1].stats.context_drafted
+            assert steps[-1].stats.context_accepted or not alone
         if script == "right":
             assert stats.tokens_per_round > 3 and not stats.replayed, case
         if script == "wrong":

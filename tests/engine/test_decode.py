@@ -27,6 +27,7 @@ from toys import (
 )
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.decode import Planner, Round, decode
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import Chooser
@@ -84,16 +85,17 @@ class Changing(Planner):
     """Takes one plan after the other, over and over, and records what it observes."""
 
     def __init__(self, plans: list[Plan | None]) -> None:
+        super().__init__(None)
         self._plans = plans
         self.chosen: list[Plan | None] = []
         self.observed: list[tuple[Any, ...]] = []
 
-    def next_plan(self, length: int, replayed: int = 0) -> Plan | None:
+    def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
         """The next one."""
         self.chosen.append(self._plans[len(self.chosen) % len(self._plans)])
         return self.chosen[-1]
 
-    def observe(self, *args: Any, verified: bool = True) -> None:
+    def observe(self, *args: Any, verified: bool = True, from_context: bool = False) -> None:
         """Records it."""
         self.observed.append((*args, verified))
 

@@ -200,8 +200,8 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     planners = [make_planner(*pair, trees=True, chains_only=chains) for chains in (False, True, False)]
     assert measured == [True]
     chains = planners[1]
-    assert chains is not None and chains.plans and all(plan.width == 1 for plan in chains.plans)
-    assert make_planner(*make_pair([[0.0]]), trees=True) is None, "nothing can pay"
+    assert chains.plans and all(plan.width == 1 for plan in chains.plans)
+    assert not make_planner(*make_pair([[0.0]]), trees=True).plans, "nothing can pay"
 
 
 @pytest.mark.parametrize("damage", ["nothing", "half", "negative", "no costs", "text", "a list", "deep"])

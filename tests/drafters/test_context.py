@@ -1,0 +1,256 @@
+"""Drafts from the context: what the index finds and how it judges it, and that decoding with it changes nothing."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tracemalloc
+from functools import partial
+from typing import Any
+
+import pytest
+from families import make_family
+from mlx_lm.models.cache import make_prompt_cache
+from toys import (
+    ScriptedContext,
+    assert_same_cache,
+    assert_same_steps,
+    decode_plainly,
+    ids,
+    make_model,
+    make_prompt,
+    run,
+    with_plain,
+)
+
+from mlx_redrafter.drafters import context
+from mlx_redrafter.drafters.context import MAX_PROPOSAL, ContextIndex
+from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
+
+
+def index(prompt: list[int], decoded: list[int] | None = None) -> ContextIndex:
+    made = ContextIndex()
+    made.read(prompt)
+    made.append(decoded or [])
+    return made
+
+
+def proposed(prompt: list[int], decoded: list[int] | None = None) -> list[int]:
+    proposal = index(prompt, decoded).propose()
+    return [] if proposal is None else proposal.tokens
+
+
+def longest_earlier_match(tokens: list[int]) -> int:
+    """By trying all: how many of the last tokens stand earlier, too; overlapping counts."""
+    best = 0
+    for end in range(len(tokens) - 1):
+        match = 0
+        while match <= end and tokens[end - match] == tokens[-1 - match]:
+            match += 1
+        best = max(best, match)
+    return best
+
+
+def test_proposes_what_followed_the_same_tokens() -> None:
+    assert proposed([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]) == [5, 6, 7, 8]
+    assert proposed([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4], "no longer than the match"
+    assert proposed([1, 2, 3, 4, 5, 6]) == proposed([7]) == proposed([]) == []
+
+
+def test_prefers_the_longer_match() -> None:
+    text = [1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4]
+    assert proposed(text) == [50, 60, 9, 3], "3 4 alone was followed by 70 later"
+
+
+def test_prefers_the_latest_of_equal_matches() -> None:
+    assert proposed([1, 2, 30, 8, 1, 2, 40, 7, 1, 2]) == [40, 7]
+
+
+def test_a_loop_is_proposed_beyond_its_end() -> None:
+    assert proposed([5, 1, 2, 3] + [1, 2, 3] * 4) == [1, 2, 3] * 4
+    assert len(proposed([7] * 40)) == MAX_PROPOSAL
+
+
+def test_a_followed_match_grows_with_each_token() -> None:
+    made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
+    assert made.match == 2
+    made.append([3, 4, 5])
+    proposal = made.propose()
+    assert made.match == 5 and proposal is not None and proposal.tokens == [6, 7, 8, 9, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
+    generator = random.Random(seed)
+    text = [generator.randrange(4) for _ in range(150)]
+    made, cut = ContextIndex(), generator.randrange(100)
+    made.read(text[:cut])
+    for length in range(cut, len(text)):
+        made.append([text[length]])
+        so_far, proposal = text[: length + 1], made.propose()
+        assert made.match <= min(longest_earlier_match(so_far), context.MAX_MATCH)
+        assert (proposal is None) is (made.match < 2)
+        if proposal is not None:
+            assert len(proposal.tokens) == len(proposal.reach) == min(made.match, MAX_PROPOSAL)
+            assert all(1 > one >= other > 0 for one, other in zip(proposal.reach, proposal.reach[1:], strict=False))
+
+
+def test_reading_in_pieces_finds_the_same() -> None:
+    generator = random.Random(1)
+    text = [generator.randrange(6) for _ in range(400)]
+    whole, pieces = index(text), ContextIndex()
+    for start in range(0, 400, 37):
+        pieces.read(text[start : start + 37])
+    assert whole.propose() == pieces.propose() and len(whole) == len(pieces) == 400
+
+
+def test_right_matches_raise_the_estimate_and_wrong_ones_lower_it() -> None:
+    def reach(tokens: list[int]) -> float:
+        proposal = index([], tokens).propose()
+        assert proposal is not None
+        return proposal.reach[0]
+
+    copied = [0, 1] + [2, 3, 4, 5] * 20
+    misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
+    assert reach(copied) > 0.9 and reach(misled) < 0.1
+
+
+def test_a_prompt_teaches_nothing_about_acceptance() -> None:
+    misled = [token for i in range(50) for token in (1, 2, 10 + i)] + [1, 2]
+    proposal = index(misled).propose()
+    assert proposal is not None and proposal.reach[0] == pytest.approx(context.PRIOR_RATES[0])
+
+
+def test_forecasts_are_the_chance_to_go_on() -> None:
+    made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
+    forecast, proposal = made.forecast(2), made.propose()
+    assert forecast is not None and proposal is not None
+    assert forecast.chance == pytest.approx(proposal.reach[1]) and len(forecast.reach) == 4
+    assert index([1, 2, 3]).forecast(1) is None
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "MAX_TOKENS", 1000)
+    generator = random.Random(3)
+    made = index([generator.randrange(1000) for _ in range(5000)])
+    for _ in range(3000):
+        made.append([generator.randrange(1000)])
+        assert len(made) <= 1000
+    made.append([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
+    proposal = made.propose()
+    assert proposal is not None and proposal.tokens[:2] == [5, 6]
+
+
+def test_an_index_takes_less_than_half_a_kilobyte_a_token() -> None:
+    generator = random.Random(4)
+    tokens = [generator.randrange(100_000) for _ in range(20_000)]
+    tracemalloc.start()
+    try:
+        made = index(tokens)
+        assert tracemalloc.get_traced_memory()[0] < 500 * len(made)
+    finally:
+        tracemalloc.stop()
+
+
+# Decoding with an index.
+
+PLANS: dict[str, dict[str, Any]] = {
+    "context alone": {"plan": (1, 1)},
+    "with a chain": {"plan": (1, 3)},
+    "with a tree": {"plan": (3, 3)},
+    "with a pruned tree": {"plan": (3, 4, 9)},
+}
+SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 5}
+
+
+@pytest.fixture
+def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes decoding use what this is called with."""
+    return lambda make: monkeypatch.setattr(sys.modules["mlx_redrafter.generate"], "ContextIndex", make)
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("plan", PLANS)
+def test_text_is_plain_decodings(plan: str, right: float, options: dict[str, Any], use_index: Any) -> None:
+    model, prompt = make_model(), make_prompt(9)
+    plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
+    text = [*prompt, *ids(decode_plainly(model, tuple(prompt), 80, **options))]
+    use_index(partial(ScriptedContext, text, right))
+    alone = plan == "context alone"
+    steps = run(model, prompt, None if alone else drafter, max_tokens=60, context=True, **PLANS[plan], **options)
+    assert_same_steps(steps, plain)
+    stats, sources = steps[-1].stats, [step.draft_source for step in steps]
+    assert 1 + stats.rounds + stats.accepted == 60
+    assert sources.count("context") == stats.context_accepted > (20 if right == 1 else -1)
+    assert sources.count("drafter") == stats.accepted - stats.context_accepted
+    assert (stats.context_accepted == 0) is (right == 0) and stats.context_drafted > 20
+    assert ("drafter" in sources) is not alone
+
+
+@pytest.mark.parametrize("plan", ["with a chain", "with a tree"])
+def test_context_never_costs_tokens_per_round(plan: str, use_index: Any) -> None:
+    for seed in range(5):
+        model, prompt = make_model(), make_prompt(8 + seed)
+        _, drafter = with_plain(model, prompt, 80, "mixed", width=PLANS[plan]["plan"][0], luck=seed)
+        text = [*prompt, *ids(decode_plainly(model, tuple(prompt), 80))]
+        use_index(partial(ScriptedContext, text, 0.8, seed))
+        with_it, without = (
+            run(model, prompt, drafter, max_tokens=60, context=context, **PLANS[plan]) for context in (True, False)
+        )
+        assert ids(with_it) == ids(without)
+        assert with_it[-1].stats.rounds <= without[-1].stats.rounds
+
+
+def test_a_processor_sees_its_own_path(use_index: Any) -> None:
+    model, prompt = make_model(), make_prompt(9)
+    options: dict[str, Any] = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}
+    plain = decode_plainly(model, tuple(prompt), 60, **options)
+    use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.8))
+    steps = run(model, prompt, max_tokens=50, context=True, plan=(1, 1), **options)
+    assert_same_steps(steps, plain[:50])
+    assert steps[-1].stats.context_accepted > 10
+
+
+@pytest.mark.parametrize("taken", [1, 5, 6, 7, 8, 20])
+def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> None:
+    model, prompt = make_model(), make_prompt(9)
+    plain = decode_plainly(model, tuple(prompt), 60)
+    use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.9))
+    cache, other = make_prompt_cache(model), make_prompt_cache(model)
+    steps = decode_tokens(prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1)))
+    assert [next(steps).token for _ in range(taken)] == ids(plain[:taken])
+    steps.close()
+    run(model, [*prompt, *ids(plain[:taken])], max_tokens=0, prompt_cache=other)
+    assert_same_cache(cache, other)
+
+
+def test_a_continued_cache_is_drafted_from_its_history() -> None:
+    model, cache = make_model(), (make_prompt_cache(make_model()))
+    history = make_prompt(30) * 2
+    run(model, history, max_tokens=0, prompt_cache=cache)
+    plain = decode_plainly(model, (*history, 3, 4), 40)
+    given: dict[str, Any] = {"prompt_cache": cache, "history": history, "context": True, "plan": (1, 1)}
+    steps = run(model, [3, 4], max_tokens=40, **given)
+    assert ids(steps) == ids(plain)
+
+
+def test_on_by_default_off_where_asked() -> None:
+    model, prompt = make_model(), make_prompt(9)
+
+    def drafted(**options: Any) -> int:
+        return list(decode_tokens(prompt, model, None, Options(max_tokens=120, **options)))[-1].stats.context_drafted
+
+    assert drafted() > 0, "this greedy text repeats itself"
+    assert drafted(context=False) == drafted(plan="off") == drafted(plan=(1, 3)) == 0
+    with pytest.raises(RedrafterError, match="either plan 'off' or context"):
+        Options(plan="off", context=True)
+
+
+def test_a_model_that_cannot_verify_decodes_plainly() -> None:
+    model = make_family("phi3small")
+    assert run(model, [1, 2, 3], max_tokens=8, context=None)[-1].stats.drafted == 0
+    with pytest.raises(UnsupportedModelError, match="phi3small"):
+        run(model, [1, 2, 3], max_tokens=8, context=True)
