@@ -145,7 +145,7 @@ def test_time_stands_still_between_turns_and_begins_with_the_first_token(monkeyp
     monkeypatch.setattr("mlx_redrafter.serving.drafts.time.perf_counter", lambda: now)
 
     class Response:
-        text, from_draft, rounds, drafted, accepted = "x", False, 0, 0, 0
+        text, from_draft, draft_source, rounds, drafted, accepted = "x", False, None, 0, 0, 0
 
     watch = Watch(str)
     watch.pause()

@@ -56,8 +56,8 @@ def load_models(
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, tokenizer_config)
     if verbose and args.model is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
-    elif verbose and drafter is None and not args.no_drafter:
-        print("no --drafter given: decoding plainly", file=sys.stderr)
+    elif verbose and drafter is None and not args.no_drafter and args.context is not False and args.plan == AUTO:
+        print("no --drafter given: drafting from the context alone", file=sys.stderr)
     return model, tokenizer, drafter
 
 
@@ -71,7 +71,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
     checked = Options(**options)
     if args.max_tokens == 0:
         raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
-    if args.no_drafter and (args.drafter is not None or checked.plan_shape() != AUTO):
-        drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", *PLAN_OPTIONS))
-        raise RedrafterError(f"--no-drafter decodes plainly: give none of {drafting}")
+    if args.no_drafter and (args.drafter is not None or checked.plan_shape() not in (AUTO, None)):
+        drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", *PLAN_OPTIONS[1:]))
+        raise RedrafterError(f"--no-drafter takes none of {drafting}")
     return options

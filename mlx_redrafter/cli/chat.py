@@ -18,8 +18,8 @@ from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 from .main import Parser
 
-TINT, UNTINT = "\x1b[36m", "\x1b[39m"
-"""Around a token that was drafted and accepted: cyan, then the terminal's own colour."""
+TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[32m"}, "\x1b[39m"
+"""Around an accepted token, by what had drafted it: cyan or green, then the terminal's own colour."""
 
 
 def run() -> int:
@@ -59,7 +59,11 @@ def make_parser() -> Parser:
     parser = make_text_parser("chat", about, without=("seed",))
     add = parser.add_argument
     add("--system-prompt", help="system prompt for the chat template")
-    add("--show-accepted", action="store_true", help="tint what was drafted and accepted, in a terminal with colours")
+    add(
+        "--show-accepted",
+        action="store_true",
+        help="tint what was accepted, in a terminal with colours: by the drafter cyan, from the context green",
+    )
     add("--pipeline", action="store_true", help="as mlx-lm's; nothing changes in one process")
     add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     return parser
@@ -131,8 +135,8 @@ class Screen(ChatUI):
 
     def show_token(self, response: GenerationResponse) -> None:
         """Shows a token's text at once; tinted if it was drafted, and if that is asked for and can be seen."""
-        tinted = self._tints and response.from_draft and response.text
-        self.stream_token(f"{TINT}{response.text}{UNTINT}" if tinted else response.text)
+        tint = TINTS[response.draft_source] if response.draft_source and self._tints and response.text else None
+        self.stream_token(f"{tint}{response.text}{UNTINT}" if tint else response.text)
 
     def end_turn(self, response: GenerationResponse | None) -> None:
         """mlx-lm's line of counts and speeds, and one of the rounds if any drafted."""
@@ -140,7 +144,8 @@ class Screen(ChatUI):
         if response is not None and response.drafted:
             self._console.print(
                 f"  [ui.muted]{response.tokens_per_round:.2f} tokens per round · {response.rounds} rounds · "
-                f"{response.accepted} of {response.drafted} drafted accepted[/ui.muted]"
+                f"{response.accepted} of {response.drafted} drafted accepted, "
+                f"{response.context_accepted} of them from the context[/ui.muted]"
             )
 
     def say(self, what: str, text: str) -> None:

@@ -44,8 +44,8 @@ def run() -> int:
     args = make_parser().parse_args()
     options, tokenizer_config = read_options(args), dict[str, Any]()
     if args.compare:
-        if args.no_drafter or args.plan == OFF or (args.model and not args.drafter):
-            raise RedrafterError("--compare needs a drafter and a plan that drafts: give --drafter, or no --model")
+        if args.plan == OFF or (args.context is False and (args.no_drafter or (args.model and not args.drafter))):
+            raise RedrafterError("--compare needs something that drafts: leave out --plan off, or give a drafter")
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     if args.prompt_cache_file is not None:
@@ -89,7 +89,7 @@ def make_parser() -> Parser:
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
     add("--verbose", type=parse_bool, default=True, help="F prints the text alone, at the end (default: %(default)s)")
-    add("--compare", action="store_true", help="decode plainly, then with the drafter; exit 1 if a token differs")
+    add("--compare", action="store_true", help="decode plainly, then with drafts; exit 1 if a token differs")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     parser.set_defaults(max_tokens=DEFAULT_MAX_TOKENS)
     return parser
@@ -203,7 +203,7 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the text with the drafter, the `compare` field of `--json`); each side is warmed up first."""
-    plain_stream = partial(stream, drafter=None)
+    plain_stream = partial(stream, drafter=None, context=False)
     for side in (plain_stream, stream):
         decode(side, max_tokens=WARM_UP_TOKENS)
     plain = decode(plain_stream, label="plain decoding")
@@ -227,7 +227,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
 def describe(verdict: dict[str, Any], tokens: int) -> str:
     """What `compare` found, in two lines."""
     plain, drafted = verdict["plain_generation_tps"], verdict["generation_tps"]
-    text = f"plain {plain:.1f}, with the drafter {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
+    text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
     if verdict["identical"]:
         return f"{text}all {tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()
@@ -288,7 +288,11 @@ def judge_difference(
 
 def make_record(args: argparse.Namespace, drafter: Drafter | None, decoded: Decoded) -> dict[str, Any]:
     """The object of `--json`."""
-    fields = {k: v for k, v in vars(decoded.last).items() if k not in ("text", "token", "logprobs", "from_draft")}
+    fields = {
+        k: v
+        for k, v in vars(decoded.last).items()
+        if k not in ("text", "token", "logprobs", "from_draft", "draft_source")
+    }
     names = {"model": args.model or "demo", "drafter": None if drafter is None else args.drafter or "demo"}
     return {
         "text": decoded.text,

@@ -37,7 +37,7 @@ FIELDS: dict[str, set[str]] = {
 
 USAGE = (
     "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
-    "tokens_per_round", "peak_memory", "seed",
+    "context_drafted", "context_accepted", "tokens_per_round", "peak_memory", "seed",
 )  # fmt: skip
 """The fields of the last response that `done` has."""
 
@@ -184,7 +184,8 @@ class SessionServer:
                 session.cancel()
 
         def on_token(response: GenerationResponse) -> None:
-            self.write("token", name, text=response.text, token=response.token, from_draft=response.from_draft)
+            source = {"from_draft": response.from_draft, "draft_source": response.draft_source}
+            self.write("token", name, text=response.text, token=response.token, **source)
             cancel_if_asked()
 
         given = request["text"] if "text" in request else request["messages"]

@@ -115,6 +115,7 @@ class Decoding(ResponseGenerator):
             tokenizer,
             rest,
             drafter=drafter,
+            context=False if job.drafter is None else None,
             stop=args.stop_words,
             prompt_cache=cache,
             history=prompt[:known],
@@ -131,7 +132,7 @@ class Decoding(ResponseGenerator):
                     if response is None:
                         yield PIECE
                         continue
-                    if drafter is None:  # clients are told only of rounds that may draft
+                    if drafter is None and not response.drafted:  # clients are told only of rounds that may draft
                         response.rounds = 0
                     tokens.append(response.token)
                     told = self._told(job, args, response)
@@ -251,6 +252,7 @@ class Decoding(ResponseGenerator):
         """
         job.stopped = response.finish_reason == "stop"
         job.rounds, job.drafted, job.accepted = response.rounds, response.drafted, response.accepted
+        job.context_drafted, job.context_accepted = response.context_drafted, response.context_accepted
         self._count(job)
         top = _format_top_logprobs(response.logprobs, args.top_logprobs, self.model_provider.tokenizer)
         return Told(
@@ -259,7 +261,7 @@ class Decoding(ResponseGenerator):
             logprob=finite(cast(float, response.logprobs[response.token].item())) if args.logprobs else 0.0,
             finish_reason=None if response.finish_reason is None else "length",
             top_tokens=cast(Any, tuple(each | {"logprob": finite(each["logprob"])} for each in top)),
-            from_draft=response.from_draft,
+            draft_source=response.draft_source,
         )
 
     def _keep(self, key: Any, tokens: list[int], cache: list[Any]) -> None:

@@ -77,7 +77,7 @@ class Watch:
         self.go_on()
         tree, self._round = self._drawn(), None
         return News(
-            [{"text": response.text, "from_draft": response.from_draft}],
+            [{"text": response.text, "from_draft": response.from_draft, "draft_source": response.draft_source}],
             response.rounds, response.drafted, response.accepted, seconds, tree,
         )  # fmt: skip
 

@@ -27,7 +27,8 @@ class Job(CompletionRequest):
         sock: to see whether the client is still there.
         status: of HTTP, once something went wrong.
         retry_after: seconds, with status 503.
-        rounds, drafted, accepted: what drafting has done so far; written before a token is handed over.
+        rounds, drafted, accepted, context_drafted, context_accepted: what drafting has done so far; written before a
+            token is handed over.
         prompt_tokens, cached_tokens, generated_tokens: what was read, what of it was not read anew, what was said.
         stopped: the answer has ended by a stop word or an end-of-text token, not by its length.
         called: text between the marks of a tool's call was parsed.
@@ -45,6 +46,8 @@ class Job(CompletionRequest):
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    context_drafted: int = 0
+    context_accepted: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -60,18 +63,20 @@ class Job(CompletionRequest):
             "rounds": self.rounds,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "context_drafted": self.context_drafted,
+            "context_accepted": self.context_accepted,
             "tokens_per_round": round(rate, 3),
         }
 
 
 @dataclass
 class Told(Response):
-    """mlx-lm's response, a token; also whether the drafter had guessed it, and more for a client that asks.
+    """mlx-lm's response, a token; also what had drafted it, and more for a client that asks.
 
     No tuple: those are taken for news of the prompt's progress.
     """
 
-    from_draft: bool = False
+    draft_source: str | None = None
     news: News | None = None
 
 

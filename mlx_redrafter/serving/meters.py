@@ -35,7 +35,11 @@ class Meters:
             return Histogram(f"mlx_redrafter_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
 
         self.requests = counter("requests", "Replies by path and status", "endpoint", "status")
-        self.tokens = counter("tokens", "Tokens by kind: prompt, cached, generated, drafted, accepted", "kind")
+        self.tokens = counter(
+            "tokens",
+            "Tokens by kind: prompt, cached, generated, drafted, accepted, context_drafted, ...",
+            "kind",
+        )
         self.rounds = counter("rounds", "Forwards of the target behind the prompts'")
         self.failures = counter("drafter_failures", "Answers whose drafter failed, and that went on without")
         self.left = counter("clients_left", "Answers broken off because the client had gone")
@@ -65,6 +69,8 @@ class Meters:
             ("generated", job.generated_tokens),
             ("drafted", job.drafted),
             ("accepted", job.accepted),
+            ("context_drafted", job.context_drafted),
+            ("context_accepted", job.context_accepted),
         ):
             self.tokens.labels(kind).inc(count)
         self.rounds.inc(job.rounds)

@@ -20,7 +20,7 @@ from sessions import make_session
 
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
-from mlx_redrafter.cli.chat import TINT, UNTINT, Screen
+from mlx_redrafter.cli.chat import TINTS, UNTINT, Screen
 from mlx_redrafter.generate import GenerationResponse
 
 FIXED = ["--draft-depth", "3"]
@@ -125,7 +125,10 @@ def demo_session(**options: Any) -> Session:
 
 
 def tint(responses: list[GenerationResponse]) -> str:
-    return "".join(f"{TINT}{each.text}{UNTINT}" if each.from_draft and each.text else each.text for each in responses)
+    return "".join(
+        f"{TINTS[each.draft_source]}{each.text}{UNTINT}" if each.draft_source and each.text else each.text
+        for each in responses
+    )
 
 
 def test_a_terminal_shows_turns_and_tints_accepted_tokens() -> None:
@@ -156,7 +159,7 @@ def test_ctrl_c_stops_an_answer_or_the_chat() -> None:
         last = terminal.read_until("bye", CTRL_C)
         status, rest = terminal.wait()
     found = re.search(COUNTS, first)
-    assert found is not None and TINT not in first
+    assert found is not None and UNTINT not in first
     count = int(found["count"])
     session = demo_session(max_tokens=-1)
     answer = session.send("def main(", on_token=lambda each: each.generation_tokens == count and session.cancel())

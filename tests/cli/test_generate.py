@@ -39,8 +39,10 @@ def test_flags_have_mlx_lms_names_and_defaults() -> None:
 
 def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     common = ("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--temp", "0.9", "--seed", "4")
-    status, plain, err = run(*common)
-    assert status == 0 and "no --drafter given: decoding plainly" in err and "Rounds" not in err
+    status, alone, err = run(*common)
+    assert status == 0 and "no --drafter given: drafting from the context alone" in err
+    status, plain, err = run(*common, "--no-context")
+    assert status == 0 and "Rounds" not in err and plain == alone
     status, drafted, err = run(*common, "--drafter", pair[1], "--beam-width", "3")
     assert status == 0 and "tokens per round" in err and "nothing was drafted" not in err
     assert plain == drafted and len(plain) > 1
@@ -183,8 +185,8 @@ def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--kv-bits", "7"), "kv_bits must be one of"),
         (("--top-k", "100000"), "top_k must be below"),
-        (("--compare", "--plan", "off"), "--compare needs a drafter and a plan that drafts"),
-        (("--no-drafter",), "--no-drafter decodes plainly: give none of --drafter"),
+        (("--compare", "--plan", "off"), "--compare needs something that drafts"),
+        (("--no-drafter",), "--no-drafter takes none of --drafter"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
@@ -199,8 +201,8 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
     [
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("-qa",), "--quantize-activations needs --model"),
-        (("--compare", "--no-drafter"), "--compare needs a drafter"),
-        (("--no-drafter", "--draft-depth", "3"), "--no-drafter decodes plainly: give none of --drafter, --plan"),
+        (("--compare", "--no-drafter", "--no-context"), "--compare needs something that drafts"),
+        (("--no-drafter", "--draft-depth", "3"), "--no-drafter takes none of --drafter, --beam-width"),
     ],
 )
 def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:

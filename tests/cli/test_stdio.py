@@ -164,7 +164,7 @@ GARBAGE = [
     (b'{"type": "send", "id": "g", "text": "x", "options": {"stop": [1]}}', "stop must be a string or several"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"tools": [{}]}}', "tools need a chat template"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits is the session's"),
-    (b'{"type": "send", "id": "g", "text": "x", "options": {"prompt_cache": []}}', "a session has a prompt_cache"),
+    (b'{"type": "send", "id": "g", "text": "x", "options": {"prompt_cache": []}}', "prompt_cache is the session's own"),
     (b'{"type": "reset", "id": "g", "session": []}', ""),
     (b'{"type": "fork", "id": "g"}', "fork needs 'as'"),
     (b'{"type": "save", "id": "g", "path": 5}', ""),
