@@ -147,7 +147,12 @@ def open_workload(args: argparse.Namespace) -> Workload:
     draft_model, draft_model_name = None, None
     if hasattr(args, "draft_model") and (args.draft_model or not args.model):
         draft_model_name = args.draft_model or DEMO
-        draft_model = load_draft_model(args.draft_model or str(DRAFT_MODEL), tokenizer)
+        draft_model, own = load(args.draft_model or DRAFT_MODEL)
+        if own.vocab_size != tokenizer.vocab_size:
+            raise RedrafterError(
+                f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
+                f"{args.draft_model} has {own.vocab_size}"
+            )
         if not args.model:  # as the demo's own models
             draft_model.set_dtype(mx.float32)
     prompts = find_prompts(args.prompts, tokenizer)
@@ -155,21 +160,6 @@ def open_workload(args: argparse.Namespace) -> Workload:
         prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
     drafter_name = None if drafter is None else args.drafter or DEMO
     return Workload(args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, prompts)
-
-
-def load_draft_model(name: str, tokenizer: Any) -> nn.Module:
-    """A draft model for a target with this tokenizer.
-
-    Raises:
-        RedrafterError: it cannot be loaded, or has another vocabulary.
-    """
-    found, own = load(name)
-    if own.vocab_size != tokenizer.vocab_size:
-        raise RedrafterError(
-            f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
-            f"{name} has {own.vocab_size}"
-        )
-    return found
 
 
 def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:

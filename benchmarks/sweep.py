@@ -25,7 +25,7 @@ from .command import parse_output, parse_positive
 from .contest import add_options, measure
 from .models import add_workload, open_workload
 from .records import Record
-from .tables import describe_machine, group_by_contestant, is_fixed, summarize
+from .tables import group_by_contestant, is_fixed, summarize
 
 QUICK: dict[str, Any] = {"widths": [1, 2, 4], "depths": [1, 2, 3, 4], "sizes": ["whole"]}
 FULL: dict[str, Any] = {"widths": [1, 2, 3, 4, 8], "depths": [1, 2, 3, 4, 5, 6], "sizes": ["whole", 8]}
@@ -121,7 +121,8 @@ def draw_maps(records: Iterable[Record], path: Path) -> None:
         draw_map(axes[0][column], cells["x plain"], f"x plain, {name}", cmap="RdBu", centre=1.0)
         draw_map(axes[1][column], cells["tokens/round"], f"tokens/round, {name}", cmap="viridis")
     first = records[0]
-    figure.suptitle(f"{first['model']}, drafter {first['drafter']}\n{describe_machine(first['machine'])}", fontsize=7)
+    place = ", ".join(first["machine"][name] for name in ("chip", "device", "platform"))
+    figure.suptitle(f"{first['model']}, drafter {first['drafter']}\n{place}", fontsize=9)
     with replace_file(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
 

@@ -37,14 +37,6 @@ GROUP_SIZE = 64  # of quantized weights
 PROMPT_TOKENS = 64
 
 
-class Experts(NamedTuple):
-    """A mixture's sizes: how many experts a layer has, how many of them read a token, how wide one is."""
-
-    number: int
-    used: int
-    intermediate_size: int
-
-
 class TargetShape(NamedTuple):
     """A transformer's sizes, named as in its config."""
 
@@ -58,19 +50,19 @@ class TargetShape(NamedTuple):
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    experts: Experts | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
     @property
     def config(self) -> dict[str, Any]:
         """Its `config.json`, as far as mlx-lm's class reads it."""
-        found = {name: value for name, value in self._asdict().items() if name not in ("name", "experts")}
+        found = self._asdict()
         found |= {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 32768}
         found |= {"attention_bias": False, "mlp_bias": False}
         if self.model_type == "gemma3_text":  # every sixth layer attends to everything; mlx-lm looks up the first one
             found["sliding_window_pattern"] = min(6, self.num_hidden_layers)
-        if self.experts is not None:
-            number, used, size = self.experts
-            found |= {"num_experts": number, "num_experts_per_tok": used, "moe_intermediate_size": size}
+        if self.num_experts:
             found |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
         return found
 
@@ -84,7 +76,7 @@ SHAPES = {
         TargetShape("llama-3.1-8b", "llama", 4096, 32, 14336, 32, 8, 128, 128256, False),
         TargetShape("qwen3-14b", "qwen3", 5120, 40, 17408, 40, 8, 128, 151936, False),
         TargetShape("gemma-3-27b", "gemma3_text", 5376, 62, 21504, 32, 16, 128, 262208, True),
-        TargetShape("qwen3-30b-a3b", "qwen3_moe", 2048, 48, 6144, 32, 4, 128, 151936, False, Experts(128, 8, 768)),
+        TargetShape("qwen3-30b-a3b", "qwen3_moe", 2048, 48, 6144, 32, 4, 128, 151936, False, 128, 8, 768),
     )
 }
 """Published shapes, from their configs on the Hugging Face hub."""

@@ -59,8 +59,8 @@ def show_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:
             print(json.dumps(row | {"settings": settings, "machine": machine}, allow_nan=False, default=str))
         return
     given = {name: value for name, value in settings.items() if value is not None and value is not False}
-    told = ", ".join(f"{name} {value}" for name, value in given.items())
-    print(f"{format_text(rows)}\n\n{describe_machine(machine)}; {told}; {machine['when'][:10]}.")
+    flags = ", ".join(f"{name} {value}" for name, value in given.items())
+    print(f"{format_text(rows)}\n\n{describe_machine(machine)}; {flags}; {machine['when'][:10]}.")
 
 
 def describe_machine(machine: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from small import small_drafter, small_llama
 
 from benchmarks import contest, contestants, run
-from benchmarks.contest import describe_runs, find_quartiles, hold_contest
+from benchmarks.contest import describe_runs, hold_contest
 from benchmarks.contestants import Contestant, Run, Settings, count_rounds, make_contestants, make_random_drafter
 from benchmarks.models import Prompt, Workload, count_bytes
 from benchmarks.records import find_problem, read_records
@@ -107,11 +107,6 @@ def test_rounds_are_those_of_the_median_turn(order: tuple[int, ...]) -> None:
     assert found["tokens_per_second"] == 4 / 2.0 and found["bandwidth_gb_s"] == 6 * 2 / 2.0
 
 
-def test_quartiles_of_few_values_are_their_ends() -> None:
-    assert find_quartiles([3.0, 1.0, 2.0]) == [1.0, 3.0]
-    assert find_quartiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == [2.0, 6.0]
-
-
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, texts = Clock(monkeypatch), [(1, 2, 3)] * 3
@@ -194,14 +189,6 @@ def test_plans_stand_once_and_must_be_possible() -> None:
     for plan in ((0, 3), (1, 0), (2, 2, 9), (65, 1)):
         with pytest.raises(RedrafterError):
             make_contestants(make_workload(), [plan], Settings())
-
-
-def test_trees_become_chains_where_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = lambda model, *, tree, cache=None: "it takes none" if tree else None  # noqa: E731
-    monkeypatch.setattr("mlx_redrafter.generate.check_draftable", refuse)
-    with pytest.warns(UserWarning, match="drafting chains, not trees"):
-        sides = make_contestants(make_workload(), [(2, 3)], Settings(), mlx_lm=False)
-    assert sides[1].plan == [1, 3, 4]
 
 
 def test_random_drafters_have_equal_size_and_bits() -> None:

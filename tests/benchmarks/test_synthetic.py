@@ -15,7 +15,7 @@ from small import small_drafter, small_llama
 from benchmarks import contest, synthetic
 from benchmarks.models import Workload
 from benchmarks.records import read_records
-from benchmarks.synthetic import SHAPES, Experts, Oracle, TargetShape, build_workload, make_target, parse_acceptance
+from benchmarks.synthetic import SHAPES, Oracle, TargetShape, build_workload, make_target, parse_acceptance
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -30,7 +30,7 @@ SMALL = {
     "untied": DENSE._replace(tie_word_embeddings=False),
     "qwen3": DENSE._replace(model_type="qwen3"),
     "gemma3_text": DENSE._replace(model_type="gemma3_text"),
-    "mixture": DENSE._replace(model_type="qwen3_moe", tie_word_embeddings=False, experts=Experts(4, 2, 64)),
+    "mixture": TargetShape("mixture", "qwen3_moe", 64, 2, 128, 4, 2, 16, V, False, 4, 2, 64),
 }
 BILLIONS = {
     "llama-3.2-1b": 1.236,
