@@ -37,7 +37,7 @@ from .synthetic import SHAPES, build_workload
 
 MINUTES = 10.0
 OUTPUT = Path("results.json")
-TOKENS = 64  # that a contestant of the suite makes in a turn
+MIN_TOKENS, MAX_TOKENS = 16, 64  # that a contestant of the suite makes in a turn
 ON_GPU = (
     ("llama-3.2-1b", 4),
     ("llama-3.2-3b", 4),
@@ -124,15 +124,17 @@ def run_suite(items: list[Item], output: Path, minutes: float) -> int:
     records: list[Record] = []
     skipped: list[dict[str, str]] = []
     started = perf_counter()
+
+    def keep() -> None:
+        found = shared | {"skipped": skipped, "records": records}
+        write_text(output, json.dumps(found, indent=1, allow_nan=False) + "\n")
+
     for number, item in enumerate(items):
         left, before, why = 60 * minutes - (perf_counter() - started), len(records), ""
         try:
             for made in measure_item(item, left / (len(items) - number)):
                 records += made
-                found = shared | {"skipped": skipped, "records": records}
-                write_text(output, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        except OSError:
-            raise
+                keep()
         except (ValueError, RuntimeError, MemoryError) as error:  # also MLX's and mlx-lm's, of this item alone
             why = one_line(error)
             skipped.append({"name": item.name, "why": why})
@@ -141,8 +143,7 @@ def run_suite(items: list[Item], output: Path, minutes: float) -> int:
         print(f"{item.name}: {state}; {perf_counter() - started:.0f} s so far", file=sys.stderr)
     if not records:
         raise RedrafterError(f"nothing fitted into {minutes:g} minutes, {skipped[0]['name']}: {skipped[0]['why']}")
-    found = shared | {"skipped": skipped, "records": records}
-    write_text(output, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    keep()
     print(f"{len(records)} records in {output}; CONTRIBUTING.md says how to contribute it", file=sys.stderr)
     return find_status(records)
 
@@ -151,7 +152,7 @@ def measure_item(item: Item, seconds: float) -> Iterator[list[Record]]:
     """The records of a workload: what the parts of a round take, then one prompt after another.
 
     Raises:
-        RedrafterError: it does not fit into the memory, or a turn of everybody not into the time.
+        RedrafterError: it does not fit into the memory, or its fewest tokens not into the time.
     """
     if seconds <= 0:
         raise RedrafterError("no time was left")
@@ -161,10 +162,14 @@ def measure_item(item: Item, seconds: float) -> Iterator[list[Record]]:
     sides = make_contestants(workload, item.plans, Settings(), random=item.random)
     runs = [warm_up(workload, side) for side in sides]
     lengths = [len(prompt.ids) for prompt in workload.prompts]
-    turn = sum(run.prompt_seconds for run in runs) * sum(lengths) / lengths[0]
-    turn += TOKENS * sum(run.seconds / (len(run.tokens) - 1) for run in runs) * len(lengths)
+    reading = sum(run.prompt_seconds for run in runs) * sum(lengths) / lengths[0]
+    token = sum(run.seconds / (len(run.tokens) - 1) for run in runs) * len(lengths)
     left = end - perf_counter()
-    if turn > left:
-        raise RedrafterError(f"a turn of everybody would take {turn:.0f} s, {max(left, 0):.0f} s of its share are left")
-    repeats = min(Settings().repeats, int(left / turn))
-    yield from hold_contest(workload, sides, Settings(max_tokens=TOKENS, repeats=repeats))
+    repeats = min(max(int(left / (reading + MAX_TOKENS * token)), 1), Settings().repeats)
+    max_tokens = min(int((left / repeats - reading) / token), MAX_TOKENS)
+    if max_tokens < MIN_TOKENS:
+        needed = reading + MIN_TOKENS * token
+        raise RedrafterError(
+            f"{MIN_TOKENS} tokens of everybody would take {needed:.0f} s, {max(left, 0):.0f} s are left"
+        )
+    yield from hold_contest(workload, sides, Settings(max_tokens=max_tokens, repeats=repeats))

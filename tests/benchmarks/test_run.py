@@ -100,17 +100,17 @@ def test_a_suite_of_nothing_leaves_no_file(suite: Suite, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "repeats", "why"),
+    ("seconds", "settings", "why"),
     [
-        (1000.0, 3, ""),
-        (300.0, 2, ""),
-        (100.0, None, "a turn of everybody would take 131 s, 97 s of its share are left"),
-        (2.0, None, "a turn of everybody would take 131 s, 0 s of its share are left"),
+        (1000.0, Settings(max_tokens=64, repeats=3), ""),
+        (300.0, Settings(max_tokens=64, repeats=2), ""),
+        (100.0, Settings(max_tokens=47, repeats=1), ""),
+        (2.0, None, "16 tokens of everybody would take 35 s, 0 s are left"),
         (0.0, None, "no time was left"),
     ],
 )
-def test_an_item_has_as_many_turns_as_fit(
-    seconds: float, repeats: int | None, why: str, monkeypatch: pytest.MonkeyPatch
+def test_an_item_has_as_much_as_fits(
+    seconds: float, settings: Settings | None, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, asked = 0.0, list[Settings]()
 
@@ -137,9 +137,9 @@ def test_an_item_has_as_many_turns_as_fit(
     try:
         kinds += [record["kind"] for records in measure_item(item, seconds) for record in records]
     except RedrafterError as error:
-        assert str(error) == why and repeats is None
+        assert str(error) == why and settings is None
     else:
-        assert kinds == ["costs", "speed"] and asked == [Settings(max_tokens=64, repeats=repeats or 0)]
+        assert kinds == ["costs", "speed"] and asked == [settings]
 
 
 def test_the_suite_goes_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> None:
