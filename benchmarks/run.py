@@ -30,7 +30,7 @@ from mlx_redrafter.errors import RedrafterError, one_line
 
 from .command import parse_above_zero, parse_plan
 from .contest import PLANS, QUICK_PLANS, add_options, find_status, hold_contest, measure, measure_costs
-from .contestants import Settings, make_contestants, warm_up
+from .contestants import WARM_UP, Settings, make_contestants, warm_up
 from .models import Workload, add_workload, open_workload
 from .records import SCHEMA, Record, stamp
 from .synthetic import SHAPES, build_workload
@@ -160,7 +160,11 @@ def measure_item(item: Item, seconds: float) -> Iterator[list[Record]]:
     workload = item.make()
     yield [measure_costs(workload)]
     sides = make_contestants(workload, item.plans, Settings(), random=item.random)
-    runs = [warm_up(workload, side) for side in sides]
+    runs = []
+    for side in sides:
+        if perf_counter() > end:
+            raise RedrafterError(f"its {seconds:.0f} s were over before everybody had decoded {WARM_UP} tokens")
+        runs.append(warm_up(workload, side))
     lengths = [len(prompt.ids) for prompt in workload.prompts]
     reading = sum(run.prompt_seconds for run in runs) * sum(lengths) / lengths[0]
     token = sum(run.seconds / (len(run.tokens) - 1) for run in runs) * len(lengths)

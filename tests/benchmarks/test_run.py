@@ -105,7 +105,8 @@ def test_a_suite_of_nothing_leaves_no_file(suite: Suite, tmp_path: Path) -> None
         (1000.0, Settings(max_tokens=64, repeats=3), ""),
         (300.0, Settings(max_tokens=64, repeats=2), ""),
         (100.0, Settings(max_tokens=47, repeats=1), ""),
-        (2.0, None, "16 tokens of everybody would take 35 s, 0 s are left"),
+        (30.0, None, "16 tokens of everybody would take 35 s, 27 s are left"),
+        (1.0, None, "its 1 s were over before everybody had decoded 16 tokens"),
         (0.0, None, "no time was left"),
     ],
 )
