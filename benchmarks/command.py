@@ -1,46 +1,100 @@
-"""The commands of `python -m benchmarks`."""
+"""The commands of `python -m benchmarks`, and the types and flags that several of them share."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from . import acceptance, planning, predict, report, round_time, serving, soak, sweep, synthetic, ties, training
-from . import run as runs
+from mlx_redrafter.atomic_files import expand_path, why_not_writable
 
 COMMANDS = {
-    "run": runs,
-    "sweep": sweep,
-    "synthetic": synthetic,
-    "predict": predict,
-    "report": report,
-    "acceptance": acceptance,
-    "ties": ties,
-    "planning": planning,
-    "round": round_time,
-    "serving": serving,
-    "soak": soak,
-    "training": training,
+    "run": "run",
+    "sweep": "sweep",
+    "synthetic": "synthetic",
+    "predict": "predict",
+    "report": "report",
+    "acceptance": "acceptance",
+    "planning": "planning",
+    "round": "round_time",
+    "serving": "serving",
+    "soak": "soak",
 }
+"""Name -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """A parser with a command for each module."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of speculative decoding.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        description = str(module.__doc__)
+        command = import_module(f"benchmarks.{module}")
+        description = str(command.__doc__)
         own = commands.add_parser(
             name,
             help=description.partition("\n")[0],
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(own)
+        command.add_arguments(own)
     return parser
 
 
 def run() -> int:
     """Runs the command that `sys.argv` names; its exit status."""
     args = make_parser().parse_args()
-    status: int = COMMANDS[args.command].run(args)
+    status: int = import_module(f"benchmarks.{COMMANDS[args.command]}").run(args)
     return status
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`W,K` or `W,K,N`."""
+    parts = text.split(",")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, whole numbers above 0, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def parse_plan(text: str) -> Any:
+    """`auto`, `W,K` or `W,K,N`."""
+    return text if text == "auto" else parse_shape(text)
+
+
+def parse_positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def parse_seed(text: str) -> int:
+    """A whole number that MLX takes for a seed."""
+    if not text.isdecimal() or int(text) >= 1 << 64:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^64 - 1, got {text!r}")
+    return int(text)
+
+
+def parse_above_zero(text: str) -> float:
+    """A number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return found
+
+
+def parse_output(text: str) -> Path:
+    """A file to write to, `~` expanded; what cannot be written to is refused before anything is measured."""
+    path = expand_path(text)
+    if why := why_not_writable(path):
+        raise argparse.ArgumentTypeError(f"expected a file to write to, got {text}: {why}")
+    return path
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The flag for one JSON object a line in the place of a table."""
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")

@@ -9,248 +9,211 @@ process's, in which the models of all contestants are.
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median, quantiles
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.cli.generate import first_difference
-from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.engine.supported_models import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
-from mlx_redrafter.generate import decode_tokens, fit_plan
-from mlx_redrafter.options import Options
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import is_disturbed, load_costs
+from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, candidate_plans
 
-from .opponents import Steps, draft_model_steps, plain_steps
-from .prompts import Prompt
-from .record import SCHEMA
-from .subject import Subject, bytes_per_forward
+from .command import add_json, parse_output, parse_positive, parse_seed
+from .contestants import DEFAULTS, Contestant, Run, Settings, make_contestants, warm_up
+from .models import Workload, count_bytes_read
+from .records import SCHEMA, Record, stamp, write_records
+from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, label, make_rows
 
-PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, RANDOM = (
-    "plain",
-    "mlx-lm",
-    "mlx-lm draft model",
-    "drafted",
-    "drafted, random drafter",
-)
-
-WARM_UP = 16
-"""Tokens that every contestant decodes before anything counts."""
+PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
+QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
+QUICK_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """How everybody decodes."""
-
-    max_tokens: int = 128
-    temp: float = 0.0
-    seed: int = 0
-    repeats: int = 3
-    num_draft_tokens: int = 3
-
-
-class Run(NamedTuple):
-    """One contestant's text.
-
-    Attributes:
-        tokens: their ids.
-        reading: seconds until the first token.
-        seconds: from the first token to the last.
-        stats: of the rounds; None where there is nothing to tell.
-        peak: bytes that were in use at most.
-    """
-
-    tokens: list[int]
-    reading: float
-    seconds: float
-    stats: Stats | None
-    peak: int
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """Somebody who decodes.
-
-    Attributes:
-        kind: one of the names above.
-        plan: "off", "auto", or [W, K, N]; None for mlx-lm's own.
-        steps: how it decodes.
-    """
-
-    kind: str
-    plan: str | list[int] | None
-    steps: Steps
-
-    @property
-    def label(self) -> str:
-        """Its name in tables."""
-        return label(self.kind, self.plan)
-
-    def run(self, prompt: Prompt, max_tokens: int) -> Run:
-        """Decodes a prompt."""
-        mx.reset_peak_memory()
-        asked = perf_counter()
-        steps = self.steps(prompt.ids, max_tokens)
-        last = next(steps)
-        tokens, started = [int(last[0])], perf_counter()
-        for last in steps:
-            tokens.append(int(last[0]))
-        stats = getattr(last, "stats", None)
-        return Run(tokens, started - asked, perf_counter() - started, stats, mx.get_peak_memory())
-
-
-def label(kind: str, plan: Any) -> str:
-    """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
-    unplanned = "auto" if plan == "auto" else kind
-    told = describe_plan(Plan(*plan)) if isinstance(plan, list) else unplanned
-    return f"{told}, random drafter" if kind == RANDOM else told
-
-
-def contestants(
-    subject: Subject, plans: Sequence[Any], options: RunOptions, *, mlx_lm: bool = True, random: bool = False
-) -> list[Contestant]:
-    """Plain decoding first, then mlx-lm's, then each plan, none of them twice.
-
-    Args:
-        plans: "auto", (W, K) or (W, K, N).
-        mlx_lm: whether mlx-lm's own are among them.
-        random: whether a drafter that knows nothing is, with plan "auto" and the costs of the subject's own.
-    """
-    found = [ours(subject, None, "off", options, PLAIN)]
-    if mlx_lm:
-        how: dict[str, Any] = {"temp": options.temp, "seed": options.seed}
-        found.append(Contestant(MLX_LM, None, plain_steps(subject, **how)))
-        if subject.draft_model is not None:
-            how["num_draft_tokens"] = options.num_draft_tokens
-            found.append(Contestant(MLX_LM_DRAFT, None, draft_model_steps(subject, **how)))
-    if subject.drafter is not None:
-        found += [ours(subject, subject.drafter, plan, options, DRAFTED) for plan in plans]
-        if random:
-            found.append(ours(subject, ignorant(subject.drafter), "auto", options, RANDOM))
-    return list({side.label: side for side in found}.values())
-
-
-def ours(subject: Subject, drafter: Drafter | None, plan: Any, options: RunOptions, kind: str) -> Contestant:
-    """Our loop, with a plan; the chain of it where the model takes no trees.
-
-    Raises:
-        RedrafterError: there is no such plan, or options out of range.
-    """
-    keywords: dict[str, Any] = {"seed": options.seed, "plan": plan}
-    keywords |= {"temp": options.temp} if subject.sampler is None else {"sampler": subject.sampler}
-    asked = Options(**keywords)
-    made = asked.resolve_plan(drafter)
-    if isinstance(made, Plan):
-        plan = list(fit_plan(subject.model, made))
-
-    def steps(prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        return decode_tokens(prompt, subject.model, drafter, replace(asked, max_tokens=max_tokens))
-
-    return Contestant(kind, plan, steps)
-
-
-def ignorant(drafter: Drafter) -> Drafter:
-    """A drafter of the same size and bits that has learned nothing."""
-    mx.random.seed(0)
-    found = Drafter(drafter.args)
-    found.set_dtype(drafter.dtype)
-    layers = dict(drafter.named_modules())
-
-    def as_there(path: str, _: nn.Module) -> bool | dict[str, Any]:
-        layer = layers[path]
-        if not isinstance(layer, nn.QuantizedLinear):
-            return False
-        return {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-
-    nn.quantize(found, class_predicate=as_there)
-    mx.eval(found.parameters())
-    return found
-
-
-def warmed(subject: Subject, side: Contestant) -> Run:
-    """A contestant's first tokens of the first prompt, which do not count."""
-    with wired_limit(subject.model):
-        return side.run(subject.prompts[0], WARM_UP)
-
-
-def hold(
-    subject: Subject, sides: Sequence[Contestant], options: RunOptions, *, warm: bool = False
-) -> Iterator[list[dict[str, Any]]]:
+def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
     """The records of one prompt after another, a record for each contestant; the first one is plain decoding.
 
-    Args:
-        warm: whether everybody was warmed up already.
+    All are warm already.
     """
-    shared = subject.described | {
+    shared = workload.describe() | {
         "schema": SCHEMA,
         "kind": "speed",
-        "draft_model": subject.draft_model_name,
-        "temp": options.temp,
-        "seed": options.seed,
-        "max_tokens": options.max_tokens,
-        "repeats": options.repeats,
+        "draft_model": workload.draft_model_name,
+        "temp": settings.temp,
+        "seed": settings.seed,
+        "max_tokens": settings.max_tokens,
+        "repeats": settings.repeats,
     }
-    read = bytes_per_forward(subject.model)
-    for side in () if warm else sides:
-        warmed(subject, side)
-    with wired_limit(subject.model):
-        for number, prompt in enumerate(subject.prompts):
+    bytes_read = count_bytes_read(workload.model)
+    with wired_limit(workload.model):
+        for number, prompt in enumerate(workload.prompts):
             runs: dict[str, list[Run]] = defaultdict(list)
-            for repeat in range(options.repeats):
-                turn = (number * options.repeats + repeat) % len(sides)
+            for repeat in range(settings.repeats):
+                turn = (number * settings.repeats + repeat) % len(sides)
                 for side in [*sides[turn:], *sides[:turn]]:
-                    runs[side.label].append(side.run(prompt, options.max_tokens))
-            about = {"prompt": prompt.name, "category": prompt.category, "prompt_tokens": len(prompt.ids)}
+                    runs[side.label].append(side.run(prompt, settings.max_tokens))
+            shared |= {"prompt": prompt.name, "category": prompt.category, "prompt_tokens": len(prompt.ids)}
             plain = runs[sides[0].label]
-            yield [shared | about | told(side, runs[side.label], plain, read, options) for side in sides]
+            yield [shared | describe_runs(side, runs[side.label], plain, bytes_read, settings) for side in sides]
 
 
-def told(side: Contestant, runs: list[Run], plain: list[Run], read: int | None, options: RunOptions) -> dict[str, Any]:
+def describe_runs(
+    side: Contestant, runs: list[Run], plain: list[Run], bytes_read: int | None, settings: Settings
+) -> Record:
     """What a record says of a contestant on a prompt; of the rounds, those of the turn that took the median's time.
 
     Args:
-        read: bytes of weights that a forward reads.
+        bytes_read: of weights in a forward.
     """
     seconds = [run.seconds for run in runs]
     ratios = [other.seconds / run.seconds for other, run in zip(plain, runs, strict=True)]
     middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
-    tokens, stats = middle.tokens, middle.stats
-    made = len(tokens) - 1
-    compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not options.temp
-    places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if compared else []
+    made, stats = len(middle.tokens) - 1, middle.stats
+    is_compared = side.kind not in (MLX_LM, MLX_LM_DRAFT) or not settings.temp
+    places = [first_difference(plain[0].tokens, run.tokens) for run in runs] if is_compared else []
     differs = min((place for place in places if place is not None), default=None)
     forwards = stats.rounds if stats else made
     return {
         "contestant": side.kind,
         "plan": side.plan,
-        "num_draft_tokens": options.num_draft_tokens if side.kind == MLX_LM_DRAFT else None,
-        "tokens": len(tokens),
+        "num_draft_tokens": settings.num_draft_tokens if side.kind == MLX_LM_DRAFT else None,
+        "tokens": len(middle.tokens),
         "seconds": seconds,
         "tokens_per_second": made / median(seconds),
-        "tokens_per_second_quartiles": [made / second for second in spread(seconds)[::-1]],
+        "tokens_per_second_quartiles": [made / second for second in find_quartiles(seconds)[::-1]],
         "ratio": median(ratios),
-        "ratio_quartiles": spread(ratios),
+        "ratio_quartiles": find_quartiles(ratios),
         "rounds": forwards,
         "tokens_per_round": None if stats is None else stats.tokens_per_round,
         "plain_steps": None if stats is None else stats.plain_steps,
         "acceptance_per_depth": None if stats is None or not stats.reached else list(stats.acceptance_per_depth),
         "peak_memory_gb": max(run.peak for run in runs) / 1e9,
-        "bandwidth_gb_s": None if read is None else read * forwards / middle.seconds / 1e9,
-        "same_tokens": None if side.kind == PLAIN or not compared else differs is None,
+        "bandwidth_gb_s": None if bytes_read is None else bytes_read * forwards / middle.seconds / 1e9,
+        "same_tokens": None if side.kind == PLAIN or not is_compared else differs is None,
         "first_difference": differs,
     }
 
 
-def spread(values: Sequence[float]) -> list[float]:
+def find_quartiles(values: Sequence[float]) -> list[float]:
     """The lower and the upper quartile; of fewer than four values the least and the largest."""
     if len(values) < 4:
         return [min(values), max(values)]
     low, _, high = quantiles(values, n=4)
     return [low, high]
+
+
+def add_options(
+    parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True, draft_model: bool = True
+) -> None:
+    """The flags that say how everybody decodes, and where the results go.
+
+    Args:
+        quick: what `--quick` does besides.
+        sampling: whether the models choose the tokens.
+        draft_model: whether mlx-lm's own speculation takes part.
+    """
+    add = parser.add_argument
+    add("--max-tokens", type=parse_positive, help=f"in a turn (default: {DEFAULTS.max_tokens})")
+    add("--repeats", type=parse_positive, help=f"turns that everybody has (default: {DEFAULTS.repeats})")
+    add("--seed", type=parse_seed, default=DEFAULTS.seed, help="default: %(default)s")
+    if sampling:
+        add("--temp", type=float, default=DEFAULTS.temp, help="sampling temperature (default: %(default)s)")
+    if sampling and draft_model:
+        help = "in mlx-lm's own speculation (default: %(default)s)"
+        add("--num-draft-tokens", type=parse_positive, default=DEFAULTS.num_draft_tokens, help=help)
+    add("--quick", action="store_true", help=f"{quick}; {QUICK_TOKENS} tokens, once")
+    add("--output", type=parse_output, metavar="FILE", help="where to keep the records, one a line")
+    add_json(parser)
+
+
+def make_settings(args: argparse.Namespace) -> Settings:
+    """How everybody decodes, by the flags of `add_options`.
+
+    Raises:
+        RedrafterError: there would be nothing on the clock.
+    """
+    max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else DEFAULTS.max_tokens)
+    if max_tokens < 2:
+        raise RedrafterError("--max-tokens must be at least 2: the clock starts at the first one")
+    repeats = args.repeats or (1 if args.quick else DEFAULTS.repeats)
+    num_draft_tokens = getattr(args, "num_draft_tokens", DEFAULTS.num_draft_tokens)
+    return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats, num_draft_tokens)
+
+
+def measure_costs(workload: Workload) -> Record:
+    """What the parts of a round take, measured now; plan "auto" then goes by the same times.
+
+    The record holds milliseconds by context length, nodes and width, the drafter's acceptance, and the plans that may
+    pay. Times that contradict each other are reported on stderr.
+    """
+    drafter = workload.require_drafter()
+    trees = check_draftable(workload.model, tree=True) is None
+    costs = load_costs(workload.model, drafter, trees=trees, refresh=True)
+    if is_disturbed(costs):
+        print(
+            f"{workload.name}: the measured times contradict each other: the machine was busy with something else. "
+            "Run this again when it is not",
+            file=sys.stderr,
+        )
+    acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
+    return workload.describe() | {
+        "schema": SCHEMA,
+        "kind": "costs",
+        "costs": costs._asdict(),
+        "acceptance": [list(row) for row in acceptance],
+        "plans": [list(plan[:3]) for plan in candidate_plans(costs, acceptance)],
+    }
+
+
+def measure(
+    workload: Workload, plans: list[Any], args: argparse.Namespace, *, mlx_lm: bool = True, context: bool = False
+) -> tuple[int, list[Record]]:
+    """(exit status, records) of a workload, written and printed as the flags of `add_options` say; see `find_status`.
+
+    Args:
+        mlx_lm: whether mlx-lm's own ways of decoding take part.
+        context: whether drafts from the context do.
+    """
+    settings = make_settings(args)
+    random = getattr(args, "random_drafter", False)
+    sides = make_contestants(workload, plans, settings, mlx_lm=mlx_lm, context=context, random=random)
+    machine, found = stamp(), list[Record]()
+    if workload.drafter is not None:
+        print(f"{workload.name}: measuring the parts of a round", file=sys.stderr)
+        found = [measure_costs(workload) | {"machine": machine}]
+    for side in sides:
+        warm_up(workload, side)
+    for number, records in enumerate(hold_contest(workload, sides, settings), start=1):
+        found += [each | {"machine": machine} for each in records]
+        report_progress(number, len(workload.prompts), records)
+        if args.output:  # again and again: a run that is broken off leaves what it has
+            write_records(args.output, found)
+    if args.json:
+        for record in found:
+            print(json.dumps(record, allow_nan=False))
+    else:
+        print(f"{format_text(make_rows(found))}\n\n{describe_setting(found)}", end="")
+    return find_status(found), found
+
+
+def find_status(records: Iterable[Record]) -> int:
+    """The exit status: 1 where tokens of ours are not those of plain decoding, or plain decoding's not those of mlx-lm.
+
+    In mlx-lm's own speculation a forward of several rows may break a tie otherwise: its record says so, no more.
+    """
+    return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))
+
+
+def report_progress(number: int, total: int, records: list[Record]) -> None:
+    """A line on stderr for each prompt."""
+    best = max(records[1:], key=lambda each: each["ratio"], default=records[0])
+    print(
+        f"{number} of {total}: {records[0]['prompt']}, plain {records[0]['tokens_per_second']:.1f} tokens/s, "
+        f"best {label(best['contestant'], best['plan'])}: {best['ratio']:.2f} times that",
+        file=sys.stderr,
+    )

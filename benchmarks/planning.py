@@ -27,56 +27,56 @@ from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
 from mlx_redrafter.generate import generate_step
-from mlx_redrafter.planning.costs import MEASURED_NODES, CostTable
+from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, AutoPlanner
 
-from .common import above_zero, positive
-from .shapes import add_json, show
-from .subject import add_subject, drafter_of, open_subject
+from .command import add_json, parse_above_zero, parse_positive
+from .models import add_workload, open_workload
+from .tables import show_rows
 
-DEPTH = 8
-"""Levels of the drafted chains."""
+DEPTH = 8  # levels of the drafted chains
+NODES = 16  # the largest forward of the cost table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this benchmark."""
-    add_subject(parser, draft_model=False, prompts=("demo",))
+    """The flags."""
+    add_workload(parser, draft_model=False, prompts=("demo",))
     add = parser.add_argument
-    add("--max-tokens", type=positive, default=256, help="of a text (default: %(default)s)")
-    add("--second-row", type=above_zero, default=1.1, help="a forward of two nodes (default: %(default)s)")
-    add("--row", type=above_zero, default=0.015, help="each node more (default: %(default)s)")
-    add("--level", type=above_zero, default=0.087, help="a level of a draft (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=256, help="of a text (default: %(default)s)")
+    add("--second-row", type=parse_above_zero, default=1.1, help="a forward of two nodes (default: %(default)s)")
+    add("--row", type=parse_above_zero, default=0.015, help="each node more (default: %(default)s)")
+    add("--level", type=parse_above_zero, default=0.087, help="a level of a draft (default: %(default)s)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a row a text, and the medians and geometric means; the exit status."""
-    subject = open_subject(args)
-    drafter = drafter_of(subject, "planning")
-    costs = costs_of(args.second_row, args.row, args.level)
+    workload = open_workload(args)
+    drafter = workload.require_drafter()
+    costs = make_costs(args.second_row, args.row, args.level)
     acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
     rows = []
-    for prompt in subject.prompts:
-        right = guessed(subject.model, drafter, prompt.ids, args.max_tokens)
-        rows.append({"text": prompt.name} | gone_through(costs, acceptance, len(prompt.ids), right))
+    for prompt in workload.prompts:
+        right = count_right(workload.model, drafter, prompt.ids, args.max_tokens)
+        rows.append({"text": prompt.name} | simulate_all(costs, acceptance, len(prompt.ids), right))
     names = [name for name in rows[0] if name not in ("text", "plain steps")]
     texts = list(rows)
     for name, mean in (("median", median), ("geometric mean", geometric_mean)):
         row = {each: mean([text[each] for text in texts]) for each in names}
         rows.append({"text": name} | row | {"plain steps": fmean(text["plain steps"] for text in texts)})
-    show(args, rows)
+    show_rows(args, rows)
     return 0
 
 
-def costs_of(second: float, row: float, level: float) -> CostTable:
+def make_costs(second: float, row: float, level: float) -> CostTable:
     """Plain steps of 1, forwards of `second` and `row` for each node beyond two, drafts of `level` a level."""
-    counts = tuple(range(1, MEASURED_NODES + 1))
+    counts = tuple(range(1, NODES + 1))
     verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in counts)
     return CostTable((64,), counts, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
 
 
-def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: int) -> list[int]:
-    """(count,) how many tokens of a chain drafted behind each token of the greedy text are right."""
+def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: int) -> list[int]:
+    """(count,) how many tokens of a chain drafted after each token of the greedy text are right."""
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=count + DEPTH)
     text = [int(token) for token, *_ in steps]
     target = Target(model)
@@ -86,31 +86,31 @@ def guessed(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count: in
     sampler, found = make_sampler(seed=0), []
     for at in range(count):
         tip = Tip(hidden[len(prompt) + at - 1], mx.array(text[at]))
-        behind = mx.array(len(prompt) + at + 1)
-        tree = make_draft(drafter, target, sampler, tip, behind, chain_plan(DEPTH), ordered=False).tree
+        position = mx.array(len(prompt) + at + 1)
+        tree = make_draft(drafter, target, sampler, tip, position, chain_plan(DEPTH), ordered=False).tree
         chain = cast(list[int], tree.tokens.tolist())[1:]
         ahead = text[at + 1 : at + 1 + DEPTH]
         found.append(next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEPTH))
     return found
 
 
-def gone_through(costs: CostTable, acceptance: Acceptance, length: int, right: list[int]) -> dict[str, Any]:
+def simulate_all(costs: CostTable, acceptance: Acceptance, length: int, right: list[int]) -> dict[str, Any]:
     """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
     found: dict[str, Any] = {
-        f"1 x {depth}": taken(costs, Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
+        f"1 x {depth}": simulate(costs, Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
     }
-    found["auto x"], found["plain steps"] = taken(costs, AutoPlanner(costs, acceptance), length, right)
+    found["auto x"], found["plain steps"] = simulate(costs, AutoPlanner(costs, acceptance), length, right)
     return found
 
 
-def taken(costs: CostTable, planner: Planner, length: int, right: list[int]) -> tuple[float, int]:
+def simulate(costs: CostTable, planner: Planner, length: int, right: list[int]) -> tuple[float, int]:
     """(speed against plain decoding, plain steps), with the next plan chosen before a round or a step is read."""
     made, took, steps = 1, 0.0, 0  # the prompt's own token
     following = planner.next_plan(length)
     while made < len(right):
         plan, following = following, planner.next_plan(length + made)
-        kept = 0 if plan is None else min(right[made - 1], plan.depth)
+        accepted = 0 if plan is None else min(right[made - 1], plan.depth)
         ms = costs.plain_ms(length + made) if plan is None else costs.round_ms(plan, length + made)
-        planner.observe(plan, kept + 1, length + made, 0, ms)
-        made, took, steps = made + kept + 1, took + ms, steps + (plan is None)
+        planner.observe(plan, accepted + 1, length + made, 0, ms)
+        made, took, steps = made + accepted + 1, took + ms, steps + (plan is None)
     return sum(costs.plain_ms(length + at) for at in range(1, made)) / took, steps

@@ -3,176 +3,294 @@
     python -m benchmarks predict
     python -m benchmarks predict --chip m2-ultra --beam-width 1 --draft-depth 4 --tokens-per-round 2.5
 
-Without a beam: how well the model of a round predicts that half of Apple's published runs to which it was not fitted,
-then what changes would bring on each chip. With one: the speed of that plan. The exit status is 1 where the model fails
-its own proof. Sources: benchmarks/data/README.md.
+A model of a round is fitted to what Apple published of ReDrafter on three chips (benchmarks/data/README.md):
+
+    ms = plain step x (two + row (N - 2) + [N >= 16] (cliff + beyond (N - 16)) + K draft)
+
+for N verified rows and K drafted levels; a level of a chain costs something else than one of a beam. Without a plan:
+how well the model predicts published shapes that it was not fitted to, and what changes would bring on each chip; the
+exit status is 1 where it predicts badly. With a plan: its speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
-import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_redrafter.atomic_files import write_text
-from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan, make_plan
+import numpy as np
+
+from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import Acceptance, expected_tokens
+from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, expected_tokens
 
-from .costmodel import WIDTHS, fit
-from .curves import curve_chips, curve_costs, read_curve
-from .measuring import checked
-from .published import CHIPS, DTYPES, SOURCE, read_all
-from .study import study, study_text, table
-from .whatif import DEPTHS, infer_acceptance, tokens_by_shape
+from .command import parse_above_zero
+from .tables import format_markdown
 
-LONGEST_MS = 1e7
-"""No part of a round takes longer."""
-
-
-class Known(NamedTuple):
-    """What is known of a chip: costs, where they are from, and the acceptance that goes with them if any."""
-
-    costs: CostTable
-    source: str
-    acceptance: Acceptance | None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of this benchmark."""
-    parser.add_argument("--chip", help=f"{', '.join(chips())}; Apple's three if not given")
-    parser.add_argument("--dtype", help=f"{' or '.join(DTYPES)}; a plan's is {DTYPES[0]}, else both, if not given")
-    parser.add_argument("--beam-width", type=int, help="predict a plan: 1 if another of these three is given")
-    parser.add_argument("--draft-depth", type=int, help=f"{DRAFT_DEPTH} if another of these three is given")
-    parser.add_argument("--tree-size", type=int, help="verified nodes, root included; all if not given")
-    parser.add_argument("--tokens-per-round", type=float, help="what your drafter makes; Apple's if not given")
-    parser.add_argument("--draft-step", type=float, help="a level of a draft, in plain steps; Apple's if not given")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--output", type=Path, help="write the JSON object to this file too")
+RUNS = Path(__file__).parent / "data" / "apple-mlx-2024"
+SOURCE = (
+    "Apple's published runs, https://github.com/apple/ml-recurrent-drafter, recurrent_drafting/mlx/experiments: "
+    "Vicuna-7B in 16 bits, one prompt"
+)
+CHIPS, DTYPES = ("m1-max", "m2", "m2-ultra"), ("float16", "bfloat16")
+TOKENS = 200  # new ones of every published run
+MAX_WIDTH, MAX_DEPTH = 4, 4  # no larger drafts were published
+CLIFF, NO_CLIFF = 16, 1 << 30  # from this many rows on, MLX of 2024 took another matrix kernel
+DRAFT = 0.86 / 13.5  # bytes of Vicuna-7B's drafter and target: a level that only reads its weights takes this part
+PRIOR = {
+    "two": (1.0, 0.5),
+    "row": (0.0, 0.05),
+    "cliff": (0.0, 3.0),
+    "beyond": (0.0, 0.05),
+    "draft, chain": (DRAFT, 0.03),
+    "draft, beam": (DRAFT, 0.03),
+}
+"""The numbers of the model, in plain steps: what is expected before any run is seen, and how far off that may be."""
+NOISE = 0.01  # relative error of a published round, against which the prior is weighed
+SPLITS = 50  # of the shapes into a fitted and a predicted half
+MEDIAN_BOUND, TAIL_BOUND = 0.02, 0.10  # what the errors' median and 95th percentile must stay below
+QUANTIZED = 4.5 / 16  # bytes of 4-bit weights with a scale and a bias for each 64, against 16-bit weights
 
 
-def chips() -> tuple[str, ...]:
-    """Every chip that something was published for."""
-    return (*CHIPS, *curve_chips())
+class Cell(NamedTuple):
+    """A published beam shape; `plan.size` counts rows: Apple verifies every hypothesis whole, its root included."""
+
+    plan: Plan
+    tokens_per_round: float
+    round_ms: float
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints tables, or one JSON object; the exit status.
+class Published(NamedTuple):
+    """What was published for a chip and a dtype: a plain step with Apple's own llama, and rounds by shape."""
 
-    Raises:
-        RedrafterError: an unknown chip, a plan out of range, a damaged file.
-        OSError: the output cannot be written.
+    chip: str
+    dtype: str
+    plain_ms: float
+    cells: list[Cell]
+
+
+class RoundModel(NamedTuple):
+    """The numbers of `PRIOR` for a chip, and the plain step that they are counted in."""
+
+    plain_ms: float
+    numbers: tuple[float, ...]
+    cliff: int = CLIFF
+
+    def round_ms(self, plan: Plan, draft_scale: float = 1.0, hidden_ms: float = 0.0) -> float:
+        """A round, at least a plain step: drafts scaled by `draft_scale`, `hidden_ms` of the host's work overlapped."""
+        steps = [count * number for count, number in zip(count_terms(plan, self.cliff), self.numbers, strict=True)]
+        return max(self.plain_ms * (sum(steps[:4]) + draft_scale * sum(steps[4:])) - hidden_ms, self.plain_ms)
+
+
+def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
+    """(6,) how often each number of `PRIOR` counts in a round."""
+    width, depth, rows, _ = plan
+    past = rows >= cliff
+    return (1, rows - 2, past, past * (rows - cliff), depth * (width == 1), depth * (width > 1))
+
+
+def fit_model(cells: Iterable[Cell], plain_ms: float, cliff: int = CLIFF) -> RoundModel:
+    """The model by least squares of relative errors, drawn to the prior: eight cells suffice."""
+    centre, spread = (np.array(side) for side in zip(*PRIOR.values(), strict=True))
+    rows, right = [np.diag(1 / spread)], [centre / spread]
+    for cell in cells:
+        rows.append(plain_ms / cell.round_ms / NOISE * np.array([count_terms(cell.plan, cliff)]))
+        right.append(np.array([1 / NOISE]))
+    numbers = np.linalg.lstsq(np.concatenate(rows), np.concatenate(right), rcond=None)[0]
+    return RoundModel(plain_ms, tuple(map(float, numbers)), cliff)
+
+
+def read_rows(name: str, dtype: str) -> Iterator[dict[str, str]]:
+    """The lines of a file of runs in a dtype, but for those that `disturbed.csv` lists."""
+    with (RUNS / "disturbed.csv").open(encoding="utf-8") as file:
+        disturbed = [row for row in csv.DictReader(file) if row["file"] == name]
+    with (RUNS / name).open(encoding="utf-8") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            kept = not any(int(each["first_line"]) <= line <= int(each["last_line"]) for each in disturbed)
+            if kept and row["dtype"] == f"mlx.core.{dtype}":
+                yield row
+
+
+def read_published() -> list[Published]:
+    """Every chip in every dtype. Of several runs the fastest counts: what disturbs a run makes it slower."""
+    found = []
+    for chip, dtype in ((chip, dtype) for chip in CHIPS for dtype in DTYPES):
+        plain = list(read_rows(f"{chip}-autoregression.csv", dtype))
+        step, prompt = (min(float(row[name]) for row in plain) for name in ("generation_ours", "comprehension_ours"))
+        runs: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        for row in read_rows(f"{chip}-recurrent_drafting.csv", dtype):
+            if row["greedy"] == "True":
+                shape = int(row["beam_width"]), int(row["beam_length"]) - 1
+                runs[shape].append((float(row["comprehension_and_generation_time"]), int(row["steps"]) + 1))
+        cells = []
+        for (width, depth), some in runs.items():
+            ms, rounds = min(some)
+            cells.append(Cell(Plan(width, depth, width * (depth + 1)), TOKENS / rounds, (ms - prompt) / rounds))
+        found.append(Published(chip, dtype, step / TOKENS, cells))
+    return found
+
+
+def split_shapes() -> list[set[tuple[int, int]]]:
+    """The fitted halves of the shapes; each holds one of `CLIFF` rows or more, or it could not know of the cliff."""
+    shapes = [(width, depth) for width in range(1, MAX_WIDTH + 1) for depth in range(1, MAX_DEPTH + 1)]
+    halves = (set(random.Random(seed).sample(shapes, len(shapes) // 2)) for seed in count())
+    seeing = (half for half in halves if any(width * (depth + 1) >= CLIFF for width, depth in half))
+    return list(islice(seeing, SPLITS))
+
+
+def find_errors(published: Sequence[Published], cliff: int = CLIFF) -> dict[str, float]:
+    """Relative errors of the speeds of all cells outside each fitted half; their tokens per round are given."""
+    errors = []
+    for half in split_shapes():
+        for each in published:
+            model = fit_model((cell for cell in each.cells if cell.plan[:2] in half), each.plain_ms, cliff)
+            others = (cell for cell in each.cells if cell.plan[:2] not in half)
+            errors += [abs(cell.round_ms / model.round_ms(cell.plan) - 1) for cell in others]
+    median, tail = np.percentile(errors, (50, 95))
+    return {"cells": len(errors), "median": median, "95th percentile": tail, "worst": max(errors)}
+
+
+def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
+    """(plan, tokens per round) of every tree below the cliff, the likeliest nodes of a whole one; chains stay.
+
+    It makes the part of the whole one's `tokens` that is expected of a drafter whose acceptance is unknown.
     """
-    planned = any(number is not None for number in (args.beam_width, args.draft_depth, args.tree_size))
-    check(args, planned=planned)
-    args.output = args.output and checked(args.output)
-    found = predict_plan(args) if planned else study(args.chip, args.dtype)
-    if args.output:
-        write_text(args.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
-    if args.json:
-        print(json.dumps(found, allow_nan=False))
-    else:
-        print(plan_text(found) if planned else study_text(found))
-    return 0 if planned or found["proof"]["passed"] else 1
+    width, depth, whole, _ = plan
+    full = expected_tokens(UNKNOWN_ACCEPTANCE, plan)
+    for size in [whole] if width == 1 else range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1):
+        pruned = Plan(width, depth, size)
+        yield pruned, tokens * expected_tokens(UNKNOWN_ACCEPTANCE, pruned) / full
 
 
-def check(args: argparse.Namespace, *, planned: bool) -> None:
-    """Refuses flags that do not go together, or are out of range."""
-    if args.chip is not None and args.chip not in chips():
-        raise RedrafterError(f"chip must be one of {', '.join(chips())}, got {args.chip!r}")
-    if args.dtype is not None and args.dtype not in DTYPES:
-        raise RedrafterError(f"dtype must be {' or '.join(DTYPES)}, got {args.dtype!r}")
-    for name in ("tokens_per_round", "draft_step"):
-        value = getattr(args, name)
-        if value is not None and not planned:
-            raise RedrafterError(f"{name} belongs to a plan: give --beam-width or --draft-depth too")
-        if value is not None and not 0 < value < math.inf:
-            raise RedrafterError(f"{name} must be a positive number, got {value}")
-    if planned and args.chip is None:
-        raise RedrafterError(f"a plan needs a --chip of {', '.join(chips())}")
-    if args.chip in curve_chips() and not planned:
-        raise RedrafterError(f"for {args.chip} only forwards are published: give a plan, such as --draft-depth 3")
-    if args.chip in curve_chips() and args.dtype is not None:
-        raise RedrafterError(f"{args.chip} is published for one target alone: leave out --dtype {args.dtype}")
+def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
+    """Each change alone, and all together, on each chip and dtype: the fastest of the published shapes under it."""
+    models = [fit_model(each.cells, each.plain_ms) for each in published]
+    # The host takes no more of a round than any chip's second row costs: the same Python is as fast on all of them.
+    hidden = max(0.0, min(model.round_ms(Plan(1, 0, 2)) - model.plain_ms for model in models))
+    for each, model in zip(published, models, strict=True):
+        whole = [(cell.plan, cell.tokens_per_round) for cell in each.cells]
+        tree = [(Plan(w, k, 1 + w * k), tokens) for (w, k, *_), tokens in whole]
+        pruned = [option for plan, tokens in tree for option in prune(plan, tokens)]
+        changes: dict[str, tuple[list[tuple[Plan, float]], float, float]] = {
+            "as published": (whole, 1.0, 0.0),
+            "shared prefixes verified once": (tree, 1.0, 0.0),
+            f"and pruned below {CLIFF} rows": (pruned, 1.0, 0.0),
+            "drafter in 4 bits": (whole, QUANTIZED, 0.0),
+            f"host hidden, at most {hidden:.1f} ms": (whole, 1.0, hidden),
+            "all but the host": (pruned, QUANTIZED, 0.0),
+            "all, at most": (pruned, QUANTIZED, hidden),
+        }
+        for change, (options, scale, less) in changes.items():
+            speed, plan = max((1e3 * tokens / model.round_ms(plan, scale, less), plan) for plan, tokens in options)
+            yield {
+                "chip": f"{each.chip} {each.dtype}",
+                "change": change,
+                "predicted plan": list(plan[:3]),
+                "predicted tokens/s": speed,
+                "predicted x plain": speed * each.plain_ms / 1e3,
+            }
 
 
-def asked_plan(args: argparse.Namespace) -> Plan:
-    """The plan of the flags."""
-    width = 1 if args.beam_width is None else args.beam_width
-    if not 1 <= width <= max(WIDTHS):
-        raise RedrafterError(f"beam_width must be from 1 to {max(WIDTHS)}, the widest published, got {width}")
-    return make_plan(width, DRAFT_DEPTH if args.draft_depth is None else args.draft_depth, args.tree_size, max(WIDTHS))
-
-
-def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """The speed of one plan."""
-    plan = asked_plan(args)
-    known = known_of(args)
-    costs = known.costs
-    if plan.size not in costs.counts:
-        raise RedrafterError(f"{args.chip} is published up to {costs.counts[-1]} nodes, got a plan of {plan.size}")
-    tokens, whence = args.tokens_per_round, "given"
-    if tokens is None:
-        if plan.depth > DEPTHS or known.acceptance is None:
-            raise RedrafterError(
-                f"no acceptance is published for {args.chip} at draft_depth {plan.depth}: give --tokens-per-round"
-            )
-        tokens, whence = expected_tokens(known.acceptance, plan), "predicted from Apple's rounds"
-    if not 1 <= tokens <= plan.depth + 1:
-        raise RedrafterError(f"tokens_per_round must be from 1 to 1 + draft_depth = {plan.depth + 1}, got {tokens}")
-    context = costs.contexts[0]
-    took, plain = costs.round_ms(plan, context), costs.plain_ms(context)
-    verify = costs.round_ms(plan._replace(depth=0), context)
+def describe_best(each: Published) -> dict[str, Any]:
+    """The fastest shape that Apple measured."""
+    best = max(each.cells, key=lambda cell: cell.tokens_per_round / cell.round_ms)
     return {
-        "source": known.source,
-        "chip": args.chip,
-        "plan": list(plan),
-        "tokens_per_round": tokens,
-        "tokens_per_round_are": whence,
-        "published_plain_tokens_per_second": 1e3 / plain,
-        "predicted_verify_ms": verify,
-        "predicted_draft_ms": took - verify,
-        "predicted_round_ms": took,
-        "predicted_tokens_per_second": 1e3 * tokens / took,
-        "predicted_x_plain": tokens * plain / took,
-        "predicted_tokens_per_round_to_break_even": took / plain,
+        "chip": f"{each.chip} {each.dtype}",
+        "plain tokens/s": 1e3 / each.plain_ms,
+        "best shape": list(best.plan[:2]),
+        "tokens per round": best.tokens_per_round,
+        "tokens/s": 1e3 * best.tokens_per_round / best.round_ms,
+        "x plain": best.tokens_per_round * each.plain_ms / best.round_ms,
     }
 
 
-def known_of(args: argparse.Namespace) -> Known:
-    """What is known of the chip of the flags."""
-    if args.chip in curve_chips():
-        if args.draft_step is None:
-            raise RedrafterError(f"no drafter is published for {args.chip}: give --draft-step, such as 0.05 of a step")
-        curve = read_curve(args.chip)
-        check_level(args, curve.ms[0])
-        return Known(curve_costs(curve, args.draft_step), f"{curve.source}; {curve.target}", None)
-    everything, dtype = read_all(), args.dtype or DTYPES[0]
-    each = next(each for each in everything if (each.chip, each.dtype) == (args.chip, dtype))
-    costs = fit(each.cells.values(), each.plain_ms).costs()
-    if args.draft_step is not None:
-        check_level(args, each.plain_ms)
-        costs = costs._replace(level=(args.draft_step * each.plain_ms,) * len(WIDTHS))
-    return Known(costs, f"{SOURCE}; {dtype}", infer_acceptance(tokens_by_shape(everything)[dtype]).law.table())
+def study() -> dict[str, Any]:
+    """How well the model predicts, what Apple measured, and what changes would bring."""
+    published = read_published()
+    errors = find_errors(published)
+    return {
+        "source": SOURCE,
+        "error": errors,
+        "error without the cliff": find_errors(published, NO_CLIFF),
+        "passed": bool(errors["median"] < MEDIAN_BOUND and errors["95th percentile"] < TAIL_BOUND),
+        "measured by Apple": [describe_best(each) for each in published],
+        "predicted changes": list(predict_changes(published)),
+    }
 
 
-def check_level(args: argparse.Namespace, plain_ms: float) -> None:
-    """Refuses a level of a draft that takes longer than a table of costs may say.
+def format_study(found: dict[str, Any]) -> str:
+    """The same in words and tables."""
+    errors = [
+        {"predicted speed": name} | {key: f"{x:.2%}" if key != "cells" else x for key, x in row.items()}
+        for name, row in found.items()
+        if name.startswith("error")
+    ]
+    verdict = "Passed." if found["passed"] else "FAILED: believe nothing below."
+    return (
+        f"Source: {found['source']}.\n\n{format_markdown(errors)}\n{verdict}\n\n"
+        f"Measured by Apple:\n\n{format_markdown(found['measured by Apple'])}\n"
+        f"Predicted, nobody has run it:\n\n{format_markdown(found['predicted changes'])}"
+    )
 
-    Args:
-        plain_ms: a plain step.
+
+def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
+    """The speed of one plan on a chip; without a number of tokens per round, with Apple's.
+
+    Raises:
+        RedrafterError: no chip, or more tokens per round than the plan can make.
     """
-    most = LONGEST_MS / plain_ms
-    if args.draft_step > most:
-        raise RedrafterError(
-            f"draft_step must be at most {most:g} plain steps of {plain_ms:g} ms on {args.chip}, got {args.draft_step}"
-        )
+    width, depth = args.beam_width or 1, args.draft_depth or DRAFT_DEPTH
+    plan = Plan(width, depth, 1 + width * depth)
+    if args.chip is None:
+        raise RedrafterError(f"expected the --chip of the plan, one of {', '.join(CHIPS)}")
+    published = read_published()
+    each = next(each for each in published if (each.chip, each.dtype) == (args.chip, args.dtype))
+    same_text = (cell for other in published if other.dtype == args.dtype for cell in other.cells)
+    made = {cell.plan[:2]: cell.tokens_per_round for cell in same_text}
+    tokens = args.tokens_per_round or made[width, depth]
+    if not 1 <= tokens <= depth + 1:
+        raise RedrafterError(f"expected from 1 to {depth + 1} tokens per round of a draft of {depth}, got {tokens:g}")
+    model = fit_model(each.cells, each.plain_ms)
+    ms, verify = model.round_ms(plan), model.round_ms(plan._replace(depth=0))
+    return {
+        "source": SOURCE,
+        "chip": f"{each.chip} {each.dtype}",
+        "plan": list(plan[:3]),
+        "tokens per round": tokens,
+        "published plain tokens/s": 1e3 / each.plain_ms,
+        "predicted verify ms": verify,
+        "predicted draft ms": ms - verify,
+        "predicted round ms": ms,
+        "predicted tokens/s": 1e3 * tokens / ms,
+        "predicted x plain": tokens * each.plain_ms / ms,
+        "predicted tokens per round to break even": ms / each.plain_ms,
+    }
 
 
-def plan_text(found: dict[str, Any]) -> str:
-    """One plan as a table of two columns."""
-    rows = [{"of": name.replace("_", " "), "is": value} for name, value in found.items() if name != "source"]
-    return f"Source: {found['source']}.\n\n{table(rows)}"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--chip", choices=CHIPS, help="predict a plan on this chip")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the plan's chip (default: %(default)s)")
+    parser.add_argument("--beam-width", type=int, choices=range(1, MAX_WIDTH + 1), help="default: 1")
+    parser.add_argument("--draft-depth", type=int, choices=range(1, MAX_DEPTH + 1), help=f"default: {DRAFT_DEPTH}")
+    parser.add_argument("--tokens-per-round", type=parse_above_zero, help="what your drafter makes (default: Apple's)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints tables, or one JSON object; the exit status is 1 where the model predicts badly."""
+    asked = (args.chip, args.beam_width, args.draft_depth, args.tokens_per_round)
+    if any(value is not None for value in asked):
+        found = predict_plan(args)
+        text = format_markdown([{"of": name, "is": value} for name, value in found.items()])
+    else:
+        found = study()
+        text = format_study(found)
+    print(json.dumps(found, allow_nan=False) if args.json else text)
+    return 0 if found.get("passed", True) else 1

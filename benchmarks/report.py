@@ -14,25 +14,58 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mlx_redrafter.atomic_files import write_text
-from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.errors import RedrafterError
 
-from . import blocks, heat
-from .results import RESULTS, Results, read_results
+from .predict import study
+from .records import RESULTS, Results, read_results
+from .sweep import check_plotting, draw_maps
+from .tables import (
+    format_cell,
+    format_markdown,
+    make_contributed_table,
+    make_demo_table,
+    make_kinds_table,
+    make_limits_table,
+    make_synthetic_table,
+)
 
 ROOT = Path(__file__).parent.parent
-
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
-
 PLOTS = ROOT / "docs" / "plots"
+PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
-BEGIN = r"<!-- results: (?!end )[\w-]+ -->\n"
 
-PLACE = re.compile(
-    r"(<!-- results: (?!end )([\w-]+) -->\n)((?:(?!<!-- results: ).)*)(<!-- results: end -->\n)", re.DOTALL
-)
+def make_predicted_table(results: Results) -> str:
+    """What changes would bring on Apple's chips of 2024: predicted, beside what Apple measured."""
+    found = study()
+    rows = []
+    for best in found["measured by Apple"]:
+        text = f"{format_cell(best['best shape'])}: {best['tokens/s']:.1f}, {best['x plain']:.2f}"
+        changes = [each for each in found["predicted changes"] if each["chip"] == best["chip"]]
+        rows.append(
+            {"chip": best["chip"], "measured by Apple: best": text}
+            | {f"predicted: {each['change']}": f"{each['predicted x plain']:.2f}" for each in changes}
+        )
+    error = found["error"]
+    return (
+        f"{format_markdown(rows)}\nThe model's error on held-out cells, {error['cells']} predictions: median "
+        f"{error['median']:.2%}, 95th percentile {error['95th percentile']:.1%}, worst {error['worst']:.1%}.\n"
+    )
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "demo": make_demo_table,
+    "kinds": make_kinds_table,
+    "limits": make_limits_table,
+    "synthetic": make_synthetic_table,
+    "predicted": make_predicted_table,
+    "contributed": make_contributed_table,
+}
+"""Name of a place in the documents -> what makes its table; "" where there are no results for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,57 +77,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints or writes the tables; the exit status."""
-    found = read_results(args.results)
+    results = read_results(args.results)
     directory = args.plots or (PLOTS if args.write else None)
     if directory:
-        heat.check()
+        check_plotting()
     if args.write:
-        texts = {path: placed(path.read_text(encoding="utf-8"), found) for path in DOCUMENTS}
+        texts = {path: place_tables(path.read_text(encoding="utf-8"), results) for path in DOCUMENTS}
         for path, text in texts.items():
-            write(path, text)
+            write_text(path, text)
     else:
-        tables = {name: make(found) for name, make in blocks.BLOCKS.items()}
-        for name, text in tables.items():
-            if text:
-                print(f"{name}\n\n{text}")
-    if directory:
-        draw(found, directory)
+        tables = {name: make(results) for name, make in TABLES.items()}
+        print("\n".join(f"{name}\n\n{text}" for name, text in tables.items() if text), end="")
+    for name, records in results.files.items():
+        if directory and name.endswith("sweep"):
+            draw_maps(records, directory / f"{name}.png")
+            print(f"drawn: {directory / name}.png", file=sys.stderr)
     return 0
 
 
-def placed(text: str, found: Results) -> str:
+def place_tables(text: str, results: Results) -> str:
     """A document with the tables in their places.
 
     Raises:
-        RedrafterError: a place has a name that no table has, or no end.
+        RedrafterError: a place has a name that no table has.
     """
-    if (begun := len(re.findall(BEGIN, text))) != len(PLACE.findall(text)):
-        raise RedrafterError(f"expected a line <!-- results: end --> behind each of {begun} places of results")
 
-    def table(match: re.Match[str]) -> str:
+    def place(match: re.Match[str]) -> str:
         begin, name, _, end = match.groups()
-        if name not in blocks.BLOCKS:
-            raise RedrafterError(f"no table is called {name!r}: there are {', '.join(blocks.BLOCKS)}")
-        return begin + blocks.BLOCKS[name](found) + end
+        if name not in TABLES:
+            raise RedrafterError(f"no table is called {name!r}: there are {', '.join(TABLES)}")
+        return begin + (TABLES[name](results) or "None yet.\n") + end
 
-    return PLACE.sub(table, text)
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a document, whole or not at all.
-
-    Raises:
-        RedrafterError: it cannot be written.
-    """
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise RedrafterError(f"cannot write {path}: {one_line(error)}") from error
-
-
-def draw(found: Results, directory: Path) -> None:
-    """Heat maps of every sweep."""
-    for name, records in found.files.items():
-        if name.endswith("sweep"):
-            heat.draw(records, directory / f"{name}.png")
-            print(f"drawn: {directory / name}.png", file=sys.stderr)
+    return PLACE.sub(place, text)

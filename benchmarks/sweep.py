@@ -11,78 +11,136 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.engine.plan import Plan, make_plan
 from mlx_redrafter.errors import RedrafterError
 
-from . import heat
-from .common import positive
-from .measuring import add_options, add_sampling, checked, measured
-from .subject import add_subject, drafter_of, open_subject
+from .command import parse_output, parse_positive
+from .contest import add_options, measure
+from .models import add_workload, open_workload
+from .records import Record
+from .tables import group_by_contestant, is_fixed, summarize
 
 QUICK: dict[str, Any] = {"widths": [1, 2, 4], "depths": [1, 2, 3, 4], "sizes": ["whole"]}
-"""The grid of `--quick`."""
-
 FULL: dict[str, Any] = {"widths": [1, 2, 3, 4, 8], "depths": [1, 2, 3, 4, 5, 6], "sizes": ["whole", 8]}
+
+Cells = dict[tuple[int, int], float]
+"""(W, K) -> what is shown."""
+
+
+def parse_size(text: str) -> int | str:
+    """How many nodes, or all of them."""
+    return text if text == "whole" else parse_positive(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    add_subject(parser, draft_model=False)
-    add_options(parser, f"widths {told(QUICK['widths'])}, depths {told(QUICK['depths'])}, prompts and tokens as in run")
-    add_sampling(parser, draft_model=False)
-    parser.add_argument("--widths", type=positive, nargs="+", help=f"default: {told(FULL['widths'])}")
-    parser.add_argument("--depths", type=positive, nargs="+", help=f"default: {told(FULL['depths'])}")
-    parser.add_argument("--sizes", type=size, nargs="+", help=f"nodes, or 'whole' (default: {told(FULL['sizes'])})")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw the maps")
-    parser.set_defaults(random_drafter=False)
-
-
-def told(values: list[Any]) -> str:
-    """Values as they are typed."""
-    return " ".join(str(value) for value in values)
-
-
-def size(text: str) -> int | str:
-    """How many nodes, or all of them."""
-    return text if text == "whole" else positive(text)
+    add_workload(parser, draft_model=False)
+    add_options(parser, "a prompt of each category, a small grid", draft_model=False)
+    for name, kind in (("widths", parse_positive), ("depths", parse_positive), ("sizes", parse_size)):
+        default = " ".join(map(str, FULL[name]))
+        parser.add_argument(f"--{name}", type=kind, nargs="+", help=f"default: {default}")
+    parser.add_argument("--plot", type=parse_output, metavar="PNG", help="where to draw the maps")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures the grid; the exit status."""
-    args.output, args.plot = (path and checked(path) for path in (args.output, args.plot))
-    if args.output and args.output == args.plot:
-        raise RedrafterError(f"--output and --plot are one file: {args.plot}")
     if args.plot:
-        heat.check()
+        check_plotting()
+    workload = open_workload(args)
     default = QUICK if args.quick else FULL
-    subject = open_subject(args)
-    drafter = drafter_of(subject, "a sweep")
     widths, depths, sizes = (getattr(args, name) or default[name] for name in ("widths", "depths", "sizes"))
-    plans = grid(widths, depths, sizes, drafter.args.vocab_size)
-    if not plans:
-        raise RedrafterError("a grid without a plan: a size must be below that of the whole tree, and a chain has none")
-    status, records = measured(subject, plans, args, mlx_lm=False)
+    plans = make_grid(widths, depths, sizes, workload.require_drafter().args.vocab_size)
+    status, records = measure(workload, plans, args, mlx_lm=False)
     if args.plot:
-        heat.draw(records, args.plot)
+        draw_maps(records, args.plot)
         print(f"drawn: {args.plot}", file=sys.stderr)
     return status
 
 
-def grid(widths: list[int], depths: list[int], sizes: list[Any], vocab_size: int) -> list[Plan]:
+def make_grid(widths: list[int], depths: list[int], sizes: list[Any], vocab_size: int) -> list[Plan]:
     """The plans of a grid, each once.
 
     Raises:
-        RedrafterError: one of them cannot be.
+        RedrafterError: there are none, or one of them cannot be.
     """
     found = []
-    for width in widths:
-        for depth in depths:
-            for count in sizes:
-                largest = 1 + width * depth
-                if count != "whole" and (count >= largest or width == 1):
-                    continue
-                found.append(make_plan(width, depth, None if count == "whole" else count, vocab_size))
+    for width, depth, size in product(widths, depths, sizes):
+        if size == "whole" or (width > 1 and size < 1 + width * depth):
+            found.append(make_plan(width, depth, None if size == "whole" else size, vocab_size))
+    if not found:
+        raise RedrafterError("a grid without a plan: a size must be below that of the whole tree, and a chain has none")
     return list(dict.fromkeys(found))
+
+
+def check_plotting() -> None:
+    """Refuses to go on where pictures cannot be drawn.
+
+    Raises:
+        RedrafterError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise RedrafterError("plots are drawn with matplotlib: pip install '.[bench]'") from error
+
+
+def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
+    """Tree size -> "x plain" and "tokens/round" -> cells, of fixed plans."""
+    found: dict[str, dict[str, Cells]] = defaultdict(lambda: defaultdict(dict))
+    for own in group_by_contestant(records).values():
+        if is_fixed(own[0]):
+            plan, row = Plan(*own[0]["plan"]), summarize(own)
+            for what in ("x plain", "tokens/round"):
+                found["whole tree" if plan.whole else f"{plan.size} nodes"][what][plan.width, plan.depth] = row[what]
+    return found
+
+
+def draw_maps(records: Iterable[Record], path: Path) -> None:
+    """Draws the maps of a sweep into a PNG, whole or not at all.
+
+    Raises:
+        RedrafterError: there are no records of fixed plans.
+        OSError: the file cannot be written.
+    """
+    records = list(records)
+    found = find_cells(records)
+    if not found:
+        raise RedrafterError("there is nothing to draw: expected records of fixed plans")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(found), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(found), squeeze=False)
+    for column, (name, cells) in enumerate(found.items()):
+        draw_map(axes[0][column], cells["x plain"], f"x plain, {name}", cmap="RdBu", centre=1.0)
+        draw_map(axes[1][column], cells["tokens/round"], f"tokens/round, {name}", cmap="viridis")
+    first = records[0]
+    place = ", ".join(first["machine"][name] for name in ("chip", "device", "platform"))
+    figure.suptitle(f"{first['model']}, drafter {first['drafter']}\n{place}", fontsize=9)
+    with replace_file(path) as partial:
+        figure.savefig(partial, dpi=110, format="png")
+
+
+def draw_map(axis: Any, cells: Cells, name: str, *, cmap: str, centre: float | None = None) -> None:
+    """One map, a number in every cell; the colours part at `centre`."""
+    widths, depths = sorted({width for width, _ in cells}), sorted({depth for _, depth in cells})
+    values = [[cells.get((width, depth), float("nan")) for depth in depths] for width in widths]
+    low, high = min(cells.values()), max(cells.values())
+    if centre is not None:
+        reach = max(high - centre, centre - low, 0.1)
+        low, high = centre - reach, centre + reach
+    axis.imshow(values, cmap=cmap, vmin=low, vmax=high, origin="lower", aspect="auto")
+    axis.set(title=name, xlabel="depth K", ylabel="width W")
+    axis.set_xticks(range(len(depths)), depths)
+    axis.set_yticks(range(len(widths)), widths)
+    for (width, depth), value in cells.items():
+        box = {"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 1}
+        axis.text(
+            depths.index(depth), widths.index(width), f"{value:.2f}", ha="center", va="center", fontsize=8, bbox=box
+        )

@@ -3,75 +3,235 @@
     python -m benchmarks synthetic --quick
     python -m benchmarks synthetic --shape llama-3.1-8b --bits 4 --acceptance 0.7 --plans auto 1,3 2,3
 
-The text is fixed beforehand (benchmarks/oracle.py), so that drafts can be right as often as is asked for; the target
-and the drafter compute all they would. `--layers` takes only so many of a shape's layers, where the whole does not fit
-or takes too long: the records say so, and nothing is scaled up.
+The text is fixed beforehand (`Oracle`), so that drafts can be right as often as is asked for; the target and the
+drafter compute all they would. `--layers` takes only the first layers of a shape, where the whole does not fit or takes
+too long: the records say so, and nothing is scaled up.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from importlib import import_module
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from mlx_redrafter.cli.doctor import make_acceptance
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.machine import memory_bytes
+from mlx_redrafter.planning.planner import Acceptance
+from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
 
-from .building import DTYPES, build
-from .common import positive
-from .contest import RunOptions
-from .measuring import PLANS, add_options, checked, measured, plan
-from .targets import TARGETS, TargetShape, target_of
-
-WHOLE = {"float32": 32, "float16": 16, "bfloat16": 16}
-"""Bits of a number that is not quantized."""
+from .command import parse_plan, parse_positive
+from .contest import PLANS, add_options, measure
+from .models import Prompt, Workload, count_bytes
 
 QUICK_PLANS = ["auto", (1, 3)]
 QUICK_LAYERS = 2
-QUICK_TOKENS = 24
+GROUP_SIZE = 64  # of quantized weights
+PROMPT_TOKENS = 64
+
+
+class TargetShape(NamedTuple):
+    """A transformer's sizes, named as in its config."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its `config.json`, as far as mlx-lm's class reads it."""
+        found = self._asdict()
+        found |= {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 32768}
+        found |= {"attention_bias": False, "mlp_bias": False}
+        if self.model_type == "gemma3_text":  # every sixth layer attends to everything; mlx-lm looks up the first one
+            found["sliding_window_pattern"] = min(6, self.num_hidden_layers)
+        if self.num_experts:
+            found |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+        return found
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        TargetShape("llama-3.2-1b", "llama", 2048, 16, 8192, 32, 8, 64, 128256, True),
+        TargetShape("llama-3.2-3b", "llama", 3072, 28, 8192, 24, 8, 128, 128256, True),
+        TargetShape("qwen3-4b", "qwen3", 2560, 36, 9728, 32, 8, 128, 151936, True),
+        TargetShape("llama-3.1-8b", "llama", 4096, 32, 14336, 32, 8, 128, 128256, False),
+        TargetShape("qwen3-14b", "qwen3", 5120, 40, 17408, 40, 8, 128, 151936, False),
+        TargetShape("gemma-3-27b", "gemma3_text", 5376, 62, 21504, 32, 16, 128, 262208, True),
+        TargetShape("qwen3-30b-a3b", "qwen3_moe", 2048, 48, 6144, 32, 4, 128, 151936, False, 128, 8, 768),
+    )
+}
+"""Published shapes, from their configs on the Hugging Face hub."""
+
+
+class Oracle(Sampler):
+    """A sampler whose text is fixed, and which lets the drafter be right in rank r with the chance that is given.
+
+    The token at each position is a function of the position, whatever the logits are: a model of random weights says
+    nothing, and no drafter could learn it. One draw for each position decides which rank the right token has among the
+    drafter's guesses, or that it has none; wrong guesses follow in the other ranks. A beam search then keeps what it
+    would keep of a drafter with that acceptance.
+
+    Args:
+        acceptance: (K, R) chances by depth and rank; the last depth holds for all deeper ones.
+        seed: another seed, other draws.
+
+    Raises:
+        RedrafterError: a depth's chances are not chances, or add up to more than 1.
+    """
+
+    def __init__(self, acceptance: Acceptance, seed: int = 0) -> None:
+        for row in acceptance:
+            if not row or not all(0 <= chance <= 1 for chance in row) or sum(row) > 1 + 1e-9:
+                raise RedrafterError(f"an acceptance is chances of ranks that add up to 1 at most, got {list(row)}")
+        self.acceptance = [list(row) for row in acceptance]
+        self._key = mx.random.key(seed)
+        mx.eval(self._key)
+
+    def make_text(self, positions: mx.array, vocab_size: int) -> mx.array:
+        """The tokens at these positions, int32: in large steps through the vocabulary, so that experts change."""
+        return ((positions.astype(mx.int32) * 7919 + 104729) % vocab_size).astype(mx.int32)
+
+    def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
+        """The positions (P, 1) from `position` on, in the place of noise."""
+        places = (position.astype(mx.int32) + mx.arange(count))[:, None]
+        return Draws(places, places)
+
+    def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
+        """(N,) the text. The likeliest tokens of logprobs (N, V) are computed, and come to nothing."""
+        assert draws is not None
+        likeliest = mx.argmax(logprobs, axis=-1).astype(mx.int32)
+        return self.make_text(draws.gumbel[rows, 0], logprobs.shape[-1]) + mx.minimum(likeliest, 0)
+
+    def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
+        """(W, V) the logarithms of the guesses' chances; the other tokens share what is left."""
+        vocab_size, least = logits.shape[-1], 1e-12
+        chances = self.acceptance[min(row, len(self.acceptance) - 1)]
+        position, ranks = draws.gumbel[row, 0], mx.arange(len(chances))
+        drawn = mx.random.uniform(key=self._key + position.astype(mx.uint32))
+        rank = (drawn >= mx.cumsum(mx.array(chances))).sum()
+        right = self.make_text(position, vocab_size)
+        guesses = mx.where(ranks == rank, right, (right + 1 + ranks) % vocab_size)
+        left = math.log(max(1.0 - sum(chances), least) / vocab_size)
+        rest = mx.clip(logits, left - 1e-3, left)
+        shape = (logits.shape[0], len(chances))
+        named = mx.broadcast_to(mx.log(mx.maximum(mx.array(chances), least)), shape)
+        return mx.put_along_axis(rest, mx.broadcast_to(guesses, shape), named, axis=-1)
+
+
+def parse_acceptance(text: str) -> Acceptance:
+    """`0.7`, or `0.7,0.1,0.05`: the chances of the ranks, the same at every depth.
+
+    One number alone is that of the first rank; of its misses the others are right as often as is assumed of a drafter
+    that does not say. A ValueError where these are not numbers; whether they are chances is the oracle's to say.
+    """
+    chances = [float(part) for part in text.split(",")]
+    return make_acceptance(chances[0]) if len(chances) == 1 else [chances]
+
+
+def build_workload(shape: TargetShape, bits: int, *, layers: int, acceptance: Acceptance, seed: int = 0) -> Workload:
+    """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
+
+    Args:
+        bits: 32 for float32, 16 for bfloat16; fewer are quantized, the rest then float32 on a CPU, else bfloat16.
+        layers: how many of the shape's.
+
+    Raises:
+        RedrafterError: it does not fit into this machine's memory.
+    """
+    oracle = Oracle(acceptance, seed)
+    on_cpu = mx.default_device().type == mx.cpu
+    dtype = mx.float32 if bits == 32 or (on_cpu and bits < 16) else mx.bfloat16
+    mx.random.seed(seed)
+    model = make_target(shape._replace(num_hidden_layers=layers), bits, dtype)
+    needed, memory = count_bytes(model), memory_bytes()  # nothing is computed yet
+    if memory is not None and 1.25 * needed > memory:
+        raise RedrafterError(
+            f"{shape.name} of {layers} layers at {bits} bits takes about {1.25 * needed / 1e9:.1f} GB, "
+            f"this machine has {memory / 1e9:.1f} GB: give fewer --layers or --bits"
+        )
+    for _, module in model.named_modules():  # one by one, so that no more than one is there before it is quantized
+        mx.eval([array for array in module.values() if isinstance(array, mx.array)])
+    mx.clear_cache()
+    sizes = candidates(shape.hidden_size, shape.vocab_size)  # the last one is the last resort
+    size: dict[str, Any] = vars(
+        next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * needed), sizes[-1])
+    )
+    drafter = Drafter(DrafterArgs(**{**size, "acceptance": oracle.acceptance}))
+    drafter.set_dtype(dtype)
+    mx.eval(drafter.parameters())
+    part = "" if layers == shape.num_hidden_layers else f", {layers} of {shape.num_hidden_layers} layers"
+    ids = cast(list[int], oracle.make_text(mx.arange(PROMPT_TOKENS), shape.vocab_size).tolist())
+    chances = ",".join(f"{chance:.3g}" for chance in oracle.acceptance[0])
+    return Workload(
+        name=f"{shape.name}, random weights{part}",
+        model=model,
+        drafter=drafter,
+        drafter_name=f"oracle, acceptance {chances}",
+        draft_model=None,
+        draft_model_name=None,
+        prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
+        sampler=oracle,
+    )
+
+
+def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
+    """A model of mlx-lm's own class with random weights, not evaluated."""
+    module = import_module(f"mlx_lm.models.{shape.model_type}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(shape.config))
+    if shape.tie_word_embeddings and "lm_head" in model:
+        model.sanitize({})  # some drop the head only when they are shown weights without one
+    model.set_dtype(dtype)
+    if bits < 16:
+        own = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+        def quantize(path: str, module: nn.Module) -> Any:
+            fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
+            return fits and own(path, module)
+
+        nn.quantize(model, GROUP_SIZE, bits, class_predicate=quantize)
+    model.eval()
+    return model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.add_argument("--shape", default=TARGETS[0].name, help=f"one of {', '.join(each.name for each in TARGETS)}")
-    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="16 and 32: not quantized")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of what is not quantized (default: by the device)")
-    parser.add_argument("--layers", type=positive, help="only so many of its layers")
-    parser.add_argument("--acceptance", default="0.7", help="chance of the first guess, or of each rank (default: 0.7)")
-    parser.add_argument("--drafter-bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantizes the drafter, too")
-    parser.add_argument("--plans", type=plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
-    add_options(parser, f"{QUICK_LAYERS} layers, {QUICK_TOKENS} tokens, plans auto and 1,3, once")
-    default = RunOptions()
-    parser.set_defaults(random_drafter=False, temp=default.temp, num_draft_tokens=default.num_draft_tokens)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.2-1b", help="default: %(default)s")
+    add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
+    add("--layers", type=parse_positive, help="only its first layers")
+    help = "chance of the first guess, or of each rank (default: 0.7)"
+    add("--acceptance", type=parse_acceptance, default=make_acceptance(0.7), help=help)
+    add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
+    add_options(parser, f"{QUICK_LAYERS} layers, plans auto and 1,3", sampling=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds a pair and measures it; the exit status."""
-    args.output = args.output and checked(args.output)
-    shape, layers, bits, dtype = asked(args)
-    if args.quick:
-        args.max_tokens = args.max_tokens or QUICK_TOKENS
-    print(f"{shape.name}: drawing weights of {layers} layers", file=sys.stderr)
-    subject = build(
-        shape, bits, dtype, layers=layers, acceptance=args.acceptance, drafter_bits=args.drafter_bits, seed=args.seed
-    )
-    status, _ = measured(subject, args.plans or (QUICK_PLANS if args.quick else PLANS), args)
-    return status
-
-
-def asked(args: argparse.Namespace) -> tuple[TargetShape, int, int, str]:
-    """(shape, layers, bits, dtype) of the flags: on a CPU float32, which it is fast in; on a GPU 4 bits of bfloat16.
-
-    Raises:
-        RedrafterError: they contradict each other.
-    """
-    shape = target_of(args.shape)
-    layers = args.layers or (min(QUICK_LAYERS, shape.num_hidden_layers) if args.quick else shape.num_hidden_layers)
+    shape = SHAPES[args.shape]
+    layers = args.layers or (QUICK_LAYERS if args.quick else shape.num_hidden_layers)
     if layers > shape.num_hidden_layers:
         raise RedrafterError(f"{shape.name} has {shape.num_hidden_layers} layers, got --layers {layers}")
-    on_cpu = mx.default_device().type == mx.cpu
-    dtype = args.dtype or ("float32" if args.bits == 32 or (on_cpu and args.bits != 16) else "bfloat16")
-    bits = args.bits or (WHOLE[dtype] if on_cpu else 4)
-    if bits in WHOLE.values() and bits != WHOLE[dtype]:
-        raise RedrafterError(f"{bits} bits that are not quantized need another --dtype than {dtype}")
-    return shape, layers, bits, dtype
+    bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
+    print(f"{shape.name}: drawing weights of {layers} layers", file=sys.stderr)
+    workload = build_workload(shape, bits, layers=layers, acceptance=args.acceptance, seed=args.seed)
+    status, _ = measure(workload, args.plans or (QUICK_PLANS if args.quick else PLANS), args)
+    return status

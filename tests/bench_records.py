@@ -1,4 +1,4 @@
-"""Records as benchmarks write them, for tests that need some: nothing in them was measured."""
+"""Records as benchmarks write them, for tests that need some: none of it was measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any) -> dict[str, Any]:
+def make_speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5, **more: Any) -> dict[str, Any]:
     """A contestant on a prompt."""
     rounds = 64 if contestant == "drafted" else 127
     return {
@@ -64,7 +64,7 @@ def speed(contestant: str = "drafted", plan: Any = (1, 3, 4), ratio: float = 1.5
     }
 
 
-def costs(**more: Any) -> dict[str, Any]:
+def make_costs(**more: Any) -> dict[str, Any]:
     """What the parts of a round take: a forward of N rows 10 + N ms, a level of a draft 1 ms."""
     return {
         **MODELS,
@@ -85,14 +85,13 @@ def costs(**more: Any) -> dict[str, Any]:
     }
 
 
-def line(record: dict[str, Any], **more: Any) -> dict[str, Any]:
+def make_line(record: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The same as a line of a file, which says where it was measured."""
     return {**record, "machine": {**MACHINE, **more}}
 
 
-def flags(module: Any, *words: str) -> argparse.Namespace:
+def parse_flags(module: Any, *words: str) -> argparse.Namespace:
     """What a command makes of these words."""
-
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return parser.parse_args(words)

@@ -13,7 +13,6 @@ import pytest
 from small import hypotheses, partial_drafter, small_drafter, small_llama
 from toys import ids, make_prompt, run
 
-from benchmarks.acceptance import keep_top
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.beam_search import search
@@ -29,6 +28,16 @@ VARIANTS = {
     "no blocks": {"exit_dim": 64, "layers": 0, "rnn": True},
     "sum, input_proj, no blocks": {"exit_dim": 32, "layers": 0, "rnn": False},
 }
+
+
+def keep_top(logits: mx.array, count: int) -> mx.array:
+    """`logits` (W, V) less each row's maximum, and -50,000 wherever fewer than `count` entries reach (ties stay).
+
+    Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py, which ranks hypotheses so.
+    """
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    threshold = mx.sort(logits, axis=-1)[:, -min(count, logits.shape[-1])][:, None]
+    return mx.where(logits < threshold, -50000.0, logits)
 
 
 def load_golden(name: str, directory: Path) -> tuple[Drafter, dict[str, mx.array]]:

@@ -1,37 +1,37 @@
-"""Texts gone through without a clock take the rounds that decoding them takes."""
+"""Simulated texts take the rounds that decoding them takes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
+from bench_records import parse_flags
 
 from benchmarks import planning
-from benchmarks.planning import costs_of, guessed, taken
+from benchmarks.planning import count_right, make_costs, simulate
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import chain_plan
 
+PROMPTS = [f"demo/{number:02d}" for number in (1, 2, 7, 9, 13)]
+
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_rounds_are_those_of_decoding(depth: int) -> None:
+def test_simulated_rounds_are_those_of_decoding(depth: int) -> None:
     model, tokenizer, drafter = load_demo()
-    costs = costs_of(1.1, 0.015, 0.087)
-    for text in demo_prompts()[:2]:
+    costs = make_costs(1.1, 0.015, 0.087)
+    for text in demo_prompts()[:1]:
         ids = tokenizer.encode(text)
         *_, last = stream_generate(model, tokenizer, ids, drafter=drafter, draft_depth=depth, max_tokens=40)
-        right = guessed(model, drafter, ids, 40)
-        speed, steps = taken(costs, Planner(chain_plan(depth)), len(ids), right)
+        right = count_right(model, drafter, ids, 40)
+        speed, steps = simulate(costs, Planner(chain_plan(depth)), len(ids), right)
         assert steps == 0
         assert speed == pytest.approx(last.tokens_per_round / costs.round_ms(chain_plan(depth), 64), rel=0.1)
 
 
-def test_auto_is_near_the_best_chain_on_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    planning.add_arguments(parser)
-    assert planning.run(parser.parse_args(["--json", "--max-tokens", "64"])) == 0
+def test_auto_is_near_the_best_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planning.run(parse_flags(planning, "--json", "--max-tokens", "64", "--prompts", *PROMPTS)) == 0
     rows = {row["text"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     mean = rows["geometric mean"]
     best = max(mean[f"1 x {depth}"] for depth in range(1, 6))

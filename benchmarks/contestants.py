@@ -1,0 +1,241 @@
+"""Contestants: plain decoding, mlx-lm's own two ways, and our loop with each plan, all on the same clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.engine.wired_limit import wired_limit
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import decode_tokens, fit_plan
+from mlx_redrafter.options import Options
+
+from .models import Prompt, Workload
+from .tables import BOTH, CONTEXT, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN, RANDOM, label
+
+WARM_UP = 16  # tokens that every contestant decodes before anything counts
+
+Tokens = Iterator[tuple[int, Stats | None]]
+"""Tokens as they are made, each with the rounds so far; None where there are none to count."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How everybody decodes."""
+
+    max_tokens: int = 128
+    temp: float = 0.0
+    seed: int = 0
+    repeats: int = 3
+    num_draft_tokens: int = 3
+
+
+DEFAULTS = Settings()
+
+
+class Run(NamedTuple):
+    """One contestant's text.
+
+    Attributes:
+        tokens: their ids.
+        prompt_seconds: until the first token.
+        seconds: from the first token to the last.
+        stats: of the rounds; None where there are none to count.
+        peak: bytes that were in use at most.
+    """
+
+    tokens: list[int]
+    prompt_seconds: float
+    seconds: float
+    stats: Stats | None
+    peak: int
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way of decoding.
+
+    Attributes:
+        kind: a name of contestants in `tables.py`.
+        plan: "off", "auto", or [W, K, N]; None for mlx-lm's own.
+        decode: (prompt ids, max_tokens) -> the text.
+    """
+
+    kind: str
+    plan: str | list[int] | None
+    decode: Callable[[list[int], int], Tokens]
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return label(self.kind, self.plan)
+
+    def run(self, prompt: Prompt, max_tokens: int) -> Run:
+        """Decodes a prompt."""
+        mx.reset_peak_memory()
+        asked = perf_counter()
+        steps = self.decode(prompt.ids, max_tokens)
+        last = next(steps)
+        tokens, started = [last[0]], perf_counter()
+        for last in steps:
+            tokens.append(last[0])
+        return Run(tokens, started - asked, perf_counter() - started, last[1], mx.get_peak_memory())
+
+
+def make_contestants(
+    workload: Workload,
+    plans: Sequence[Any],
+    settings: Settings,
+    *,
+    mlx_lm: bool = True,
+    context: bool = False,
+    random: bool = False,
+) -> list[Contestant]:
+    """Plain decoding, mlx-lm's, the context alone, each plan of the drafter, and `auto` with both; none of them twice.
+
+    Args:
+        plans: "auto", (W, K) or (W, K, N).
+        mlx_lm: whether mlx-lm's own take part.
+        context: whether drafts from the context do, alone and beside the drafter with plan "auto".
+        random: whether a drafter that has learned nothing does, with plan "auto" and the costs of the workload's own.
+
+    Raises:
+        RedrafterError: a plan or an option out of range.
+    """
+    found = [make_ours(workload, None, "off", settings, PLAIN)]
+    if mlx_lm:
+        found.append(Contestant(MLX_LM, None, make_mlx_lm(workload, settings)))
+    if mlx_lm and workload.draft_model is not None:
+        found.append(Contestant(MLX_LM_DRAFT, None, make_draft_model(workload, workload.draft_model, settings)))
+    if context:
+        found.append(make_ours(workload, None, "auto", settings, CONTEXT))
+    if workload.drafter is not None:
+        found += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in plans]
+        if context and "auto" in plans:
+            found.append(make_ours(workload, workload.drafter, "auto", settings, BOTH))
+        if random:
+            found.append(make_ours(workload, make_random_drafter(workload.drafter), "auto", settings, RANDOM))
+    return list({side.label: side for side in found}.values())
+
+
+def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str) -> Contestant:
+    """Our loop, with a plan; the chain of it where the model takes no trees."""
+    context, temp = kind in (CONTEXT, BOTH), 0.0 if workload.sampler else settings.temp
+    options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
+    found = options.resolve_plan(drafter)
+    if isinstance(found, Plan):
+        plan = list(fit_plan(workload.model, found)[:3])
+
+    def decode(prompt: list[int], max_tokens: int) -> Tokens:
+        for step in decode_tokens(prompt, workload.model, drafter, replace(options, max_tokens=max_tokens)):
+            yield step.token, step.stats
+
+    return Contestant(kind, plan, decode)
+
+
+def make_random_drafter(drafter: Drafter) -> Drafter:
+    """A drafter of the same size and bits that has learned nothing."""
+    mx.random.seed(0)
+    found = Drafter(drafter.args)
+    found.set_dtype(drafter.dtype)
+    layers = dict(drafter.named_modules())
+
+    def quantize(path: str, _: nn.Module) -> bool | dict[str, Any]:
+        layer = layers[path]
+        names = ("group_size", "bits", "mode")
+        return isinstance(layer, nn.QuantizedLinear) and {name: getattr(layer, name) for name in names}
+
+    nn.quantize(found, class_predicate=quantize)
+    mx.eval(found.parameters())
+    return found
+
+
+def make_mlx_lm(workload: Workload, settings: Settings) -> Callable[[list[int], int], Tokens]:
+    """mlx-lm's `generate_step`."""
+
+    def decode(prompt: list[int], max_tokens: int) -> Tokens:
+        sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
+        for token, _ in generate_step(mx.array(prompt), workload.model, max_tokens=max_tokens, sampler=sampler):
+            yield int(token), None
+
+    return decode
+
+
+def make_draft_model(
+    workload: Workload, draft_model: nn.Module, settings: Settings
+) -> Callable[[list[int], int], Tokens]:
+    """mlx-lm's `speculative_generate_step`.
+
+    Left to itself it makes its first tokens in a round that also reads the end of the prompt. Here both models have
+    read the prompt and the first token is there before it begins: its first round is on the clock as ours is.
+    """
+
+    def decode(prompt: list[int], max_tokens: int) -> Tokens:
+        model, sampler = workload.model, make_mlx_lm_sampler(workload, len(prompt), settings)
+        caches = make_prompt_cache(model), make_prompt_cache(draft_model)
+        for _ in generate_step(mx.array(prompt), draft_model, max_tokens=0, prompt_cache=caches[1]):
+            pass
+        begun = generate_step(mx.array(prompt), model, max_tokens=1, sampler=sampler, prompt_cache=caches[0])
+        token = cast(int, next(begun)[0])
+        mx.synchronize(cast(Any, generation_stream))
+        # It finds the draft model's caches after one for each layer of the target.
+        if len(caches[0]) != len(model.layers) or not can_trim_prompt_cache([*caches[0], *caches[1]]):
+            raise RedrafterError("mlx-lm's speculation cannot use the caches of these models: leave out --draft-model")
+        trim_prompt_cache(caches[0], 1)  # it has read that token already
+        yield token, Stats()
+        steps = speculative_generate_step(
+            mx.array([token]),
+            model,
+            draft_model,
+            num_draft_tokens=settings.num_draft_tokens,
+            max_tokens=max_tokens - 1,
+            sampler=sampler,
+            prompt_cache=[*caches[0], *caches[1]],
+        )
+        yield from count_rounds(steps, settings.num_draft_tokens, max_tokens - 1)
+
+    return decode
+
+
+def count_rounds(steps: Iterable[Any], num_draft_tokens: int, max_tokens: int) -> Tokens:
+    """Tokens with their rounds, of (token, log-probabilities, whether drafted): one that was not ends a round."""
+    before, accepted, left = Stats(), 0, max_tokens
+    for token, _, from_draft in steps:
+        accepted += from_draft
+        drafted = min(num_draft_tokens, left)
+        stats = before.add_round(chain_plan(drafted) if drafted else None, accepted)
+        yield int(token), stats
+        if not from_draft:
+            before, left, accepted = stats, left - accepted - 1, 0
+
+
+def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -> Callable[[mx.array], mx.array] | None:
+    """A sampler of mlx-lm's kind for a text that begins at `position`; None is its greedy one."""
+    mx.random.seed(settings.seed)
+    own, positions = workload.sampler, count(position)
+    if own is None:
+        return make_sampler(settings.temp) if settings.temp else None
+
+    def choose(logprobs: mx.array) -> mx.array:
+        draws = own.draws(mx.array(next(positions)), 1, logprobs.shape[-1])
+        return own.choose(logprobs, draws, mx.zeros((1,), mx.int32))
+
+    return choose
+
+
+def warm_up(workload: Workload, side: Contestant) -> Run:
+    """A contestant's first tokens of the first prompt, which do not count."""
+    with wired_limit(workload.model):
+        return side.run(workload.prompts[0], WARM_UP)

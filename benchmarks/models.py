@@ -1,0 +1,197 @@
+"""What is measured: a target, its drafter, for mlx-lm's own speculation a draft model, and the prompts they decode."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.utils import compute_bits_per_weight
+
+from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.checkpoints import load, load_drafter
+from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.engine.sampling import Sampler
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import encode_chat
+from mlx_redrafter.training.data import load_prompts
+
+PROMPTS = Path(__file__).parent / "prompts"
+DRAFT_MODEL = Path(__file__).parent / "draft_model"
+"""A smaller llama, trained on the demo's files, for mlx-lm's own speculation."""
+
+DEMO = "demo"
+"""The category of the packaged demo's own prompts, pieces of source files that its models were not trained on."""
+
+
+class Prompt(NamedTuple):
+    """A prompt as a model reads it.
+
+    Attributes:
+        name: `category/file`, or a file of the user's and the prompt's number in it.
+        category: what kind of text it asks for.
+        ids: the token ids, through the chat template if the tokenizer has one.
+    """
+
+    name: str
+    category: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Models and prompts.
+
+    Attributes:
+        name: of the model, as records say it.
+        model: the target.
+        drafter: its drafter; None where only plain decoding is measured.
+        drafter_name: as records say it.
+        draft_model: for mlx-lm's own speculation; None to leave that out.
+        draft_model_name: as records say it.
+        prompts: what is decoded.
+        sampler: how tokens are chosen, where that is not by `temp` and `seed`.
+    """
+
+    name: str
+    model: nn.Module
+    drafter: Drafter | None
+    drafter_name: str | None
+    draft_model: nn.Module | None
+    draft_model_name: str | None
+    prompts: list[Prompt]
+    sampler: Sampler | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """What records say of the models."""
+        return {
+            "model": self.name,
+            "model_bits": round(compute_bits_per_weight(self.model), 3),
+            "model_gb": count_bytes(self.model) / 1e9,
+            "drafter": self.drafter_name,
+            "drafter_bits": round(compute_bits_per_weight(self.drafter), 3) if self.drafter else None,
+            "drafter_gb": count_bytes(self.drafter) / 1e9 if self.drafter else None,
+        }
+
+    def require_drafter(self) -> Drafter:
+        """Its drafter.
+
+        Raises:
+            RedrafterError: there is none.
+        """
+        if self.drafter is None:
+            raise RedrafterError("expected the --drafter that was trained for the model")
+        return self.drafter
+
+
+def count_bytes(module: nn.Module) -> int:
+    """Bytes of its parameters."""
+    return sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+
+
+def count_bytes_read(model: nn.Module) -> int | None:
+    """Bytes of weights that a forward of one token reads; None where only some experts are.
+
+    An embedding that is not the head, too, is left out: one row of it is read.
+    """
+    modules = [(name.rpartition(".")[2], each) for name, each in model.named_modules()]
+    if any(isinstance(each, (SwitchLinear, QuantizedSwitchLinear)) for _, each in modules):
+        return None
+    has_head = any(name in ("lm_head", "output", "embed_out") for name, _ in modules)
+    embeddings = [each for _, each in modules if isinstance(each, (nn.Embedding, nn.QuantizedEmbedding))]
+    return count_bytes(model) - (sum(map(count_bytes, embeddings)) if has_head else 0)
+
+
+def add_workload(
+    parser: argparse.ArgumentParser, *, draft_model: bool = True, prompts: Sequence[str] = ("all",)
+) -> None:
+    """The flags that say what is measured.
+
+    Args:
+        draft_model: whether mlx-lm's own speculation takes part.
+        prompts: those that are decoded where none are named.
+    """
+    parser.add_argument("--model", help="a directory or hub id; the packaged demo when not given")
+    parser.add_argument("--drafter", help="the drafter that was trained for it")
+    if draft_model:
+        parser.add_argument(
+            "--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation"
+        )
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        default=list(prompts),
+        metavar="NAME",
+        help=f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})",
+    )
+
+
+def open_workload(args: argparse.Namespace) -> Workload:
+    """The models and prompts of the flags of `add_workload`; with `--quick` one prompt of each category.
+
+    Raises:
+        RedrafterError: a model, drafter or prompt that cannot be loaded.
+    """
+    if args.model:
+        model, tokenizer = load(args.model)
+        drafter = load_drafter(args.drafter, model) if args.drafter else None
+    else:
+        model, tokenizer, drafter = load_demo(args.drafter)
+    draft_model, draft_model_name = None, None
+    if hasattr(args, "draft_model") and (args.draft_model or not args.model):
+        draft_model_name = args.draft_model or DEMO
+        draft_model, own = load(args.draft_model or DRAFT_MODEL)
+        if own.vocab_size != tokenizer.vocab_size:
+            raise RedrafterError(
+                f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
+                f"{args.draft_model} has {own.vocab_size}"
+            )
+        if not args.model:  # as the demo's own models
+            draft_model.set_dtype(mx.float32)
+    prompts = find_prompts(args.prompts, tokenizer)
+    if getattr(args, "quick", False):
+        prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
+    drafter_name = None if drafter is None else args.drafter or DEMO
+    return Workload(args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, prompts)
+
+
+def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
+    """The prompts of these names, each once.
+
+    Args:
+        names: of prompts or of categories, "all" (of the benchmarks' own), "demo", or files that hold a prompt a line.
+
+    Raises:
+        RedrafterError: a name that is none of these, with the categories there are; a file that cannot be read.
+    """
+    texts = {f"{path.parent.name}/{path.stem}": path.read_text("utf-8").strip() for path in PROMPTS.glob("*/*.txt")}
+    texts = dict(sorted(texts.items()))
+    demo = {f"{DEMO}/{number:02d}": text for number, text in enumerate(demo_prompts(), start=1)}
+    found: list[Prompt] = []
+    for name in names:
+        chosen = (
+            texts
+            if name == "all"
+            else {each: text for each, text in (texts | demo).items() if name in (each, find_category(each))}
+        )
+        found += [Prompt(each, find_category(each), encode_chat(tokenizer, text)) for each, text in chosen.items()]
+        if not chosen:
+            path = expand_path(name)
+            if not path.exists():
+                kinds = ", ".join(dict.fromkeys(map(find_category, texts | demo)))
+                raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")
+            rows = load_prompts(path, tokenizer)
+            found += [Prompt(f"{path.name}:{number}", "own", ids) for number, ids in enumerate(rows, start=1)]
+    return list({(prompt.name, *prompt.ids): prompt for prompt in found}.values())
+
+
+def find_category(name: str) -> str:
+    """The part of a prompt's name before the slash."""
+    return name.partition("/")[0]

@@ -1,0 +1,78 @@
+"""Acceptance, differences from plain decoding, and the parts of a round: a row for each plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bench_records import MACHINE, parse_flags
+from small import small_drafter, small_llama
+
+from benchmarks import acceptance, round_time, tables
+from benchmarks.models import Prompt, Workload
+from mlx_redrafter.cli.generate import Difference
+from mlx_redrafter.errors import RedrafterError
+
+PROMPTS = [[1, 2, 3], [4, 5]]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Workload:
+    """A small pair, in the place of what the commands would load."""
+    prompts = [Prompt(f"code/{number}", "code", ids) for number, ids in enumerate(PROMPTS)]
+    found = Workload("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
+    for module in (acceptance, round_time):
+        monkeypatch.setattr(module, "open_workload", lambda args: found)
+    monkeypatch.setattr(tables, "stamp", lambda: MACHINE)
+    return found
+
+
+def run_json(capsys: pytest.CaptureFixture[str], module: Any, *words: str, status: int = 0) -> list[dict[str, Any]]:
+    assert module.run(parse_flags(module, *words, "--json")) == status
+    return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+
+
+def test_rows_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--plans", "1,2", "2,2,4", "--max-tokens", "6", "--seed", "3")
+    found = run_json(capsys, acceptance, *words)
+    assert [(row["W"], row["K"], row["N"]) for row in found] == [(1, 2, 3), (2, 2, 4)]
+    assert all(row["machine"] == MACHINE and row["settings"]["seed"] == 3 for row in found)
+    assert all(1 <= row["tokens/round"] <= 3 for row in found)
+    acceptance.run(parse_flags(acceptance, *words))
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 5 and "tokens/round" in table[0] and table[-1].startswith("Some Chip, 4 cores")
+    assert "max_tokens 6" in table[-1] and "seed 3" in table[-1] and "temp 0.0" in table[-1]
+
+
+def test_equal_texts_have_no_differences(pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = run_json(capsys, acceptance, "--plans", "2,2", "--max-tokens", "6", "--temp", "0.8", "--compare")
+    assert (row["texts"], row["differ"], row["errors"], row["largest gap"]) == (2, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("rounding", [True, False])
+def test_differences_beyond_rounding_are_errors(
+    rounding: bool, pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(acceptance, "first_difference", lambda one, other: 2)
+    found = Difference(2, 1.0, 0.001, rounding=rounding)
+    monkeypatch.setattr(acceptance, "judge_difference", lambda *args: found)
+    words = ("--plans", "1,2", "--max-tokens", "4", "--compare")
+    (row,) = run_json(capsys, acceptance, *words, status=0 if rounding else 1)
+    assert (row["differ"], row["errors"], row["largest gap"]) == (2, 0 if rounding else 2, 1.0)
+
+
+@pytest.mark.parametrize("repeats", ["1", "5"])
+def test_every_part_of_a_round_is_timed(repeats: str, pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = run_json(capsys, round_time, "--plans", "2,2", "--repeats", repeats)
+    assert (row["W"], row["K"], row["N"]) == (2, 2, 5)
+    assert all(row[f"{name} ms"] > 0 for name in ("plain", "verify", "draft", "round"))
+    assert row["lower"] <= row["x sum"] <= row["upper"]
+
+
+@pytest.mark.parametrize("module", [acceptance, round_time])
+def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Workload("small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])])
+    monkeypatch.setattr(module, "open_workload", lambda args: bare)
+    with pytest.raises(RedrafterError, match="expected the --drafter that was trained for the model"):
+        module.run(parse_flags(module))

@@ -1,0 +1,309 @@
+"""Contestants take turns on the same prompts, on one clock, and a token that differs is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from bench_records import MACHINE, make_costs, parse_flags
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from small import small_drafter, small_llama
+
+from benchmarks import contest, contestants, run
+from benchmarks.contest import describe_runs, hold_contest
+from benchmarks.contestants import Contestant, Run, Settings, count_rounds, make_contestants, make_random_drafter
+from benchmarks.models import Prompt, Workload, count_bytes
+from benchmarks.records import find_problem, read_records
+from benchmarks.tables import CONTEXT, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
+from mlx_redrafter.engine.plan import chain_plan
+from mlx_redrafter.engine.stats import Stats
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import CostTable, parse_costs
+
+CHEAP = CostTable((64,), (1, 2, 3), ((1.0, 1.01, 1.02),), (1.0,), (1,), (0.01,), (0.0, 0.0))
+"""Drafting costs next to nothing."""
+
+PROMPTS = [Prompt("code/one", "code", [1, 2, 3]), Prompt("chat/two", "chat", [4, 5, 6, 7])]
+QUICKLY = ("--plans", "1,2", "--max-tokens", "4", "--repeats", "1")
+
+
+def make_workload(*, drafter: bool = True, draft_model: nn.Module | None = None, model: Any = None) -> Workload:
+    return Workload(
+        name="small",
+        model=small_llama() if model is None else model,
+        drafter=small_drafter() if drafter else None,
+        drafter_name="random" if drafter else None,
+        draft_model=draft_model,
+        draft_model_name=None if draft_model is None else "itself",
+        prompts=PROMPTS,
+    )
+
+
+def hold(workload: Workload, settings: Settings) -> list[dict[str, Any]]:
+    sides = make_contestants(workload, [(1, 2), (2, 2)], settings)
+    return [record for records in hold_contest(workload, sides, settings) for record in records]
+
+
+class Clock:
+    """Time that passes only when a contestant lets it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.turns = 0.0, list[str]()
+        patch.setattr(contestants, "perf_counter", lambda: self.now)
+
+    def make_side(self, kind: str, paces: list[float], texts: list[tuple[int, ...]] | None = None) -> Contestant:
+        """One whose n-th run takes `paces[n]` seconds a token."""
+        left, said = iter(paces), iter(texts or [(1, 2, 3)] * len(paces))
+
+        def decode(prompt: list[int], max_tokens: int) -> Iterator[tuple[int, Stats | None]]:
+            self.turns.append(kind)
+            pace = next(left)
+            self.now += 100.0  # reading the prompt
+            for token in next(said):
+                yield token, None
+                self.now += pace
+
+        return Contestant(kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, kinds = Clock(monkeypatch), [PLAIN, MLX_LM, MLX_LM_DRAFT]
+    sides = [clock.make_side(kind, [1.0] * 9) for kind in kinds]
+    list(hold_contest(make_workload(), sides, Settings(max_tokens=3, repeats=repeats)))
+    turns = [clock.turns[i : i + 3] for i in range(0, len(clock.turns), 3)]
+    assert turns == [[*kinds[i % 3 :], *kinds[: i % 3]] for i in range(2 * repeats)]
+
+
+def test_ratios_are_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine slows down tenfold from turn to turn: of the same turn it is always twice as fast.
+    clock = Clock(monkeypatch)
+    sides = [clock.make_side(PLAIN, [1.0, 10.0, 100.0]), clock.make_side(DRAFTED, [0.5, 5.0, 50.0])]
+    workload = replace(make_workload(), prompts=PROMPTS[:1])
+    ((first, second),) = hold_contest(workload, sides, Settings(max_tokens=3, repeats=3))
+    assert first["seconds"] == [3.0, 30.0, 300.0] and second["seconds"] == [1.5, 15.0, 150.0]
+    assert second["ratio"] == 2.0 and second["ratio_quartiles"] == [2.0, 2.0] and first["ratio"] == 1.0
+    assert second["tokens_per_second"] == 2 / 15.0
+    assert second["tokens_per_second_quartiles"] == [2 / 150.0, 2 / 1.5]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_rounds_are_those_of_the_median_turn(order: tuple[int, ...]) -> None:
+    runs = [
+        Run([1, 2, 3, 4, 5], 9.0, 1.0, Stats().add_round(chain_plan(3), 3), 1),
+        Run([1, 2, 3, 4, 5], 9.0, 2.0, Stats().add_round(chain_plan(3), 1).add_round(chain_plan(3), 1), 1),
+        Run([1, 2, 3, 4, 5], 9.0, 4.0, Stats(4, plain_steps=4), 1),
+    ]
+    side = Contestant(DRAFTED, "auto", lambda prompt, max_tokens: iter(()))
+    plain = [Run([1, 2, 3, 4, 5], 9.0, 4.0, Stats(), 1)] * 3
+    found = describe_runs(side, [runs[i] for i in order], plain, 6_000_000_000, Settings())
+    assert (found["rounds"], found["tokens_per_round"], found["plain_steps"]) == (2, 2.0, 0)
+    assert found["acceptance_per_depth"] == [1.0, 0.0, 0.0]
+    assert found["tokens_per_second"] == 4 / 2.0 and found["bandwidth_gb_s"] == 6 * 2 / 2.0
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_wrong_token_in_any_turn_is_reported(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, texts = Clock(monkeypatch), [(1, 2, 3)] * 3
+    texts[turn] = (1, 2, 9)
+    sides = [clock.make_side(PLAIN, [1.0] * 3), clock.make_side(DRAFTED, [1.0] * 3, texts)]
+    workload = replace(make_workload(), prompts=PROMPTS[:1])
+    ((first, second),) = hold_contest(workload, sides, Settings(max_tokens=3, repeats=3))
+    assert second["same_tokens"] is False and second["first_difference"] == 2
+    assert first["same_tokens"] is None and first["first_difference"] is None
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_contestants_decode_plain_decodings_text(temp: float) -> None:
+    model = small_llama()
+    settings = Settings(max_tokens=10, temp=temp, seed=3, repeats=1, num_draft_tokens=2)
+    found = hold(make_workload(model=model, draft_model=model), settings)
+    assert [each["contestant"] for each in found] == [PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, DRAFTED] * 2
+    assert [each["plan"] for each in found[:5]] == ["off", None, None, [1, 2, 3], [2, 2, 5]]
+    theirs = None if temp else True  # mlx-lm draws other samples
+    assert [each["same_tokens"] for each in found] == [None, theirs, theirs, True, True] * 2
+    assert {find_problem(each) for each in found} == {None}
+    assert all(each["tokens"] == 10 and each["prompt_tokens"] in (3, 4) for each in found)
+
+
+def test_a_target_drafting_for_itself_keeps_everything() -> None:
+    model = small_llama()
+    settings = Settings(max_tokens=1 + 19, repeats=1, num_draft_tokens=4)
+    third = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2]
+    # 19 tokens after the first: three rounds of 5, and one that may draft no more than the 4 that are left.
+    assert third["rounds"] == 4 and third["tokens_per_round"] == pytest.approx(1 + (4 * 4) / 4)
+    assert third["num_draft_tokens"] == 4 and third["acceptance_per_depth"] == [1.0] * 4
+
+
+def find_draft_model(workload: Workload) -> Contestant:
+    return next(side for side in make_contestants(workload, [], Settings()) if side.kind == MLX_LM_DRAFT)
+
+
+def test_mlx_lms_first_round_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = []
+
+    def speculate(prompt: mx.array, *rest: Any, **more: Any) -> Iterator[Any]:
+        began.append((prompt.tolist(), more["max_tokens"], [each.offset for each in more["prompt_cache"]]))
+        yield from [(5, None, True), (6, None, False)]
+
+    monkeypatch.setattr(contestants, "speculative_generate_step", speculate)
+    model = small_llama()
+    steps = find_draft_model(make_workload(draft_model=model, model=model)).decode([1, 2, 3], 3)
+    token, stats = next(steps)
+    assert began == [] and stats == Stats(), "the first token is there before any round begins"
+    assert [each for each, _ in steps] == [5, 6]
+    assert began == [([token], 2, [3, 3, 3, 3])], "both caches hold the prompt and nothing else"
+
+
+@pytest.mark.parametrize("cache", [KVCache, lambda: RotatingKVCache(max_size=2)], ids=["shared", "a full ring"])
+def test_caches_mlx_lm_cannot_use_are_refused(cache: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_llama()
+    count = 1 if cache is KVCache else len(model.layers)
+    monkeypatch.setattr(contestants, "make_prompt_cache", lambda model: [cache() for _ in range(count)])
+    with pytest.raises(RedrafterError, match="leave out --draft-model"):
+        next(find_draft_model(make_workload(draft_model=model, model=model)).decode([1, 2, 3], 3))
+
+
+def test_undrafted_tokens_end_mlx_lms_rounds() -> None:
+    said = [(1, None, True), (2, None, False), (3, None, False), (4, None, True), (5, None, True)]
+    stats = [each for _, each in count_rounds(iter(said), 2, 5) if each]
+    assert [(each.rounds, each.accepted) for each in stats] == [(1, 1), (1, 1), (2, 1), (3, 2), (3, 3)]
+    assert stats[-1].drafted == 2 + 2 + 2 and stats[-1].acceptance_per_depth == (2 / 3, 1 / 3)
+
+
+def test_without_a_drafter_mlx_lm_is_left() -> None:
+    found = hold(make_workload(drafter=False), Settings(max_tokens=4, repeats=1))
+    assert [each["contestant"] for each in found] == [PLAIN, MLX_LM] * 2
+    assert found[0]["drafter_gb"] is None and {find_problem(each) for each in found} == {None}
+
+
+def test_plans_stand_once_and_must_be_possible() -> None:
+    plans = [(1, 3), (1, 3, 4), (2, 2), (2, 2, 5), (2, 2, 4)]
+    sides = make_contestants(make_workload(), plans, Settings(), mlx_lm=False)
+    assert [side.label for side in sides] == [PLAIN, "1 x 3", "2 x 2", "2 x 2, 4 nodes"]
+    for plan in ((0, 3), (1, 0), (2, 2, 9), (65, 1)):
+        with pytest.raises(RedrafterError):
+            make_contestants(make_workload(), [plan], Settings())
+
+
+def test_random_drafters_have_equal_size_and_bits() -> None:
+    drafter = small_drafter(hidden=64, exit_dim=64)
+    nn.quantize(drafter, 32, 4, class_predicate=lambda path, each: path != "rnn_u" and hasattr(each, "to_quantized"))
+    other = make_random_drafter(drafter)
+    assert count_bytes(other) == count_bytes(drafter) and other.dtype == drafter.dtype
+    assert isinstance(other.lm_head[-1], nn.QuantizedLinear) and isinstance(other.rnn_u, nn.Linear)
+    assert not mx.array_equal(other.lm_head[-1].weight, drafter.lm_head[-1].weight)
+
+
+def test_random_drafters_go_by_the_recorded_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[CostTable] = []
+
+    def measure_costs(*models: Any, trees: bool) -> CostTable:
+        measured.append(CHEAP)
+        return CHEAP
+
+    monkeypatch.setattr("mlx_redrafter.planning.costs.measure_costs", measure_costs)
+    workload, settings = make_workload(), Settings(max_tokens=12, repeats=1)
+    sides = make_contestants(workload, ["auto"], settings, mlx_lm=False, random=True)
+    recorded = contest.measure_costs(workload)
+    found = [record for records in hold_contest(workload, sides, settings) for record in records]
+    assert [side.label for side in sides[1:]] == ["auto", "auto, random drafter"]
+    assert all(each["same_tokens"] for each in found if each["contestant"] != PLAIN)
+    assert len(measured) == 1 and parse_costs(json.loads(json.dumps(recorded["costs"]))) == CHEAP
+
+
+# What `run` prints and keeps
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Workload:
+    """A small pair in the place of what `run` would load; no costs are measured."""
+    found = make_workload(model=small_llama(layers=1))
+    monkeypatch.setattr(run, "open_workload", lambda args: found)
+    monkeypatch.setattr(contest, "stamp", lambda: MACHINE)
+    monkeypatch.setattr(contest, "measure_costs", lambda workload: make_costs())
+    return found
+
+
+def test_run_prints_a_table_and_keeps_records(
+    two: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "records.jsonl"
+    assert run.run(parse_flags(run, *QUICKLY, "--output", str(path))) == 0
+    said = capsys.readouterr()
+    assert "contestant" in said.out and "mlx-lm" in said.out and "1 x 2" in said.out
+    assert said.out.splitlines()[-1].startswith("Some Chip, 4 cores, Some-OS-1.0, mlx 0.32.4"), "no raw JSON"
+    assert [text.split(",")[0] for text in said.err.splitlines()] == [
+        "small: measuring the parts of a round",
+        "1 of 2: code/one",
+        "2 of 2: chat/two",
+    ]
+    assert [(each["kind"], each.get("contestant")) for each in read_records(path)] == [
+        ("costs", None),
+        *[("speed", name) for name in (PLAIN, MLX_LM, CONTEXT, DRAFTED)] * 2,
+    ]
+    assert run.run(parse_flags(run, *QUICKLY, "--json", "--output", str(path))) == 0
+    assert [json.loads(text) for text in capsys.readouterr().out.splitlines()] == read_records(path)
+
+
+@pytest.mark.parametrize(("liar", "status"), [(DRAFTED, 1), (MLX_LM, 1), (MLX_LM_DRAFT, 0)])
+def test_differing_tokens_show_in_the_status(
+    liar: str, status: int, two: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = replace(two, draft_model=two.model, draft_model_name="itself")
+    monkeypatch.setattr(run, "open_workload", lambda args: found)
+
+    def lie(*rest: Any) -> Any:
+        for records in hold_contest(*rest):
+            wrong = {"same_tokens": False, "first_difference": 2}
+            yield [each | wrong if each["contestant"] == liar else each for each in records]
+
+    monkeypatch.setattr(contest, "hold_contest", lie)
+    assert run.run(parse_flags(run, *QUICKLY)) == status
+    assert "0 of 2" in capsys.readouterr().out
+
+
+def test_ctrl_c_leaves_the_finished_prompts(two: Workload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*rest: Any) -> Any:
+        yield next(hold_contest(*rest))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contest, "hold_contest", interrupt)
+    path = tmp_path / "records.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run.run(parse_flags(run, *QUICKLY, "--output", str(path)))
+    assert {each.get("prompt") for each in read_records(path)} == {None, "code/one"}
+    assert [each.name for each in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--max-tokens 1", "--max-tokens must be at least 2"),
+        ("--temp -1", "temp must be at least 0, got -1.0"),
+        ("--temp nan", "temp must be at least 0, got nan"),
+        ("--plans 65,1", "beam_width must be from 1 to the vocabulary's 64, got 65"),
+        ("--plans 2,2,9", "tree_size counts the root"),
+        ("--minutes 3", "--minutes belongs to --suite"),
+    ],
+)
+def test_bad_options_are_refused_before_measuring(
+    words: str, message: str, two: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "measure_costs", lambda workload: pytest.fail("it went on"))
+    with pytest.raises(RedrafterError, match=message):
+        run.run(parse_flags(run, *words.split()))
+
+
+def test_disturbed_costs_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    disturbed = parse_costs(make_costs()["costs"] | {"level": [1.0, 0.5]})
+    monkeypatch.setattr(contest, "load_costs", lambda *models, **more: disturbed)
+    assert contest.measure_costs(make_workload())["kind"] == "costs"
+    assert capsys.readouterr().err.startswith("small: the measured times contradict each other: the machine was busy")

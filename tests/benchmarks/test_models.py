@@ -1,0 +1,99 @@
+"""Prompts by name, and the models and prompts of the flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from bench_records import parse_flags
+from mlx_lm.models.switch_layers import SwitchLinear
+from small import small_drafter, small_llama
+
+from benchmarks import acceptance, run
+from benchmarks.models import Workload, count_bytes, count_bytes_read, find_prompts, open_workload
+from mlx_redrafter import demo
+from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.demo import load_demo
+from mlx_redrafter.errors import RedrafterError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_demo()[1]
+
+
+def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
+    everything = find_prompts(["all"], tokenizer)
+    assert len({each.category for each in everything}) == 7 and len({tuple(each.ids) for each in everything}) == 16
+    name = everything[0].name
+    assert [each.name for each in find_prompts([name], tokenizer)] == [name]
+    code = [each.name for each in everything if each.category == "code"]
+    assert [each.name for each in find_prompts(["code", code[0]], tokenizer)] == code, "each once"
+    own = find_prompts(["demo"], tokenizer)
+    assert {each.category for each in own} == {"demo"} and own[0].name == "demo/01" and len(own) > 8
+
+
+def test_users_own_prompts_bear_their_files_name(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
+    found = find_prompts([str(tmp_path / "mine.txt")], tokenizer)
+    assert [(each.name, each.category) for each in found] == [("mine.txt:1", "own"), ("mine.txt:2", "own")]
+    assert [tokenizer.decode(each.ids) for each in found] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["poetry", "code/none", "/nowhere/prompts.txt"])
+def test_unknown_prompts_are_refused_with_the_categories(name: str, tokenizer: Any) -> None:
+    message = "categories are chat, code, copying, editing, maths, summary, translation, demo"
+    with pytest.raises(RedrafterError, match=f"no prompt, category or file is called '{name}': {message}"):
+        find_prompts([name], tokenizer)
+
+
+def test_quick_takes_a_prompt_of_each_category() -> None:
+    found = open_workload(parse_flags(run, "--quick"))
+    assert len(found.prompts) == len({each.category for each in found.prompts}) == 7
+    assert found.draft_model_name == "demo" and found.describe()["model_gb"] == count_bytes(found.model) / 1e9
+
+
+def test_acceptance_takes_the_demos_own_prompts() -> None:
+    found = open_workload(parse_flags(acceptance))
+    assert found.draft_model is None and {prompt.category for prompt in found.prompts} == {"demo"}
+
+
+def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "other", small_drafter())
+    with pytest.raises(RedrafterError, match="expects hidden size 32, the target has"):
+        open_workload(parse_flags(run, "--drafter", str(tmp_path / "other")))
+    shutil.copytree(Path(demo.__file__).parent / "target", tmp_path / "fewer")
+    tokenizer = json.loads((tmp_path / "fewer" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"].popitem()
+    tokenizer["model"]["merges"] = []
+    (tmp_path / "fewer" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RedrafterError, match=r"the draft model must have the target's vocabulary of .* tokens, .* has"):
+        open_workload(parse_flags(run, "--draft-model", str(tmp_path / "fewer")))
+
+
+@pytest.mark.parametrize("words", [("--plans", "1,2"), ("--random-drafter",)])
+def test_plans_need_a_drafter(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Workload("small", small_llama(), None, None, None, None, [])
+    monkeypatch.setattr(run, "open_workload", lambda args: bare)
+    with pytest.raises(RedrafterError, match="expected the --drafter that was trained for the model"):
+        run.run(parse_flags(run, *words))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_embeddings_are_read_only_as_heads(tied: bool, bits: int | None) -> None:
+    model = small_llama(hidden=64, vocab=96, tie_word_embeddings=tied)
+    if bits:
+        nn.quantize(model, 32, bits)
+    embedding = 96 * 64 * 4 if bits is None else 96 * (64 * bits // 8 + 2 * 4 * 64 // 32)
+    assert count_bytes_read(model) == count_bytes(model) - (0 if tied else embedding)
+
+
+def test_mixtures_have_no_bytes_per_forward() -> None:
+    model: Any = argparse.Namespace(named_modules=lambda: [("", nn.Module()), ("experts", SwitchLinear(8, 8, 2))])
+    assert count_bytes_read(model) is None

@@ -1,0 +1,139 @@
+"""The model of a round predicts published speeds that it was not fitted to, and worse models do not."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from bench_records import parse_flags
+
+from benchmarks import predict
+from benchmarks.predict import (
+    CHIPS,
+    CLIFF,
+    MEDIAN_BOUND,
+    NO_CLIFF,
+    PRIOR,
+    TAIL_BOUND,
+    Cell,
+    Published,
+    RoundModel,
+    find_errors,
+    fit_model,
+    predict_changes,
+    prune,
+    read_published,
+    split_shapes,
+)
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.errors import RedrafterError
+
+PLANS = [Plan(width, depth, width * (depth + 1)) for width in (1, 2, 3, 4) for depth in (1, 2, 3, 4)]
+
+
+@pytest.fixture(scope="module")
+def published() -> list[Published]:
+    return read_published()
+
+
+def passes(errors: dict[str, float]) -> bool:
+    return errors["median"] < MEDIAN_BOUND and errors["95th percentile"] < TAIL_BOUND
+
+
+def test_published_runs_are_read_as_noted(published: list[Published]) -> None:
+    assert [each.chip for each in published] == [chip for chip in CHIPS for _ in range(2)]
+    assert [len(each.cells) for each in published] == [16, 16, 16, 16, 15, 16], "one cell is lost to compile time"
+    ultra = published[4]
+    cell = next(cell for cell in ultra.cells if cell.plan[:3] == (3, 3, 12))
+    # 3,4,float16: 82 steps, 3422.5 ms; prompts of 111.23 (disturbed) and 110.99 ms
+    assert cell.tokens_per_round == 200 / 83
+    assert cell.round_ms == pytest.approx((3422.5143329986167 - 110.99220899995998) / 83)
+    # Apple's article, recurrent_drafting/mlx/experiments/README.md: 1.37x on the M1 Max, 1.52x on the M2 Ultra.
+    best = {
+        each.chip: max(c.tokens_per_round * each.plain_ms / c.round_ms for c in each.cells) for each in published[::2]
+    }
+    assert (best["m1-max"], best["m2-ultra"]) == pytest.approx((1.37, 1.52), abs=0.006)
+
+
+def test_speeds_of_unseen_shapes_are_predicted(published: list[Published]) -> None:
+    halves = split_shapes()
+    assert len(halves) == 50 and all(len(half) == 8 and {(4, 3), (4, 4)} & half for half in halves)
+    assert passes(find_errors(published))
+
+
+@pytest.mark.parametrize("cliff", [NO_CLIFF, 12], ids=["no cliff", "a cliff at 12 rows"])
+def test_a_model_without_the_cliff_fails(cliff: int, published: list[Published]) -> None:
+    assert not passes(find_errors(published, cliff))
+
+
+def test_shuffled_times_fail(published: list[Published]) -> None:
+    shuffled = []
+    for each in published:
+        times = [cell.round_ms for cell in each.cells]
+        random.Random(0).shuffle(times)
+        cells = [cell._replace(round_ms=ms) for cell, ms in zip(each.cells, times, strict=True)]
+        shuffled.append(each._replace(cells=cells))
+    assert not passes(find_errors(shuffled))
+
+
+def test_a_known_model_is_fitted_again() -> None:
+    known = RoundModel(40.0, (1.3, 0.015, 0.9, 0.03, 0.06, 0.09))
+    found = fit_model([Cell(plan, 2.0, known.round_ms(plan)) for plan in PLANS], 40.0)
+    assert found.numbers == pytest.approx(known.numbers, abs=0.01)
+    assert fit_model([], 40.0).numbers == pytest.approx([centre for centre, _ in PRIOR.values()])
+    assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, "never less than a plain step"
+
+
+def test_pruned_trees_stay_below_the_cliff() -> None:
+    for width, depth, *_ in PLANS:
+        whole = 1 + width * depth
+        found = list(prune(Plan(width, depth, whole), 2.4))
+        assert found and all(max(width, depth) < plan.size < CLIFF for plan, _ in found)
+        tokens = [made for _, made in found]
+        assert tokens == sorted(tokens) and tokens[-1] <= 2.4 + 1e-12
+        assert (tokens[-1] == pytest.approx(2.4)) is (whole < CLIFF), "only (4, 4) must lose something"
+
+
+def test_all_changes_together_help_most(published: list[Published]) -> None:
+    rows = list(predict_changes(published))
+    assert len(rows) == 6 * 7
+    for start in range(0, len(rows), 7):
+        now, tree, cut, small, host, most, everything = (row["predicted x plain"] for row in rows[start : start + 7])
+        assert now <= tree * (1 + 1e-9) and tree <= cut * (1 + 1e-9) and now < small and now < host
+        assert max(cut, small) <= most < everything
+        best = max(cell.tokens_per_round / cell.round_ms for cell in published[start // 7].cells)
+        assert now == pytest.approx(best * published[start // 7].plain_ms, rel=0.02), "the model against the best run"
+
+
+def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--chip", "m2-ultra", "--beam-width", "1", "--draft-depth", "4")
+    assert predict.run(parse_flags(predict, *words, "--tokens-per-round", "2.5", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    ms = fit_model(published[4].cells, published[4].plain_ms).round_ms(Plan(1, 4, 5))
+    assert found["predicted round ms"] == pytest.approx(ms) and found["plan"] == [1, 4, 5]
+    assert found["predicted tokens/s"] == pytest.approx(2500 / ms)
+    assert found["predicted x plain"] == pytest.approx(2.5 * published[4].plain_ms / ms)
+    assert predict.run(parse_flags(predict, *words)) == 0
+    assert f"| tokens per round | {200 / 86:.2f} |" in capsys.readouterr().out, "Apple's 86 rounds"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--draft-depth 2", "expected the --chip of the plan, one of m1-max, m2, m2-ultra"),
+        ("--chip m2 --draft-depth 2 --tokens-per-round 3.5", "expected from 1 to 3 tokens per round"),
+        ("--chip m2 --draft-depth 2 --tokens-per-round 0.5", "expected from 1 to 3 tokens per round"),
+    ],
+)
+def test_unpredictable_plans_are_refused(words: str, message: str) -> None:
+    with pytest.raises(RedrafterError, match=message):
+        predict.run(parse_flags(predict, *words.split()))
+
+
+def test_a_failing_model_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(predict, "TAIL_BOUND", 0.01)
+    assert predict.run(parse_flags(predict, "--json")) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+    assert predict.run(parse_flags(predict)) == 1
+    assert "FAILED" in capsys.readouterr().out

@@ -1,0 +1,125 @@
+"""The form of records: what is written is read again, what is damaged is refused with its line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_records import MACHINE, make_costs, make_line, make_speed
+
+from benchmarks import records
+from benchmarks.records import CONTRIBUTED, find_problem, read_records, read_results, stamp, write_records
+from mlx_redrafter.errors import RedrafterError
+
+
+def test_written_records_are_read_again(tmp_path: Path) -> None:
+    path, lines = tmp_path / "new" / "results.jsonl", [make_line(make_costs()), make_line(make_speed())]
+    write_records(path, lines)
+    assert read_records(path) == lines
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_records(path, [make_line(make_speed(ratio=float("nan")))])
+    assert read_records(path) == lines and [each.name for each in path.parent.iterdir()] == ["results.jsonl"]
+
+
+def test_committed_results_are_sound() -> None:
+    found = read_results(records.RESULTS)
+    assert {"demo", "kinds", "demo-sweep", "synthetic-1b"} <= set(found.files)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda each: each.pop("ratio"), "'ratio' is a required property"),
+        (lambda each: each.pop("machine"), "'machine' is a required property"),
+        (lambda each: each.update(ratio="1.5"), r"\$.ratio: '1.5' is not of type 'number'"),
+        (lambda each: each.update(ratio=float("nan")), "NaN is not a number"),
+        (lambda each: each.update(kind="speech"), "its kind must be one of speed, costs, suite, got 'speech'"),
+        (lambda each: each.update(plan=[1, 3]), r"\$.plan"),
+        (lambda each: each.update(contestant="me"), r"\$.contestant"),
+        (lambda each: each.update(mood="good"), "mood"),
+        (lambda each: each.update(schema=2), r"\$.schema"),
+        (lambda each: each["machine"].pop("mlx"), "'mlx' is a required property"),
+    ],
+)
+def test_damaged_records_are_refused_with_their_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    damaged = copy.deepcopy(make_line(make_speed()))
+    change(damaged)
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (make_line(make_speed()), damaged)))
+    with pytest.raises(RedrafterError, match=f"results.jsonl, line 2: .*{message}"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected results in .*, a JSON object a line, got an empty file"),
+        ("[1]\n", "line 1: its kind must be one of speed, costs, suite, got None"),
+        ("{\n", "line 1: expected a JSON object"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "results.jsonl").write_text(text)
+    with pytest.raises(RedrafterError, match=message):
+        read_results(tmp_path)
+    with pytest.raises(RedrafterError, match=r"expected results in .*none"):
+        read_results(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"contributor": None}, "ada.json does not say who measured it: fill in its 'contributor'"),
+        ({"kind": "costs"}, "ada.json: "),
+        ({"records": [{**make_speed(), "ratio": "fast"}]}, "ada.json: "),
+        ({"records": [{**make_speed(), "ratio": float("nan")}]}, "cannot read .*ada.json: NaN is not a number"),
+    ],
+)
+def test_damaged_or_unsigned_contributions_are_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    suite = {"schema": 1, "kind": "suite", "machine": MACHINE, "contributor": "Ada", "skipped": []}
+    suite["records"] = [make_speed(), make_costs()]
+    path = tmp_path / CONTRIBUTED / "ada.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(suite))
+    assert find_problem(suite) is None and read_results(tmp_path).contributed == [suite]
+    path.write_text(json.dumps(suite | more))
+    with pytest.raises(RedrafterError, match=message):
+        read_results(tmp_path)
+
+
+def test_without_jsonschema_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(RedrafterError, match="pip install"):
+        find_problem(make_speed())
+
+
+def test_stamps_satisfy_the_schema() -> None:
+    found = stamp()
+    assert {"device", "chip", "mlx", "mlx-lm", "mlx_redrafter", "when", "memory_gb"} <= set(found)
+    assert find_problem(make_speed() | {"machine": found}) is None
+
+
+@pytest.mark.parametrize(
+    ("displays", "battery", "cores", "power"),
+    [
+        ('{"SPDisplaysDataType": [{"_name": "screen"}, {"sppci_cores": "38"}]}', "from 'AC Power'\n", 38, "AC Power"),
+        ('{"SPDisplaysDataType": []}', "from 'Battery Power'\n -Internal 81%", None, "Battery Power"),
+        ('{"SPDisplaysDataType": [{"sppci_cores": "many"}]}', "nothing", None, None),
+        ("", "", None, None),
+    ],
+)
+def test_macs_report_gpu_cores_and_power(
+    displays: str, battery: str, cores: int | None, power: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"system_profiler": displays, "pmset": battery}
+    monkeypatch.setattr(records.sys, "platform", "darwin")
+    monkeypatch.setattr(records, "run_command", lambda *command: answers[command[0]])
+    found = stamp()
+    assert (found["gpu_cores"], found["power"]) == (cores, power)

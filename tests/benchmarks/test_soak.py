@@ -1,0 +1,30 @@
+"""The soak reports wrong answers, and none where there are none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench_records import parse_flags
+
+from benchmarks import soak
+from benchmarks.soak import decode_expected, find_growth
+
+
+@pytest.mark.slow
+def test_only_wrong_answers_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [["no", *row[1:]] for row in decode_expected(soak.demo_prompts()[: soak.PROMPTS], 6)]
+    monkeypatch.setattr(soak, "decode_expected", lambda *given: wrong)
+    flags = parse_flags(soak, "--minutes", "0.1", "--clients", "2", "--max-tokens", "6", "--json")
+    assert soak.run(flags) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["wrong"] < found["answered"] and found["failed"] == 0
+    assert "instead of 'no'" in found["first wrong"] and "temperature" not in found["first wrong"]
+    assert found["MB after a tenth"] > 50
+    assert found["growth"] == pytest.approx(found["MB at the end"] / found["MB after a tenth"])
+
+
+def test_growth_begins_after_a_tenth() -> None:
+    sizes = [(float(at), 100 + at) for at in range(101)]
+    assert find_growth(sizes) == (115, 195)
+    assert find_growth([(0.0, 7)]) == (7, 7)

@@ -1,0 +1,82 @@
+"""Sweeps measure a grid of plans, and are drawn."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_records import MACHINE, make_costs, make_line, make_speed, parse_flags
+from small import small_drafter, small_llama
+
+from benchmarks import contest, report, sweep
+from benchmarks.models import Prompt, Workload
+from benchmarks.sweep import draw_maps, find_cells, make_grid
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.errors import RedrafterError
+
+
+def make_records() -> list[dict[str, Any]]:
+    plans = {(1, 1, 2): 1.2, (1, 2, 3): 0.9, (2, 1, 3): 1.1, (2, 2, 5): 0.5, (2, 2, 4): 0.7}
+    return [
+        make_line(make_costs()),
+        make_line(make_speed("plain", "off", 1.0)),
+        *(make_line(make_speed(plan=plan, ratio=ratio)) for plan, ratio in plans.items()),
+        make_line(make_speed(plan=(1, 1, 2), ratio=1.4, prompt="code/two")),
+    ]
+
+
+def test_grids_have_each_possible_plan_once() -> None:
+    shapes = [(1, 1, 2), (1, 3, 4), (2, 1, 3), (2, 3, 7), (2, 3, 4)]
+    assert make_grid([1, 2], [1, 3], ["whole", 4], 64) == [Plan(*shape) for shape in shapes]
+    assert make_grid([2, 2], [1], ["whole", 3], 64) == [Plan(2, 1, 3)], "the whole tree is named once"
+    with pytest.raises(RedrafterError, match="a grid without a plan"):
+        make_grid([1], [3], [4], 64)
+    with pytest.raises(RedrafterError, match="beam_width must be from 1 to the vocabulary's 64, got 65"):
+        make_grid([65], [1], ["whole"], 64)
+
+
+def test_a_sweep_measures_plain_decoding_and_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [Prompt("code/one", "code", [1, 2, 3])]
+    small = Workload("small", small_llama(layers=1), small_drafter(), "random", None, None, prompts)
+    monkeypatch.setattr(sweep, "open_workload", lambda args: small)
+    monkeypatch.setattr(contest, "stamp", lambda: MACHINE)
+    monkeypatch.setattr(contest, "measure_costs", lambda workload: make_costs())
+    words = ("--widths", "1", "2", "--depths", "1", "--sizes", "whole", "--max-tokens", "4", "--repeats", "1")
+    assert sweep.run(parse_flags(sweep, *words, "--json")) == 0
+    found = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    sides = [(each.get("contestant"), each.get("plan")) for each in found]
+    assert sides == [(None, None), ("plain", "off"), ("drafted", [1, 1, 2]), ("drafted", [2, 1, 3])]
+
+
+def test_cells_are_medians_of_records() -> None:
+    found = find_cells(make_records())
+    assert found["whole tree"]["x plain"] == {(1, 1): pytest.approx(1.3), (1, 2): 0.9, (2, 1): 1.1, (2, 2): 0.5}
+    assert found["4 nodes"]["x plain"] == {(2, 2): 0.7}
+    assert found["4 nodes"]["tokens/round"] == {(2, 2): pytest.approx(127 / 64)}
+
+
+def test_sweeps_are_drawn_into_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "sweep.png"
+    draw_maps(make_records(), path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > 900 and height > 600, "two maps beside each other, and two above"
+    assert [each.name for each in path.parent.iterdir()] == ["sweep.png"]
+    with pytest.raises(RedrafterError, match="there is nothing to draw"):
+        draw_maps([make_line(make_costs()), make_line(make_speed("plain", "off"))], path)
+
+
+def test_without_matplotlib_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sweep, "open_workload", lambda args: pytest.fail("it went on"))
+    with pytest.raises(RedrafterError, match="plots are drawn with matplotlib: pip install"):
+        sweep.run(parse_flags(sweep, "--plot", str(tmp_path / "x.png")))
+    with pytest.raises(RedrafterError, match="plots are drawn with matplotlib"):
+        report.run(parse_flags(report, "--plots", str(tmp_path)))

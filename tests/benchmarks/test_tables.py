@@ -1,0 +1,123 @@
+"""Results become tables, and the tables of the documents are made of those that are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_records import MACHINE, make_costs, make_line, make_speed, parse_flags
+
+from benchmarks import report
+from benchmarks.records import RESULTS, Results, read_results
+from benchmarks.report import TABLES, place_tables
+from benchmarks.tables import find_limit, format_cell, format_markdown, format_text
+from mlx_redrafter.errors import RedrafterError
+
+PLAIN = make_line(make_speed("plain", "off", 1.0))
+
+
+def make_place(name: str, inside: str = "") -> str:
+    return f"<!-- results: {name} -->\n{inside}<!-- results: end -->\n"
+
+
+def test_rows_are_shown_as_text_and_markdown() -> None:
+    rows = [{"name": "a|b", "gap": 0.00123, "plan": [4, 3]}, {"name": None, "gap": 0.0, "plan": [1, 2]}]
+    assert [format_cell(value) for value in (1.0, 0.1, -0.0126, 3, "x")] == ["1.00", "0.10", "-0.013", "3", "x"]
+    assert format_text(rows).splitlines() == ["name     gap   plan", " a|b  0.0012  4 x 3", "        0.00  1 x 2"]
+    assert format_markdown(rows).splitlines()[2:] == ["| a\\|b | 0.0012 | 4 x 3 |", "|  | 0.00 | 1 x 2 |"]
+
+
+def test_rows_where_drafting_loses_stay_in() -> None:
+    records = [
+        make_line(make_costs()),
+        PLAIN,
+        make_line(make_speed()),
+        make_line(make_speed(plan=(4, 3, 13), ratio=0.4)),
+    ]
+    results = Results({"demo": records, "kinds": records}, [])
+    table = TABLES["demo"](results)
+    assert "| 1 x 3 | 1.98 | 150.00 | 1.50 (1.50 to 1.50) | 1 of 1 |" in table
+    assert "| 4 x 3 | 1.98 | 40.00 | 0.40 (0.40 to 0.40) | 1 of 1 |" in table
+    assert "Some Chip" in table and "mlx 0.32.4" in table
+    assert "| code (1) | 100.00 | 1.50 | 0.40 |" in TABLES["kinds"](results)
+
+
+def test_limits_are_tokens_over_verify_forwards() -> None:
+    # Four nodes take 14 ms where a plain step takes 10; drafts and the host count as free.
+    assert find_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 * 10 / 14)
+    assert find_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
+    assert find_limit(make_costs(), make_speed(plan="auto")) is None and find_limit(None, make_speed()) is None
+    slow = make_costs()["costs"] | {"verify": [[11.0, 12.0, 13.0, 99.0, 15.0, 16.0, 17.0]]}
+    assert find_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(127 / 64 * 10 / 15)
+
+
+def test_limits_hold_at_the_texts_context_length() -> None:
+    # From 64 tokens to 264 a plain step grows from 10 to 20 ms, and a forward of N nodes from 10 + N to 30 + N.
+    verify = [[start + n for n in range(1, 8)] for start in (10.0, 30.0)]
+    table = make_costs()["costs"] | {"contexts": [64, 264], "plain": [10.0, 20.0], "verify": verify}
+    for prompt, tokens, plain, forward in ((32, 64, 10, 14), (64, 200, 15, 24), (164, 200, 20, 34)):
+        record = make_speed(prompt_tokens=prompt, tokens=tokens, rounds=50, ratio=0.1)
+        assert find_limit(make_costs(costs=table), record) == pytest.approx((tokens - 1) / 50 * plain / forward)
+
+
+def test_nothing_exceeds_the_limit() -> None:
+    records = [make_line(make_costs()), PLAIN, make_line(make_speed(ratio=1.9))]
+    assert "| 1.90 | 1.90 | 100% |" in TABLES["limits"](Results({"demo": records}, []))
+    rows = TABLES["limits"](read_results(RESULTS)).splitlines()[2:]
+    assert rows and all(int(row.split("|")[-2].strip(" %")) <= 100 for row in rows)
+
+
+def test_tables_take_results_of_any_contestants() -> None:
+    others = [make_speed("mlx-lm", None, 0.9)], [make_speed(plan="auto", ratio=1.1)], []
+    for records in ([make_line(make_costs())], *([PLAIN, *map(make_line, each)] for each in others)):
+        results = Results({"demo": records, "kinds": records, "synthetic-x": records}, [])
+        assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
+
+
+def test_contributions_stand_with_their_contributor() -> None:
+    machine = {**MACHINE, "gpu_cores": 10, "power": "AC Power"}
+    differing = make_speed(prompt="code/two", ratio=0.8, same_tokens=False, first_difference=3)
+    suite = {"contributor": "Ada | Co", "machine": machine, "records": [make_costs(), make_speed(ratio=0.8), differing]}
+    table = TABLES["contributed"](Results({}, [suite]))
+    assert "| Ada \\| Co | Some Chip, 10 GPU cores, 16 GB, AC Power |" in table and "0.80" in table
+    assert table.splitlines()[2].endswith("| 1 of 2 | 128 x 3 |")
+    unknown = suite | {"machine": {**MACHINE, "memory_gb": None}}
+    assert "| Some Chip |" in TABLES["contributed"](Results({}, [unknown]))
+
+
+def test_report_leaves_out_empty_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "demo.jsonl").write_text(json.dumps(PLAIN) + "\n")
+    assert report.run(parse_flags(report, "--results", str(tmp_path))) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line in TABLES] == ["demo", "predicted"]
+
+
+def test_tables_are_placed_again_without_change() -> None:
+    results = Results({"demo": [make_line(make_speed())]}, [])
+    text = f"# Title\n\n{make_place('demo', 'old' + chr(10))}\nbetween\n\n{make_place('contributed')}end\n"
+    once = place_tables(text, results)
+    assert "old" not in once and "| 1 x 3 |" in once and "None yet." in once
+    assert once.startswith("# Title\n") and "\nbetween\n" in once and once.endswith("end\n")
+    assert place_tables(once, results) == once
+    with pytest.raises(RedrafterError, match="no table is called 'nope': there are demo, "):
+        place_tables(make_place("nope"), results)
+
+
+def test_documents_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = tmp_path / "one.md", tmp_path / "two.md"
+    sweep: list[Any] = [make_line(make_costs()), PLAIN, make_line(make_speed())]
+    (tmp_path / "demo-sweep.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sweep))
+    monkeypatch.setattr(report, "DOCUMENTS", (one, two))
+    monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
+    one.write_text(make_place("contributed"))
+    two.write_text(make_place("nope"))
+    flags = parse_flags(report, "--results", str(tmp_path), "--write")
+    with pytest.raises(RedrafterError, match="nope"):
+        report.run(flags)
+    assert one.read_text() == make_place("contributed") and not (tmp_path / "plots").exists()
+    two.write_text(make_place("limits"))
+    assert report.run(flags) == 0
+    assert one.read_text() == make_place("contributed", "None yet.\n")
+    assert (tmp_path / "plots" / "demo-sweep.png").read_bytes().startswith(b"\x89PNG")
