@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from . import acceptance, planning, predict, report, round_time, serving, soak, sweep, synthetic, ties, training
+from . import acceptance, planning, predict, report, round_time, serving, soak, sweep, synthetic, ties
 from . import run as runs
 
 COMMANDS = {
@@ -19,7 +19,6 @@ COMMANDS = {
     "round": round_time,
     "serving": serving,
     "soak": soak,
-    "training": training,
 }
 
 

@@ -1,4 +1,4 @@
-"""Acceptance, ties, the parts of a round and what training takes: rows, or one line that says why not."""
+"""Acceptance, ties and the parts of a round: rows, or one line that says why not."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from benchmarks import acceptance, round_time, shapes, ties, training
+from benchmarks import acceptance, round_time, shapes, ties
 from benchmarks.acceptance import Ranked
 from benchmarks.prompts import Prompt
 from benchmarks.subject import Subject, open_subject
-from benchmarks.targets import TargetShape, target_of
 from mlx_redrafter.cli.generate import Difference
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import PromptRuns, decode_prompts
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.sizing import candidates
 from tests.bench_records import MACHINE, flags
 from tests.small import small_drafter, small_llama
 
@@ -126,26 +124,3 @@ def test_the_demo_comes_with_its_own_prompts_and_no_draft_model() -> None:
     found = open_subject(flags(acceptance))
     assert found.draft_model is None and found.draft_model_name is None
     assert {prompt.category for prompt in found.prompts} == {"demo"}
-
-
-def test_training_is_predicted_for_every_published_target_of_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, training, "predict", "--bandwidth", "400", "--tflops", "10")
-    assert [row["target"] for row in found][:2] == ["llama-3.2-1b 4-bit", "llama-3.2-3b 4-bit"] and len(found) == 6
-    assert found[0]["settings"]["kind"] == "predict"
-
-
-def test_training_is_predicted_at_16_bits_and_where_no_drafter_is_cheap(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("predict", "--bandwidth", "400", "--tflops", "10", "--bits")
-    one, *_ = rows(capsys, training, *words, "16")
-    assert one["GB"] == pytest.approx(2 * target_of("llama-3.2-1b").n_weights / 1e9), "nothing is scaled, so no scales"
-    tiny = TargetShape("tiny", "llama", 64, 1, 128, 4, 2, 16, 512, True)
-    monkeypatch.setattr(training, "TARGETS", (tiny,))
-    (last,) = rows(capsys, training, *words, "1")
-    assert (last["exit_dim"], last["guesses"]) == (64, candidates(64, 512)[-1].draft_vocab_size or 512)
-
-
-def test_training_needs_iterations_between_the_first_and_the_last() -> None:
-    with pytest.raises(RedrafterError, match="--iters must be at least 4"):
-        training.run(flags(training, "cost", "--iters", "3"))
