@@ -23,7 +23,7 @@ AT_ONCE = 32  # answers that are written side by side at most, and then saved
 
 
 class AnswerFile:
-    """The answers to some prompts: a line that says what they depend on, then a line for each group of answers.
+    """The answers to some prompts: a line that says what they depend on, then a line for each answer.
 
     Args:
         path: of the file, which need not exist.
@@ -34,11 +34,8 @@ class AnswerFile:
     def __init__(self, path: Path, args: TrainingArgs, prompts: Sequence[Sequence[int]]) -> None:
         self.path, self.prompts, self.args = path, prompts, args
         self.header = {
-            "model": [args.model, args.adapter_path],
+            **{name: args.to_json()[name] for name in ("model", "adapter_path", "temp", "max_tokens", "seed")},
             "prompts": digest(prompts),
-            "temps": list(args.temp),
-            "max_tokens": args.max_tokens,
-            "seed": args.seed,
         }
         # Few enough that every temperature has its turn.
         self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
@@ -50,30 +47,16 @@ class AnswerFile:
             RedrafterError: not a file of answers, or of other ones.
         """
         try:
-            lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]  # after the last newline: half a group
+            header, *done = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+            done = [list(map(int, answer)) for answer in done]
         except FileNotFoundError:
             return []
-        except (OSError, UnicodeDecodeError) as error:
-            raise RedrafterError(f"{self.path} holds no answers: {one_line(error)}") from error
-        try:
-            header, groups = dict(json.loads(lines[0])) if lines else self.header, list(map(json.loads, lines[1:]))
-            done = [list(map(int, answer)) for group in groups for answer in group]
-        except (ValueError, TypeError) as error:
-            raise RedrafterError(
-                f"{self.path} holds no answers: {one_line(error)}; delete it to start again"
-            ) from error
+        except (OSError, ValueError, TypeError) as error:
+            raise RedrafterError(f"cannot read the answers in {self.path}: {one_line(error)}") from error
         for key, value in self.header.items():
-            if header.get(key) != value:
-                raise RedrafterError(
-                    f"{self.path} holds answers of another run: expected {key} {value}, got {header.get(key)}"
-                )
-        if len(done) != min(len(groups) * self.group_size, len(self.prompts)):
-            raise RedrafterError(f"{self.path} is damaged: expected whole groups of answers; delete it to start again")
-        return done
-
-    def count_missing(self) -> int:
-        """How many answers the target has still to write."""
-        return len(self.prompts) - len(self.read())
+            if not isinstance(header, dict) or header.get(key) != value:
+                raise RedrafterError(f"{self.path} holds the answers of another run, with another {key}")
+        return done[: len(self.prompts)]
 
     def complete(self, model: nn.Module, tokenizer: Any) -> list[Text]:
         """Prompt and answer of each, the prompt masked; the target writes the answers that the file does not have.
@@ -84,25 +67,18 @@ class AnswerFile:
             RedrafterError: see `read`; or the file cannot be written.
         """
         done = self.read()
-        try:
-            text = self.path.read_text(encoding="utf-8") if done else ""
-            whole = text[: text.rfind("\n") + 1] or json.dumps(self.header) + "\n"
-            if whole != text:
-                write_text(self.path, whole)
-            with self.path.open("a", encoding="utf-8") as file, tqdm(total=len(self.prompts), desc="answers") as bar:
-                bar.update(len(done))
-                while len(done) < len(self.prompts):
-                    number = len(done) // self.group_size
-                    mx.random.seed(self.args.seed + number)
-                    temp = self.args.temp[number % len(self.args.temp)]
-                    group = self.prompts[len(done) : len(done) + self.group_size]
-                    answers = generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
-                    file.write(json.dumps(answers) + "\n")
-                    file.flush()
-                    done += answers
-                    bar.update(len(group))
-        except OSError as error:
-            raise RedrafterError(f"cannot write the answers to {self.path}: {one_line(error)}") from error
+        with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
+            while len(done) < len(self.prompts):
+                number = len(done) // self.group_size
+                mx.random.seed(self.args.seed + number)
+                temp = self.args.temp[number % len(self.args.temp)]
+                group = self.prompts[len(done) : len(done) + self.group_size]
+                done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
+                bar.update(len(group))
+                try:
+                    write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
+                except OSError as error:
+                    raise RedrafterError(f"cannot write the answers to {self.path}: {one_line(error)}") from error
         pairs = zip(self.prompts, done, strict=True)
         return [Text(np.array([*prompt, *answer], np.int32), len(prompt)) for prompt, answer in pairs]
 

@@ -11,12 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 
 from ..checkpoints import evaluate
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..errors import RedrafterError
 from ..planning.costs import lower_quartile, time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
+from .answers import AT_ONCE
 from .data import Text, collate
 from .settings import TrainingArgs
 from .trainer import cast_loss, helper_thread, make_loss, target_arrays
@@ -31,7 +33,6 @@ def estimate_run(
     *,
     val_texts: int,
     answers: int = 0,
-    group_size: int = 1,
 ) -> str:
     """The seconds and bytes that a run takes at most, as a line of text; nothing is updated.
 
@@ -41,7 +42,6 @@ def estimate_run(
         iters: how many iterations are left.
         val_texts: texts of a validation at most.
         answers: how many answers the target still has to write.
-        group_size: how many it writes side by side.
     """
     drafter = Drafter(sizes)
     evaluate(model, drafter)
@@ -52,19 +52,19 @@ def estimate_run(
     memory = mx.get_peak_memory() + 12 * n_weights(sizes)  # two moments, and gradients that are added up
     writing = 0.0
     if answers:
-        step = time_answer_step(model, mean - args.max_tokens, min(answers, group_size))
-        writing = step * args.max_tokens * math.ceil(answers / group_size)
+        step = time_answer_step(model, mean - args.max_tokens, min(answers, AT_ONCE))
+        writing = step * args.max_tokens * math.ceil(answers / AT_ONCE)
     decoding = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
     val_texts = val_texts if args.val_batches < 0 else min(val_texts, args.val_batches * args.batch_size)
     validation = val_texts / args.batch_size * iteration + decoding
     # At the end every depth, one tree and plain decoding are compared.
     validating = math.ceil(iters / args.steps_per_eval) * validation + (args.draft_depth + 2) * decoding
     training = iters * iteration
-    disk = disk_bytes(sizes, answers * args.max_tokens)
+    total, *parts = map(tqdm.format_interval, (writing + training + validating, writing, training, validating))
     return (
-        f"expected: about {format_time(writing + training + validating)}: {format_time(writing)} for answers, "
-        f"{format_time(training)} for {iters} iterations of {iteration:.2g} s, {format_time(validating)} for "
-        f"validation; {memory / 1e9:.2f} GB of memory, {disk / 1e6:.0f} MB of disk"
+        f"expected: {total} (minutes:seconds): {parts[0]} for answers, {parts[1]} for {iters} iterations of "
+        f"{iteration:.2g} s, {parts[2]} for validation; {memory / 1e9:.2f} GB of memory, "
+        f"{disk_bytes(sizes, answers * args.max_tokens) / 1e6:.0f} MB of disk"
     )
 
 
@@ -125,10 +125,3 @@ def check_disk(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free + written < needed:
         raise RedrafterError(f"expected {needed / 1e6:.0f} MB of free disk for {directory}, got {free / 1e6:.0f} MB")
-
-
-def format_time(seconds: float) -> str:
-    """A time in seconds, minutes or hours."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -44,7 +44,7 @@ from .evaluation import add_results, compare_shapes, format_table, make_prompts,
 from .run_files import Record, RunFiles, make_command, strip_folders
 from .settings import TrainingArgs
 from .targets import new_drafter
-from .trainer import read_step, train_drafter
+from .trainer import load_checkpoint, train_drafter
 
 INTERRUPTED = 130
 DEMO_PROMPTS = 1024  # pieces of the standard library that the demo's target continues
@@ -118,15 +118,15 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         raise RedrafterError(f"cannot resume the run in {files.place}: the texts of {where} have changed")
     sizes = DrafterArgs.from_dict(record.args) if record.args else choose_args(args, model, say)
     record.texts, record.args = source, sizes.to_dict()
-    done = record.ended or read_step(files.checkpoint)
+    done = record.ended or load_checkpoint(files.checkpoint)
     if resume and record.reports and not done:
         say("the run has no checkpoint: it starts again")
     guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
     weights = n_weights(sizes) / 1e6
     say(f"drafter: exit_dim {sizes.exit_dim}, blocks {sizes.num_draft_layers}{guesses}, {weights:.2f} M parameters")
     left = 0 if record.ended else args.iters - done
-    missing = {} if answers is None else {"answers": answers.count_missing(), "group_size": answers.group_size}
-    say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, **missing))
+    missing = 0 if answers is None else len(lengths) - len(answers.read())
+    say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing))
     check_disk(files.place, disk_bytes(sizes, 0 if args.data else len(lengths) * args.max_tokens))
     if dry_run:
         return 0
@@ -137,11 +137,17 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
                 texts = split_texts(args, answers.complete(model, tokenizer), [], say)
             mx.random.seed(args.seed)
             count = sizes.draft_vocab_size
-            drafter = new_drafter(
-                model, sizes, None if count is None else most_frequent(texts[0], count, sizes.vocab_size)
-            )
+            ids = None if count is None else most_frequent(texts[0], count, sizes.vocab_size)
+            drafter = new_drafter(model, sizes, ids)
             mx.eval(drafter.parameters())
-            return train_and_finish(Run(args, files, record, say, model, set(tokenizer.eos_token_ids), drafter, *texts))
+            run = Run(args, files, record, say, model, set(tokenizer.eos_token_ids), drafter, *texts)
+            if record.ended is None:
+                with interruptible() as interrupted:
+                    done = fit_drafter(run, interrupted)
+                if record.ended is None and done < args.iters:
+                    say(f"stopped at iteration {done} of {args.iters}; the same command with --resume continues")
+                    return INTERRUPTED
+            return 0 if finish(run) else 1
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
@@ -158,25 +164,13 @@ def choose_args(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     if count is not None and count > vocab_size:
         raise RedrafterError(f"draft_vocab_size must be at most the target's vocabulary {vocab_size}, got {count}")
     layers = 1 if args.num_draft_layers is None else args.num_draft_layers
-    return DrafterArgs(
-        hidden_size, vocab_size, args.exit_dim, layers, draft_vocab_size=None if count == vocab_size else count
-    )
+    count = None if count == vocab_size else count
+    return DrafterArgs(hidden_size, vocab_size, args.exit_dim, layers, draft_vocab_size=count)
 
 
 def final_dtype(args: TrainingArgs, model: nn.Module) -> mx.Dtype:
     """The dtype of the finished drafter."""
     return compute_dtype(model) if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
-
-
-def train_and_finish(run: Run) -> int:
-    """The exit status."""
-    if run.record.ended is None:
-        with interruptible() as interrupted:
-            done = fit_drafter(run, interrupted)
-        if interrupted.is_set() and run.record.ended is None and done < run.args.iters:
-            run.say(f"stopped at iteration {done} of {run.args.iters}; the same command with --resume continues")
-            return INTERRUPTED
-    return 0 if finish(run) else 1
 
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> int:

@@ -235,35 +235,21 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
         raise RedrafterError(f"cannot save {path}: {one_line(error)}; {kept}") from error
 
 
-def read_step(path: Path) -> int:
-    """The iterations before a checkpoint; 0 where there is none.
+def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
+    """Restores what `save_checkpoint` wrote, where a model is given, and returns its step; 0 where there is none.
 
     Raises:
-        CheckpointError: damaged.
+        CheckpointError: damaged, or of another model.
     """
     if not path.exists():
         return 0
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
+        if model is not None and optimizer is not None:
+            state: Any = tree_unflatten(list(loaded[0].items()))
+            weights: Any = tree_flatten(state["model"])
+            model.load_weights(weights, strict=True)
+            optimizer.state = state["optimizer"]
         return int(loaded[1]["step"])
     except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"cannot continue from {path}: {one_line(error)}") from error
-
-
-def load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
-    """Restores what `save_checkpoint` wrote and returns its step; 0 when there is nothing to restore.
-
-    Raises:
-        CheckpointError: damaged, or of another model.
-    """
-    if not (step := read_step(path)):
-        return 0
-    try:
-        arrays: Any = mx.load(str(path))
-        state: Any = tree_unflatten(list(arrays.items()))
-        weights: Any = tree_flatten(state["model"])
-        model.load_weights(weights, strict=True)
-        optimizer.state = state["optimizer"]
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"cannot continue from {path}: {one_line(error)}") from error
-    return step

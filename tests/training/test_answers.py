@@ -69,25 +69,22 @@ def test_a_stopped_run_keeps_whole_groups(
     monkeypatch.setattr(answers, "generate_answers", count)
     with pytest.raises(KeyboardInterrupt):
         answer_file(path, prompts).complete(*demo)
-    with path.open("a") as file:
-        file.write("[[1, 2")  # half a group, as a killed run leaves it
-    assert answer_file(path, prompts).count_missing() == 3
+    assert len(answer_file(path, prompts).read()) == 2
     found = answer_file(path, prompts).complete(*demo)
     assert calls == [2, 2, 2, 1], "the first group is not written again"
     assert [text.ids.tolist() for text in found] == [text.ids.tolist() for text in whole]
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert answer_file(path, prompts).complete(*demo) and len(calls) == 4
-    for changes, given in (({"seed": 4}, prompts), ({}, prompts[1:])):
-        with pytest.raises(RedrafterError, match=r"holds answers of another run: expected (seed 4, got 3|prompts)"):
+    for changes, given, name in (({"seed": 4}, prompts, "seed"), ({}, prompts[1:], "prompts")):
+        with pytest.raises(RedrafterError, match=f"holds the answers of another run, with another {name}"):
             answer_file(path, given, **changes).complete(*demo)
-    path.write_text("\n".join(path.read_text().split("\n")[:2]) + "\n[[1]]\n")
-    with pytest.raises(RedrafterError, match="is damaged: expected whole groups of answers"):
-        answer_file(path, prompts).read()
 
 
-@pytest.mark.parametrize("damage", [b"[]\n", b'{"model": 3}\nx\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize("damage", [b"", b"[]\n", b'{"model": 3}\nx\n', b"\xff\xfe\n"])
 def test_a_damaged_file_is_refused_by_name(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_bytes(damage)
-    with pytest.raises(RedrafterError, match=r"answers.jsonl holds (no answers|answers of another run)"):
+    with pytest.raises(
+        RedrafterError, match=r"cannot read the answers in .*answers.jsonl|answers.jsonl holds the answers of another"
+    ):
         answer_file(path, [[1], [2]]).read()

@@ -91,8 +91,8 @@ def copied(whole: tuple[Path, str], target: str, tmp_path: Path) -> TrainingArgs
 def test_a_run_says_what_it_does(whole: tuple[Path, str]) -> None:
     place, said = whole
     assert re.search(
-        r"drafter: exit_dim 32, blocks 1, 0\.\d\d M parameters\nexpected: about \d+ s: \d+ s for answers, \d+ s for 8 "
-        r"iterations of .*, \d+ s for validation; .* GB of memory, \d+ MB of disk",
+        r"drafter: exit_dim 32, blocks 1, 0\.\d\d M parameters\nexpected: [\d:]+ \(minutes:seconds\): [\d:]+ for "
+        r"answers, [\d:]+ for 8 iterations of .*, [\d:]+ for validation; .* GB of memory, \d+ MB of disk",
         said,
     )
     assert re.search(
@@ -175,7 +175,7 @@ def test_what_is_done_is_not_expected_again(copied: TrainingArgs, tmp_path: Path
     said: list[str] = []
     before = {path: path.read_bytes() for path in (tmp_path / "drafter").rglob("*") if path.is_file()}
     assert run.train(copied, resume=True, dry_run=True, say=said.append) == 0
-    assert "0 s for answers, 0 s for 0 iterations" in said[-1]
+    assert "00:00 for answers, 00:00 for 0 iterations" in said[-1]
     assert {path: path.read_bytes() for path in before} == before
 
 
