@@ -122,11 +122,10 @@ def check_data(data: str) -> None:
     if not path.exists():
         is_hub_id = data.count("/") <= 1 and not data.startswith((".", "~", "/"))
         if not is_hub_id:
-            raise RedrafterError(f"{expected}, got {data!r}: no such directory")
+            raise RedrafterError(f"{expected}, got {data!r}: no such folder")
         if find_spec("datasets") is None:
             raise RedrafterError(
-                f"{expected}, got {data!r}: no such directory; "
-                'to read data sets of the hub: pip install "mlx-redrafter[train]"'
+                f'{expected}, got {data!r}: no such folder; to read data sets of the hub, pip install ".[train]"'
             )
         return
     if not path.is_dir():

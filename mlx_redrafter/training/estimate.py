@@ -71,7 +71,8 @@ def estimate_run(
 def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, length: int) -> float:
     """Seconds of an iteration over texts of this many tokens: a gradient, with the next targets computed meanwhile."""
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
-    batch = collate([Text(np.zeros(length, np.int32), 0)] * args.batch_size)
+    prompt = 0 if args.data else max(0, length - args.max_tokens)
+    batch = collate([Text(np.zeros(length, np.int32), prompt)] * args.batch_size)
     loss = make_loss(drafter, args)
     grads_of = nn.value_and_grad(drafter, cast_loss(args.mixed_dtype, drafter, loss) if args.mixed_dtype else loss)
 

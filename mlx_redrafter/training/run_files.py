@@ -76,9 +76,9 @@ class RunFiles:
             record = Record(**read_object(self.record))
         except TypeError as error:
             raise RedrafterError(f"{self.record} is not the record of a run: {one_line(error)}") from error
-        for name in settings.keys() - MAY_CHANGE:
-            if (before := record.settings.get(name)) != settings[name]:
-                raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {settings[name]}")
+        for name, value in settings.items():
+            if name not in MAY_CHANGE and (before := record.settings.get(name)) != value:
+                raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
         return record
 
     def is_free(self) -> bool:
@@ -113,11 +113,8 @@ class RunFiles:
         measured = [result._asdict() for result in results]
         summary = {**vars(record), "settings": settings.to_json(), "measured": measured}
         write_text(self.place / "training.json", json.dumps(summary, indent=1) + "\n")
-        guesses = (
-            f"the {sizes.draft_vocab_size} most frequent tokens"
-            if sizes.draft_vocab_size is not None
-            else "every token"
-        )
+        count = sizes.draft_vocab_size
+        guesses = "every token" if count is None else f"the {count} most frequent tokens"
         is_hub_id = settings.model == self.args.model
         card = f"""{card_header(settings.model if is_hub_id else None)}
 # A recurrent drafter for {settings.model or "the demo of mlx_redrafter"}

@@ -68,7 +68,7 @@ def test_a_wrong_file_is_refused(text: str | None, reason: str, tmp_path: Path) 
         (("--output", __file__), "--output cannot be .*: .*test_command.py is not a directory"),
         (("--resume",), "there is no run to resume in"),
         (("--prompts", "/no/such"), "cannot read the prompts in /no/such"),
-        (("--model", "x", "--data", "/no/such"), "got '/no/such': no such directory"),
+        (("--model", "x", "--data", "/no/such"), "got '/no/such': no such folder"),
         (("--drafter", "x"), "--drafter goes with --eval-only"),
         (("--shapes", "3"), "argument --shapes: expected W,K or W,K,N, got '3'"),
         (("--eval-only", "--max-tokens", "0"), "max_tokens must be at least 1"),

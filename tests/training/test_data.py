@@ -81,8 +81,8 @@ def test_a_directory_may_be_named_from_home(demo: Any, tmp_path: Path, monkeypat
 
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "a file": (lambda path: str(path / "other" / "text.txt"), "expected a directory of train.jsonl"),
-    "a directory that is not there": (lambda path: str(path / "none"), "got '.*none': no such directory"),
-    "neither a directory nor a hub id": (lambda path: "nodata", r"got 'nodata': no such directory; .*pip install"),
+    "a directory that is not there": (lambda path: str(path / "none"), "got '.*none': no such folder"),
+    "neither a directory nor a hub id": (lambda path: "nodata", r"got 'nodata': no such folder; .*pip install"),
     "an empty directory": (lambda path: str(path / "empty"), "expected texts in .*train.jsonl, .* got an empty file"),
     "no texts": (lambda path: str(path), "expected texts in .*train.jsonl, one JSON object a line: .*No such file"),
     "no JSON": (lambda path: str(path / "broken"), "train.jsonl, line 1: expected a JSON object, got '{'"),
