@@ -79,6 +79,8 @@ class TrainingArgs:
             if least is not None and value is not None and not least <= value <= most:
                 bounds = f"at least {least}" if value < least else f"from {least} to {most}"
                 raise RedrafterError(f"{each.name} must be {bounds}, got {value}")
+        if self.val_batches == 0:
+            raise RedrafterError("val_batches must be at least 1, or -1 for all, got 0")
         if not self.temp:
             raise RedrafterError("temp must be at least one number")
         for temp in self.temp:

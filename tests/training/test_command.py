@@ -64,6 +64,7 @@ def test_a_wrong_file_is_refused(text: str | None, reason: str, tmp_path: Path) 
         (("--depth-weights", "1"), "depth_weights must be 5 numbers"),
         (("--labels", "sampled", "--label-temp", "0"), "label_temp must be above 0"),
         (("--temp", "inf"), "temp must be"),
+        (("--val-batches", "0"), "val_batches must be at least 1, or -1 for all"),
         (("--temp", "-1"), "temp must be"),
         (("--output", __file__), "--output cannot be .*: .*test_command.py is not a directory"),
         (("--resume",), "there is no run to resume in"),

@@ -72,13 +72,6 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path) -> Non
         assert chatty.decode([int(i) for i in masked[0].ids[masked[0].offset :]]).endswith("return a + b\n")
 
 
-def test_a_directory_may_be_named_from_home(demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "texts").mkdir()
-    jsonl(tmp_path / "texts" / "train.jsonl", [ROWS["text"]] * 3)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(load_texts("~/texts", demo[1], mask_prompt=False)[0]) == 3
-
-
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     "a file": (lambda path: str(path / "other" / "text.txt"), "expected a directory of train.jsonl"),
     "a directory that is not there": (lambda path: str(path / "none"), "got '.*none': no such folder"),
