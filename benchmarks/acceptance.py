@@ -48,7 +48,7 @@ def find_differences(
     for prompt, one, other in zip(prompts, plain.texts, texts, strict=True):
         if (at := first_difference(one, other)) is not None:
             given: dict[str, Any] = {"max_tokens": at + 1, "temp": options.temp, "seed": options.seed}
-            *_, (_, plain_row, _) = generate_step(prompt, model, **given)
+            *_, (_, plain_row, _) = generate_step(prompt, model, plan="off", **given)
             *_, (_, row, _) = generate_step(prompt, model, drafter=drafter, plan=options.plan, **given)
             sampler = options.make_sampler(options.seed or 0)
             found.append(judge_difference(at, (plain_row, row), (one[at], other[at]), sampler, len(prompt) + at))

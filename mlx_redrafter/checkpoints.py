@@ -422,7 +422,7 @@ def load_pair(
         return model, tokenizer, None
     drafter = load_drafter(drafter_name, model)
     base = drafter.args.base_model
-    if base is not None and base != name and Path(base).resolve() != Path(name).resolve():
+    if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
         warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
         print(warning, file=sys.stderr)
     return model, tokenizer, drafter

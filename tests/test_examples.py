@@ -12,7 +12,7 @@ from small import small_llama
 from examples.demo import drafter, report
 from mlx_redrafter import load_demo, load_drafter
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.training.distill import Recipe
+from mlx_redrafter.training.settings import TrainingArgs
 
 VOCAB = 32
 
@@ -41,8 +41,9 @@ def test_texts_are_the_targets_own_and_are_written_once(tmp_path: Path) -> None:
 def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12)
-    phase = drafter.Phase(2, Recipe(depth=3))
-    drafter.train(model, drafter.given_texts(tokens), args, [phase], 2, tmp_path)
+    drafter.train(
+        model, drafter.given_texts(tokens), args, TrainingArgs(iters=2, draft_depth=3, batch_size=2), tmp_path
+    )
     drafter.describe(model, tokens, [[1, 2, 3]], set(), tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
     assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,13 +13,12 @@ from tqdm import tqdm
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.options import Options
 from mlx_redrafter.training.data import Text, make_batches, most_frequent
-from mlx_redrafter.training.distill import Recipe, train_drafter
-from mlx_redrafter.training.evaluation import Manner, examined
-from mlx_redrafter.training.fitting import Course
-from mlx_redrafter.training.lessons import new_drafter
-from mlx_redrafter.training.measuring import compared
-from mlx_redrafter.training.results import described
+from mlx_redrafter.training.evaluation import add_results, compare_shapes, measure_guesses
+from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training.targets import new_drafter
+from mlx_redrafter.training.trainer import train_drafter
 
 PROMPT, LENGTH = 64, 257
 BATCHES, ROWS = 20, 256
@@ -72,28 +69,12 @@ def given_texts(tokens: np.ndarray, seed: int = 0) -> np.ndarray:
     return tokens[chosen[:, None] + np.arange(LENGTH)]
 
 
-class Phase(NamedTuple):
-    """A part of a training.
-
-    Attributes:
-        iters: how many batches.
-        recipe: what is taught in them.
-        seed: of the order of the texts.
-    """
-
-    iters: int
-    recipe: Recipe
-    seed: int = 0
-
-
 def train(
     model: nn.Module,
     texts: np.ndarray,
     args: DrafterArgs,
-    phases: Sequence[Phase],
-    batch_size: int,
+    settings: TrainingArgs,
     directory: Path,
-    seed: int = 0,
 ) -> Drafter:
     """The trained drafter, also saved to `directory` in float16.
 
@@ -101,16 +82,15 @@ def train(
         model: the target.
         texts: (N, LENGTH) ids.
         args: its sizes; a draft vocabulary is the texts' most frequent tokens.
+        settings: of the training.
     """
-    lessons = [Text(row.astype(np.int32), 0) for row in texts]
-    mx.random.seed(seed)
+    learned = [Text(row.astype(np.int32), 0) for row in texts]
+    mx.random.seed(settings.seed)
     count = args.draft_vocab_size
-    ids = None if count is None else most_frequent(lessons, count, args.vocab_size)
+    ids = None if count is None else most_frequent(learned, count, args.vocab_size)
     drafter = new_drafter(model, args, ids)
-    for number, phase in enumerate(phases):
-        batches = make_batches(lessons, batch_size, phase.seed)
-        course = Course(phase.iters, checkpoint=directory / f"phase-{number}.safetensors")
-        train_drafter(model, drafter, batches, course, phase.recipe)
+    batches = make_batches(learned, settings.batch_size, settings.seed)
+    train_drafter(model, drafter, batches, settings, checkpoint=directory / "checkpoint.safetensors")
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter
 
@@ -128,8 +108,9 @@ def describe(
     drafter = load_drafter(directory, model)
     drafter.set_dtype(mx.float32)
     texts = [Text(row.astype(np.int32), PROMPT) for row in write_texts(model, held_out, directory / "texts", batches=1)]
-    known = examined(model, drafter, texts, Recipe(depth=depth), 16)
+    settings = TrainingArgs(draft_depth=depth, batch_size=16)
+    acceptance = measure_guesses(model, drafter, texts, settings)[1]
     chains = [(1, k) for k in range(1, depth + 1)]
-    rows = compared(model, drafter, prompts, chains, Manner(128, 0.0, 0, ends))
-    drafter.args = described(drafter.args, None, known.acceptance, rows)
+    results = compare_shapes(model, drafter, prompts, chains, Options(max_tokens=128, seed=0), ends)
+    drafter.args = add_results(drafter.args, None, acceptance, results)
     save_drafter(directory, drafter, dtype=mx.float16)

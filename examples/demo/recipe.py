@@ -24,7 +24,7 @@ from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.generate import encode
-from mlx_redrafter.training.distill import Recipe
+from mlx_redrafter.training.settings import TrainingArgs
 
 from . import corpus, drafter, report, target
 
@@ -71,8 +71,8 @@ def make_drafter(out: Path, steps: int) -> None:
     model, _ = trained(out)
     texts = drafter.write_texts(model, np.load(out / "train.npy"), out / "texts")
     args = DrafterArgs(*model_sizes(model), exit_dim=160, num_draft_layers=1)
-    phase = drafter.Phase(steps, Recipe(labels="distribution", learning_rate=4e-3))
-    drafter.train(model, texts, args, [phase], ROWS_PER_STEP, out / "drafter")
+    settings = TrainingArgs(iters=steps, batch_size=ROWS_PER_STEP, learning_rate=4e-3)
+    drafter.train(model, texts, args, settings, out / "drafter")
 
 
 def describe_drafter(out: Path) -> None:

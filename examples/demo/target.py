@@ -19,7 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlx_redrafter.training.fitting import Course, fit_
+from mlx_redrafter.training.trainer import fit
 
 BATCH_TOKENS = 2048
 SHORT, LONG = 256, 512
@@ -114,7 +114,7 @@ def train(tokens: np.ndarray, settings: dict[str, Any], steps: int, directory: P
         return nats, {"loss": nats}
 
     checkpoint = directory / "training.safetensors"
-    fit_(model, optimizer, loss, lambda step: [batch(step)], Course(steps, checkpoint=checkpoint), name="target")
+    fit(model, optimizer, loss, lambda step: [batch(step)], steps, name="target", checkpoint=checkpoint)
     half = {k: v.astype(mx.float16) for k, v in tree_flatten(model.parameters())}
     mx.save_safetensors(str(directory / "model.safetensors"), half, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -21,8 +21,7 @@ from mlx_redrafter import load_drafter
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.planning.sizing import draft_milliseconds, plain_milliseconds
-from mlx_redrafter.training.distill import Recipe
-from mlx_redrafter.training.lessons import LABELS
+from mlx_redrafter.training.settings import LABELS, TrainingArgs
 
 from . import drafter, report
 from .recipe import trained
@@ -53,9 +52,10 @@ def main() -> None:
     )
     place = args.output / args.name
     if not (place / "model.safetensors").exists():
-        phase = drafter.Phase(args.iters, Recipe(labels=args.labels, learning_rate=args.learning_rate))
-        texts = texts_of(args, model)
-        drafter.train(model, texts, args_of_drafter, [phase], args.batch_size, place)
+        names = ("iters", "labels", "learning_rate", "batch_size")
+        # All depths alike, as when docs/training.md was measured.
+        settings = TrainingArgs(**{name: getattr(args, name) for name in names}, depth_weights=(1.0,) * 5)
+        drafter.train(model, texts_of(args, model), args_of_drafter, settings, place)
     network = load_drafter(place, model)
     network.set_dtype(mx.float32)
     cost = draft_milliseconds(model, args_of_drafter, mx.float32) / plain_milliseconds(model)

@@ -1,9 +1,11 @@
-"""Texts to train on: mlx-lm's datasets, or prompts for the target to answer; and the batches they make."""
+"""Texts to train on: given ones, in mlx-lm's formats, or the target's own answers to prompts; and their batches."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,10 +17,11 @@ from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from ..atomic_files import expand_path
 from ..errors import RedrafterError, one_line
 from ..generate import encode_chat
-from .lessons import Batch
+from .settings import TrainingArgs
+from .targets import Batch
 
-PAD_TO = 32
-"""Texts of a batch are padded to one more than a multiple of this, so that few shapes occur."""
+PAD_TO, PAD_POSITIONS_TO = 32, 128
+"""Texts of a batch are padded to one more than a multiple of this, and what is learned of them: few shapes occur."""
 
 
 class Text(NamedTuple):
@@ -26,40 +29,142 @@ class Text(NamedTuple):
 
     Attributes:
         ids: (L,) integers.
-        offset: how many of them are a prompt that is not to be learned.
+        offset: how many of them are a prompt that is not learned.
     """
 
     ids: np.ndarray
     offset: int
 
 
+class Prompt(NamedTuple):
+    """A prompt as it was given.
+
+    Attributes:
+        content: a string, or messages of a chat.
+        place: where it stands, for error messages.
+    """
+
+    content: str | list[dict[str, Any]]
+    place: str
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts in a file: one a line, or jsonl with `prompt` or `messages`.
+
+    Raises:
+        RedrafterError: no such file, an empty one, or a line that is not a prompt.
+    """
+    path = Path(path)
+    try:
+        lines = expand_path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read the prompts in {path}: {one_line(error)}") from error
+    places = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not places:
+        raise RedrafterError(f"expected prompts in {path}, one a line, got an empty file")
+    is_json = path.suffix in (".jsonl", ".json")
+    return [Prompt(parse_prompt(line, place) if is_json else line, place) for line, place in places]
+
+
+def parse_prompt(line: str, place: str) -> str | list[dict[str, Any]]:
+    """The prompt or the messages of a line of JSON; an answer at their end is left to the target."""
+    value = parse_object(line, place)
+    prompt, messages = value.get("prompt"), value.get("messages")
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return messages[:-1] if len(messages) > 1 and messages[-1].get("role") == "assistant" else messages
+    raise RedrafterError(f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}")
+
+
+def parse_object(line: str, place: str) -> dict[str, Any]:
+    """The JSON object of a line."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RedrafterError(f"{place}: expected a JSON object, got {line[:40]!r}")
+    return value
+
+
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
+    """Their token ids, through the chat template if there is one.
+
+    Raises:
+        RedrafterError: a prompt that the chat template refuses, or one without a token.
+    """
+    found = []
+    for prompt in prompts:
+        try:
+            ids = encode_chat(tokenizer, prompt.content)
+        except Exception as error:  # whatever a chat template says of messages that it does not take
+            raise RedrafterError(f"{prompt.place}: the tokenizer refuses it: {one_line(error)[:200]}") from error
+        if not ids:
+            raise RedrafterError(f"{prompt.place}: expected a prompt of at least one token, got none")
+        found.append(ids)
+    return found
+
+
+def load_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
+    """The prompts in a file as token ids; errors are those of `read_prompts` and `encode_prompts`."""
+    return encode_prompts(read_prompts(path), tokenizer)
+
+
+def check_data(data: str) -> None:
+    """Refuses what `load_texts` could not read, as far as that can be seen without a tokenizer or the network.
+
+    Raises:
+        RedrafterError: naming the folder, the file or the line.
+    """
+    path = expand_path(data)
+    expected = "expected a directory of train.jsonl and valid.jsonl, or a data set's hub id"
+    if not path.exists():
+        is_hub_id = data.count("/") <= 1 and not data.startswith((".", "~", "/"))
+        if not is_hub_id:
+            raise RedrafterError(f"{expected}, got {data!r}: no such folder")
+        if find_spec("datasets") is None:
+            raise RedrafterError(
+                f'{expected}, got {data!r}: no such folder; to read data sets of the hub, pip install ".[train]"'
+            )
+        return
+    if not path.is_dir():
+        raise RedrafterError(f"{expected}, got the file {data!r}")
+    for file in (path / "train.jsonl", path / "valid.jsonl"):
+        if file.exists() or file.name == "train.jsonl":
+            check_lines(file)
+
+
+def check_lines(file: Path) -> None:
+    """Refuses a file of texts whose lines are not JSON objects of one form: mlx-lm would not say which line."""
+    try:
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"expected texts in {file}, one JSON object a line: {one_line(error)}") from error
+    if lines == [""]:
+        raise RedrafterError(f"expected texts in {file}, one JSON object a line, got an empty file")
+    for number, line in enumerate(lines, start=1):
+        parse_object(line, f"{file}, line {number}")
+
+
 def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Text], list[Text]]:
     """(training, validation) texts, by mlx-lm's own loader.
 
     Args:
-        data: a directory of {train, valid}.jsonl, or a dataset of the Hugging Face hub.
+        data: a directory of {train, valid}.jsonl, or a data set of the Hugging Face hub.
 
     Raises:
         RedrafterError: there is no such data, or it is in no form that mlx-lm reads.
     """
+    check_data(data)
     path = expand_path(data)
     settings = SimpleNamespace(
         data=str(path) if path.exists() else data, train=True, test=False, mask_prompt=mask_prompt
     )
-    if not data or (path.exists() and not path.is_dir()):
-        raise RedrafterError(
-            f"expected a directory of train.jsonl and valid.jsonl, or a dataset's hub id, got {data!r}"
-        )
-    if not path.exists() and (path.is_absolute() or data.count("/") > 1 or data.startswith((".", "~"))):
-        raise RedrafterError(f"expected a directory of train.jsonl and valid.jsonl, got {data!r}: no such directory")
-    for name in ("train.jsonl", "valid.jsonl"):
-        file = path / name
-        if path.is_dir() and (file.is_file() or name == "train.jsonl"):
-            check_lines(file)
     try:
-        training, validation, _ = load_dataset(settings, tokenizer)
+        training, validation, _ = (CacheDataset(part) for part in load_dataset(settings, tokenizer))
         return tuple(  # type: ignore[return-value]
-            [Text(np.array(ids), int(offset)) for ids, offset in map(CacheDataset(part).__getitem__, range(len(part)))]
+            [Text(np.array(ids), int(offset)) for ids, offset in (part[i] for i in range(len(part)))]
             for part in (training, validation)
         )
     except Exception as error:  # whatever the data makes mlx-lm, the hub and the tokenizer say
@@ -67,131 +172,105 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
-def check_lines(file: Path) -> None:
-    """Refuses a file of texts that mlx-lm could not read, by its line.
+def digest(ids: Any) -> str:
+    """What tells lists of token ids apart, however they are nested."""
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+def n_held_out(count: int) -> int:
+    """How many of the texts validation takes when there are no validation texts."""
+    return min(max(1, round(0.05 * count)), 256)
+
+
+def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[str], None]) -> list[list[int]]:
+    """The prompts that leave room for an answer, each once.
 
     Raises:
-        RedrafterError: no file, an empty one, or a line that is no JSON object.
+        RedrafterError: too few for a batch and one to hold out.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise RedrafterError(f"expected texts in {file}, one JSON object a line, got no file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read {file}: {one_line(error)}") from error
-    if not any(lines):
-        raise RedrafterError(f"expected texts in {file}, one JSON object a line, got an empty file")
-    keys: set[str] = set()
-    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, start=1):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):  # no JSON, or beyond what Python reads
-            value = None
-        if not isinstance(value, dict):
-            raise RedrafterError(f"{file}, line {number}: expected a JSON object, got {line[:40]!r}")
-        keys = keys or set(value)
-        if not keys & set(value):
-            raise RedrafterError(f"{file}, line {number}: expected the keys {sorted(keys)}, got {sorted(value)}")
-
-
-def load_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Prompts as token ids: one a line, or jsonl with `prompt` or `messages`; through the chat template if any.
-
-    Raises:
-        RedrafterError: no such file, an empty one, or a line that is no prompt.
-    """
-    try:
-        lines = expand_path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the prompts in {path}: {one_line(error)}") from error
-    found = [encoded_line(tokenizer, line, path, number) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
-        raise RedrafterError(f"expected prompts in {path}, one a line, got an empty file")
+    unique = {tuple(prompt): prompt for prompt in prompts}.values()  # else one is learned and held out
+    found = [prompt for prompt in unique if len(prompt) < args.max_seq_length - args.draft_depth]
+    if dropped := len(prompts) - len(found):
+        say(f"{dropped} of {len(prompts)} prompts are left out: given twice, or longer than --max-seq-length allows")
+    held_out = n_held_out(len(found))
+    if len(found) < args.batch_size + held_out:
+        raise RedrafterError(
+            f"expected at least {args.batch_size + held_out} prompts, {held_out} of them to hold out, for a batch "
+            f"size of {args.batch_size}, got {len(found)}"
+        )
     return found
 
 
-def encoded_line(tokenizer: Any, line: str, path: Path, number: int) -> list[int]:
-    """The token ids of a line."""
-    prompt = parsed(line, path, number)
-    try:
-        ids = encode_chat(tokenizer, prompt)
-    except Exception as error:  # whatever a chat template says of messages that it does not take
-        raise RedrafterError(f"{path}, line {number}: the tokenizer refuses it: {one_line(error)[:200]}") from error
-    if not ids:
-        raise RedrafterError(f"{path}, line {number}: expected a prompt of at least one token, got none")
-    return ids
+def split_texts(
+    args: TrainingArgs, training: list[Text], validation: list[Text], say: Callable[[str], None]
+) -> tuple[list[Text], list[Text]]:
+    """(training, validation): cut to `max_seq_length`, and without those that have nothing to learn at every depth.
 
-
-def parsed(line: str, path: Path, number: int) -> str | list[dict[str, Any]]:
-    """The prompt or the messages of a line."""
-    if path.suffix not in (".jsonl", ".json"):
-        return line
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # no JSON, or beyond what Python reads
-        raise RedrafterError(f"{path}, line {number}: expected a JSON object, got {line[:40]!r}") from error
-    value = value if isinstance(value, dict) else {}
-    prompt, messages = value.get("prompt"), value.get("messages")
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        # What the assistant said at the end is what the target is to say itself.
-        return messages[:-1] if len(messages) > 1 and messages[-1].get("role") == "assistant" else messages
-    raise RedrafterError(f"{path}, line {number}: expected an object with 'prompt' or 'messages', got {line[:40]!r}")
-
-
-def usable(texts: Iterable[Text], longest: int, depth: int) -> list[Text]:
-    """Those texts, cut to `longest` + 1 tokens, that have something to learn at every depth."""
-    cut = [Text(text.ids[: longest + 1], text.offset) for text in texts]
-    return [text for text in cut if len(text.ids) > max(text.offset, 1) + depth]
-
-
-def split(texts: list[Text], share: float, most: int, seed: int) -> tuple[list[Text], list[Text]]:
-    """(training, held-out) texts: a random share, at least one and at most `most`.
+    Without validation texts a random share of the others is held out.
 
     Raises:
-        RedrafterError: too few to hold one out.
+        RedrafterError: too few.
     """
-    if len(texts) < 2:
-        raise RedrafterError(f"expected at least 2 texts of enough tokens, got {len(texts)}")
-    order = np.random.default_rng(seed).permutation(len(texts))
-    count = min(max(1, round(share * len(texts))), most, len(texts) - 1)
-    return [texts[i] for i in sorted(order[count:])], [texts[i] for i in sorted(order[:count])]
+    parts = []
+    for name, texts in (("training", training), ("validation", validation)):
+        cut = [Text(text.ids[: args.max_seq_length + 1], text.offset) for text in texts]
+        usable = [text for text in cut if len(text.ids) > max(text.offset, 1) + args.draft_depth]
+        if dropped := len(texts) - len(usable):
+            say(f"{dropped} of {len(texts)} {name} texts are left out: too short for drafts of {args.draft_depth}")
+        parts.append(usable)
+    training, validation = parts
+    if not validation:
+        if len(training) < 2:
+            raise RedrafterError(f"expected at least 2 texts of enough tokens, got {len(training)}")
+        order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
+        held_out = set(order[: n_held_out(len(training))])
+        validation = [training[i] for i in sorted(held_out)]
+        training = [text for i, text in enumerate(training) if i not in held_out]
+    if len(training) < args.batch_size:
+        raise RedrafterError(
+            f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)}"
+        )
+    return training, validation
 
 
 def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], Batch]:
-    """Iteration -> a batch: texts of like length together, in an order that is new each time all have been seen.
+    """Iteration -> a batch of texts of similar length; the order is new each time all have been seen.
 
-    A function of the iteration alone, so that a run that goes on sees what it would have seen.
+    A function of the iteration alone, so that a resumed run sees what it would have seen.
     """
-    if len(texts) < batch_size:
-        raise RedrafterError(f"expected at least as many texts as the batch size {batch_size}, got {len(texts)}")
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     count = len(texts) // batch_size
 
     def batch(iteration: int) -> Batch:
-        """A function of the iteration alone: a run that goes on gets the same ones."""
         epoch, at = divmod(iteration, count)
         rng = np.random.default_rng((seed, epoch))
         # Texts that do not fill a batch are others in each epoch.
         skipped = set(rng.choice(len(texts), len(texts) - count * batch_size, replace=False).tolist())
         order = [i for place, i in enumerate(by_length) if place not in skipped]
         start = int(rng.permutation(count)[at]) * batch_size
-        return collated([texts[i] for i in order[start : start + batch_size]])
+        return collate([texts[i] for i in order[start : start + batch_size]])
 
     return batch
 
 
-def collated(texts: Sequence[Text]) -> Batch:
+def collate(texts: Sequence[Text]) -> Batch:
     """Texts as a batch, padded at the end."""
     longest = max(len(text.ids) for text in texts)
-    width = 1 + PAD_TO * -(-(longest - 1) // PAD_TO)
+    width = 1 + pad(longest - 1, PAD_TO)
     ids = np.zeros((len(texts), width), np.int32)
-    counts = np.zeros((len(texts), width - 1), bool)
+    positions: list[int] = []
     for row, text in enumerate(texts):
         ids[row, : len(text.ids)] = text.ids
-        counts[row, max(text.offset - 1, 0) : len(text.ids) - 1] = True
-    return Batch(mx.array(ids), mx.array(counts))
+        first = max(text.offset - 1, 1)  # the first guess follows the second token
+        positions += range(row * (width - 1) + first, row * (width - 1) + len(text.ids) - 1)
+    padded = np.full(pad(len(positions), PAD_POSITIONS_TO), -1, np.int32)
+    padded[: len(positions)] = positions
+    return Batch(mx.array(ids), mx.array(padded))
+
+
+def pad(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return multiple * max(1, -(-size // multiple))
 
 
 def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

@@ -2,165 +2,127 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 
+from ..checkpoints import evaluate
 from ..drafters.recurrent import Drafter, DrafterArgs
-from ..planning.sizing import n_weights
-from .distill import Recipe, lesson_arrays, loss_of, make_lesson
-from .fitting import Course, computed_in
-from .lessons import Batch, hear, vocabulary_of
+from ..errors import RedrafterError
+from ..planning.costs import lower_quartile, time_calls
+from ..planning.sizing import n_weights, plain_milliseconds
+from .answers import AT_ONCE
+from .data import Text, collate
+from .settings import TrainingArgs
+from .trainer import cast_loss, helper_thread, make_loss, target_arrays
 
 
-class Estimate(NamedTuple):
-    """What a run takes.
-
-    Attributes:
-        target_seconds: the target's forward over one batch.
-        drafter_seconds: the drafter's forward and backward over it.
-        answer_seconds: for the target to write all answers, if each is as long as it may be; 0 for none.
-        iters: how many batches.
-        memory_bytes: the most that one iteration needs at a time, the models included.
-        disk_bytes: checkpoint, drafter and answers.
-    """
-
-    target_seconds: float
-    drafter_seconds: float
-    answer_seconds: float
-    iters: int
-    memory_bytes: int
-    disk_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole run; validation is not in it."""
-        return self.answer_seconds + self.iters * (self.target_seconds + self.drafter_seconds)
-
-
-def estimated(
+def estimate_run(
     model: nn.Module,
-    drafter: Drafter,
-    recipe: Recipe,
-    course: Course,
-    *,
+    sizes: DrafterArgs,
+    args: TrainingArgs,
+    lengths: Sequence[int],
     iters: int,
-    batch_size: int,
-    length: int,
-    longest: int,
+    *,
+    val_texts: int,
     answers: int = 0,
-    prompt_tokens: int = 1,
-    answer_tokens: int = 0,
-    at_once: int = 1,
-) -> Estimate:
-    """Measures one iteration; nothing is updated.
+) -> str:
+    """The seconds and bytes that a run takes at most, as a line of text; nothing is updated.
 
     Args:
-        length: tokens of the texts in a typical batch.
-        longest: tokens of the longest text, which decides about memory.
+        sizes: of the drafter.
+        lengths: tokens of the training texts.
+        iters: how many iterations are left.
+        val_texts: texts of a validation at most.
         answers: how many answers the target still has to write.
-        prompt_tokens: of a typical prompt.
-        answer_tokens: the most tokens of one.
-        at_once: how many are written side by side.
     """
-    mx.eval(model.parameters(), drafter.parameters())
-    models = mx.get_active_memory()
-    vocabulary = vocabulary_of(drafter)
-    loss = loss_of(drafter, recipe)
-    grads_of = nn.value_and_grad(drafter, loss if course.dtype is None else computed_in(course.dtype, drafter, loss))
-
-    def taught(tokens: int) -> list[mx.array]:
-        """A lesson of one batch whose texts have so many tokens."""
-        batch = Batch(mx.zeros((batch_size, tokens), mx.int32), mx.ones((batch_size, tokens - 1), mx.bool_))
-        return lesson_arrays(make_lesson(hear(model, batch), recipe, vocabulary, 0), course.dtype)
-
-    heard = measured(lambda: taught(length))
-    learned = measured(lambda: grads_of(*heard.made))
-    target_seconds, drafter_seconds = heard.seconds, learned.seconds
-    if longest > length:
-        heard = measured(lambda: taught(longest))
-        learned = measured(lambda: grads_of(*heard.made))
-    lesson = sum(array.nbytes for array in heard.made)
-    answer_seconds = 0.0
-    if answers:
-        rows = min(answers, at_once)
-        cache = make_prompt_cache(model)
-        started = time.perf_counter()
-        mx.eval(model(mx.zeros((rows, prompt_tokens), mx.int32), cache=cache))
-        reading = time.perf_counter() - started
-        step = measured(lambda: mx.argmax(model(mx.zeros((rows, 1), mx.int32), cache=cache), axis=-1))
-        answer_seconds = (reading + step.seconds * answer_tokens) * -(-answers // rows)
-    # The next lesson is made beside the update of this one; two moments, and gradients that are added up.
-    kept = 12 if course.accumulate > 1 else 8
-    return Estimate(
-        target_seconds,
-        drafter_seconds,
-        answer_seconds,
-        iters,
-        models + heard.memory + lesson + learned.memory + kept * n_weights(drafter.args),
-        disk_bytes(drafter.args) + 8 * answers * answer_tokens,
-    )
-
-
-def disk_bytes(args: DrafterArgs) -> int:
-    """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one."""
-    return n_weights(args) * (2 * 3 * 4 + 2 * 4)
-
-
-class Measured(NamedTuple):
-    """A piece of work, done once more after it was warm.
-
-    Attributes:
-        seconds: it took.
-        memory: bytes that it needed at most, beyond what was there; what it made included.
-        made: what it made.
-    """
-
-    seconds: float
-    memory: int
-    made: Any
-
-
-def measured(work: Callable[[], Any]) -> Measured:
-    """Does it twice; the second time counts."""
-    mx.eval(arrays_of(work()))
-    before = mx.get_active_memory()
+    drafter = Drafter(sizes)
+    evaluate(model, drafter)
+    mean = round(sum(lengths) / len(lengths))
+    iteration = time_iteration(model, drafter, args, mean)
     mx.reset_peak_memory()
-    started = time.perf_counter()
-    made = work()
-    mx.eval(arrays_of(made))
-    return Measured(time.perf_counter() - started, mx.get_peak_memory() - before, made)
-
-
-def arrays_of(tree: Any) -> list[mx.array]:
-    """Every array in it."""
-    return [array for _, array in cast(Any, tree_flatten(tree))]
-
-
-def told(estimate: Estimate, args: DrafterArgs) -> str:
-    """An estimate in words."""
-    guesses = "" if args.draft_vocab_size is None else f", draft vocabulary {args.draft_vocab_size}"
-    answers = f", {minutes(estimate.answer_seconds)} of them for answers" if estimate.answer_seconds else ""
+    time_iteration(model, drafter, args, max(lengths))
+    memory = mx.get_peak_memory() + 12 * n_weights(sizes)  # two moments, and gradients that are added up
+    writing = 0.0
+    if answers:
+        step = time_answer_step(model, mean - args.max_tokens, min(answers, AT_ONCE))
+        writing = step * args.max_tokens * math.ceil(answers / AT_ONCE)
+    decoding = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
+    val_texts = val_texts if args.val_batches < 0 else min(val_texts, args.val_batches * args.batch_size)
+    validation = val_texts / args.batch_size * iteration + decoding
+    # At the end every depth, one tree and plain decoding are compared.
+    validating = math.ceil(iters / args.steps_per_eval) * validation + (args.draft_depth + 2) * decoding
+    training = iters * iteration
+    total, *parts = map(tqdm.format_interval, (writing + training + validating, writing, training, validating))
     return (
-        f"drafter: exit_dim {args.exit_dim}, blocks {args.num_draft_layers}{guesses}, "
-        f"{n_weights(args) / 1e6:.2f} M parameters\n"
-        f"expected: about {minutes(estimate.seconds)}{answers}; {estimate.target_seconds:.3g} s for the target and "
-        f"{estimate.drafter_seconds:.3g} s for the drafter in each of {estimate.iters} iterations; "
-        f"{estimate.memory_bytes / 1e9:.2f} GB of memory, {estimate.disk_bytes / 1e6:.0f} MB of disk"
+        f"expected: {total} (minutes:seconds): {parts[0]} for answers, {parts[1]} for {iters} iterations of "
+        f"{iteration:.2g} s, {parts[2]} for validation; {memory / 1e9:.2f} GB of memory, "
+        f"{disk_bytes(sizes, answers * args.max_tokens) / 1e6:.0f} MB of disk"
     )
 
 
-def minutes(seconds: float) -> str:
-    """A time as people say it."""
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.0f} min"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} h"
-    )
+def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, length: int) -> float:
+    """Seconds of an iteration over texts of this many tokens: a gradient, with the next targets computed meanwhile."""
+    length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
+    prompt = 0 if args.data else max(0, length - args.max_tokens)
+    batch = collate([Text(np.zeros(length, np.int32), prompt)] * args.batch_size)
+    loss = make_loss(drafter, args)
+    grads_of = nn.value_and_grad(drafter, cast_loss(args.mixed_dtype, drafter, loss) if args.mixed_dtype else loss)
+
+    def prepare() -> list[mx.array]:
+        arrays = target_arrays(model, drafter, batch, args, 0)
+        mx.eval(arrays)
+        return arrays
+
+    with helper_thread() as helper:
+        arrays = helper.submit(prepare).result()
+
+        def iterate() -> None:
+            following = helper.submit(prepare)
+            mx.eval(grads_of(*arrays))
+            following.result()
+
+        return time_call(iterate)
+
+
+def time_answer_step(model: nn.Module, prompt_tokens: int, rows: int) -> float:
+    """Seconds of a step of plain decoding of `rows` texts side by side."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.zeros((rows, max(1, prompt_tokens)), mx.int32), cache=cache))
+    token = mx.zeros((rows, 1), mx.int32)
+    return time_call(lambda: mx.eval(mx.argmax(model(token, cache=cache), axis=-1)))
+
+
+def time_call(call: Callable[[], object]) -> float:
+    """Seconds of a call, warm."""
+    call()
+    return lower_quartile(time_calls({"call": call}, 1.0, max_turns=5)["call"]) / 1e3
+
+
+def disk_bytes(sizes: DrafterArgs, answer_tokens: int = 0) -> int:
+    """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one."""
+    return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens
+
+
+def check_disk(directory: Path, needed: int) -> None:
+    """Refuses to start where the disk has no room.
+
+    Args:
+        directory: need not exist yet.
+        needed: bytes, those of the files in it included.
+
+    Raises:
+        RedrafterError: naming both sizes.
+    """
+    existing = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    written = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    free = shutil.disk_usage(existing).free
+    if free + written < needed:
+        raise RedrafterError(f"expected {needed / 1e6:.0f} MB of free disk for {directory}, got {free / 1e6:.0f} MB")

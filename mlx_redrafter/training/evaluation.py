@@ -1,128 +1,171 @@
-"""How good a drafter is: what it knows of held-out texts, and what it is worth when it really drafts."""
+"""How good a drafter is: its guesses on held-out texts, and what it brings when it really drafts."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from tqdm import tqdm
 
-from ..drafters.recurrent import Drafter
-from ..generate import PromptRuns, decode_prompts
+from ..checkpoints import load_pair
+from ..demo import demo_prompts
+from ..drafters.recurrent import Drafter, DrafterArgs
+from ..engine.stats import Stats
+from ..engine.supported_models import check_draftable
+from ..errors import RedrafterError
+from ..generate import decode_prompts, encode_chat
 from ..options import Options
-from .data import Text, collated
-from .distill import Recipe, make_lesson
-from .lessons import hear, vocabulary_of
-from .loss import Lesson, draft_loss
+from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
+from .loss import draft_loss
+from .settings import TrainingArgs
+from .targets import compute_targets, get_vocabulary
 
-RANKS = 8
-"""Ranks of guesses that acceptance is told of: beams wider than this gain little."""
-
-PROMPT = 64
-"""Tokens of a text without a masked prompt that serve as one."""
+N_RANKS = 8  # ranks of guesses whose acceptance is recorded: beams wider than this gain little
+PROMPT_TOKENS = 64  # of a text without a masked prompt that serve as one
+SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
 
 
-class Knowledge(NamedTuple):
-    """What a drafter knows of held-out texts, each guess made behind right ones.
+def measure_guesses(
+    model: nn.Module, drafter: Drafter, texts: Sequence[Text], args: TrainingArgs
+) -> tuple[float, list[list[float]]]:
+    """How well a drafter guesses on held-out texts, each guess made after right ones.
 
-    Attributes:
-        loss: see `DraftLoss`.
-        acceptance: (K, R) the share of positions where the guess of that rank is what the target would choose.
+    Returns:
+        The loss (see `DraftLoss`, all depths alike), and (K, R) the share of positions where the guess of each rank is
+        what the target would choose.
     """
-
-    loss: float
-    acceptance: tuple[tuple[float, ...], ...]
-
-
-def examined(model: nn.Module, drafter: Drafter, texts: Sequence[Text], recipe: Recipe, batch_size: int) -> Knowledge:
-    """Its loss and acceptance on these texts, mean over batches weighted by their positions."""
-    vocabulary = vocabulary_of(drafter)
-    losses, positions = 0.0, 0.0
-    hits = np.zeros((recipe.depth, RANKS))
-    tried = np.zeros(recipe.depth)
+    loss, positions = 0.0, 0
+    hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
     by_length = sorted(texts, key=lambda text: len(text.ids))
-    for start in range(0, len(by_length), batch_size):
-        batch = collated(by_length[start : start + batch_size])
-        heard = hear(model, batch)
-        mx.eval(heard)
-        lesson = make_lesson(heard, recipe, vocabulary, 0)
-        choices = make_lesson(heard, recipe._replace(labels="target"), vocabulary, 0)
-        loss = draft_loss(drafter, lesson, recipe.depth, recipe.depth_weights or None).loss
-        counts, found = ranks(drafter, choices, recipe.depth)
-        size = float(np.array(batch.counts).sum())
-        losses, positions = losses + size * cast(float, loss.item()), positions + size
-        hits, tried = hits + found, tried + counts
-    shares = hits / np.maximum(tried, 1)[:, None]
-    return Knowledge(losses / max(positions, 1), tuple(tuple(map(float, row)) for row in shares))
-
-
-def ranks(drafter: Drafter, choices: Lesson, depth: int, chunk: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """((K,) positions, (K, RANKS) at how many of them the target's choice is the guess of that rank)."""
-    wanted, length = choices.likeliest, choices.hidden.shape[1]
-    head = drafter.lm_head[-1]
-    counts, hits = np.zeros(depth), np.zeros((depth, RANKS))
-    state: mx.array | None = None
-    for k in range(1, depth + 1):
-        before = None if state is None else state[:, : length - k]
-        state, features = drafter.step(choices.embeddings[:, k:], before, choices.hidden[:, : length - k])
-        flat, right = features.reshape(-1, features.shape[-1]), wanted[:, k:].reshape(-1, 1)
-        counted = np.array(choices.counts[:, k:]).reshape(-1)
-        better = []
-        for start in range(0, flat.shape[0], chunk):
-            logits = head(flat[start : start + chunk]).astype(mx.float32)
-            row = right[start : start + chunk]
-            own = mx.take_along_axis(logits, mx.maximum(row, 0), axis=-1)
-            unknown = (row[:, 0] < 0) | mx.isnan(own[:, 0])
-            better.append(mx.where(unknown, RANKS, (logits > own).sum(axis=-1)))
-        places = np.array(mx.concatenate(better))[counted]
-        counts[k - 1] = counted.sum()
-        hits[k - 1] = np.bincount(np.minimum(places, RANKS), minlength=RANKS + 1)[:RANKS]
-    return counts, hits
+    for start in range(0, len(by_length), args.batch_size):
+        batch = collate(by_length[start : start + args.batch_size])
+        targets = compute_targets(model, batch, args, get_vocabulary(drafter), args.seed)
+        found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
+        ranks, size = np.array(found.ranks), int((np.array(batch.positions) >= 0).sum())
+        loss, positions = loss + size * float(np.array(found.loss)), positions + size
+        hits += (ranks[:, :, None] == np.arange(N_RANKS)).sum(axis=1)
+        tried += (ranks >= 0).sum(axis=1, keepdims=True)
+    return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
 
 
 def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:
-    """Prompts for real decoding: the masked prompts of these texts, or their first `PROMPT` tokens; all different."""
-    found: dict[tuple[int, ...], None] = {}
-    for text in texts:
-        size = text.offset or min(PROMPT, max(1, len(text.ids) // 2))
-        found.setdefault(tuple(map(int, text.ids[:size])))
-        if len(found) == most:
-            break
-    return [list(prompt) for prompt in found]
+    """Prompts for real decoding: the masked prompts of these texts, or their first tokens; all different."""
+    sizes = (text.offset or min(PROMPT_TOKENS, max(1, len(text.ids) // 2)) for text in texts)
+    found = {tuple(text.ids[:size].tolist()): None for text, size in zip(texts, sizes, strict=True)}
+    return [list(prompt) for prompt in list(found)[:most]]
 
 
-class Manner(NamedTuple):
-    """How prompts are really decoded.
+class ShapeResult(NamedTuple):
+    """What a beam shape brought on some prompts.
 
     Attributes:
-        max_tokens: of a text.
-        temp: temperature.
-        seed: see `make_settings`.
-        ends: ids that end a text.
+        beam_width, draft_depth, tree_size: W, K and N.
+        tokens_per_second: after each prompt's first token.
+        against_plain: the median over prompts of drafted against plain speed, each pair measured in turn.
+        same_tokens: whether every token was the one of plain decoding.
     """
 
-    max_tokens: int
-    temp: float
-    seed: int
-    ends: Collection[int]
+    beam_width: int
+    draft_depth: int
+    tree_size: int
+    tokens_per_round: float
+    acceptance_per_depth: tuple[float, ...]
+    tokens_per_second: float
+    against_plain: float
+    same_tokens: bool
 
 
-def decoded(
+def compare_shapes(
     model: nn.Module,
-    drafter: Drafter | None,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    shape: Sequence[int],
-    manner: Manner,
-) -> PromptRuns:
-    """Real decoding of these prompts.
+    shapes: Sequence[Sequence[int]],
+    options: Options,
+    eos_token_ids: Collection[int],
+) -> list[ShapeResult]:
+    """A result for each shape (W, K) or (W, K, N); on each prompt plain decoding and every shape take their turn.
 
-    Args:
-        shape: (W, K) or (W, K, N); of no meaning without a drafter.
+    Shapes that branch are left out where the model takes chains only.
     """
-    beam: dict[str, Any] = {"beam_width": shape[0], "draft_depth": shape[1]}
-    if len(shape) > 2:
-        beam["tree_size"] = shape[2]
-    settings = Options(max_tokens=manner.max_tokens, temp=manner.temp, seed=manner.seed, **beam)
-    return decode_prompts(model, drafter, prompts, settings, manner.ends)
+    takes_trees = check_draftable(model, tree=True) is None
+    shapes = [tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees]
+    plans: list[Any] = ["off", *shapes]
+    runs = []
+    with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
+        for prompt in prompts:
+            for plan in plans:
+                runs.append(decode_prompts(model, drafter, [prompt], replace(options, plan=plan), eos_token_ids))
+                bar.update()
+    plain, results = runs[:: len(plans)], []
+    for i, (width, depth, *size) in enumerate(shapes, start=1):
+        drafted = runs[i :: len(plans)]
+        stats = sum((run.stats for run in drafted), Stats())
+        pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(drafted, plain, strict=True)]
+        result = ShapeResult(
+            width,
+            depth,
+            size[0] if size else 1 + width * depth,
+            stats.tokens_per_round,
+            stats.acceptance_per_depth,
+            sum(len(run.texts[0]) - 1 for run in drafted) / max(sum(run.seconds for run in drafted), 1e-9),
+            median([a / b for a, b in pairs if a and b] or [0.0]),
+            [run.texts for run in drafted] == [run.texts for run in plain],
+        )
+        results.append(result)
+    return results
+
+
+def add_results(
+    sizes: DrafterArgs, base_model: str | None, acceptance: Sequence[Sequence[float]], results: Sequence[ShapeResult]
+) -> DrafterArgs:
+    """The sizes with what was measured: acceptance, and the depth of the chain that gains most over plain decoding."""
+    chains = [result for result in results if result.beam_width == 1]
+    best = max(chains, key=lambda result: (result.against_plain, -result.draft_depth))
+    rounded = [[round(share, 4) for share in row] for row in acceptance]
+    return replace(sizes, base_model=base_model, draft_depth=best.draft_depth, acceptance=rounded)
+
+
+def format_table(results: Sequence[ShapeResult]) -> str:
+    """The results as text."""
+    lines = [f"{'W':>3} {'K':>3} {'N':>4}  tokens/round  tokens/s  against plain  same  accepted at depth 1, 2, ..."]
+    for width, depth, size, per_round, depths, speed, ratio, same in results:
+        shares = " ".join(f"{share:.2f}" for share in depths)
+        row = f"{width:>3} {depth:>3} {size:>4}  {per_round:>12.2f}  {speed:>8.1f}  {ratio:>13.2f}"
+        lines.append(f"{row}  {'yes' if same else 'NO':>4}  {shares}")
+    return "\n".join(lines)
+
+
+def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence[tuple[int, ...]] | None) -> int:
+    """`--eval-only`: prints a table; the exit status, 1 if a token differs from plain decoding.
+
+    Raises:
+        RedrafterError: no drafter, or nothing to decode.
+    """
+    args.check_sources()
+    if args.model and not drafter_name:
+        raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
+    if args.data:
+        check_data(args.data)
+    given = read_prompts(args.prompts) if args.prompts else []
+    model, tokenizer, drafter = load_pair(args, args.model, drafter_name)
+    assert drafter is not None
+    if args.data:
+        training, validation = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)
+        prompts = make_prompts(validation or training, args.val_prompts)
+    else:
+        prompts = encode_prompts(given, tokenizer) or [encode_chat(tokenizer, text) for text in demo_prompts()]
+    same = True
+    for temp in args.temp:
+        options = Options(max_tokens=args.max_tokens, temp=temp, seed=args.seed)
+        results = compare_shapes(model, drafter, prompts, shapes or SHAPES, options, set(tokenizer.eos_token_ids))
+        print(f"temperature {temp}, {len(prompts)} prompts, {args.max_tokens} tokens each at most")
+        print(format_table(results), flush=True)
+        same = same and all(result.same_tokens for result in results)
+    if not same:
+        print("error: a token differs from plain decoding", file=sys.stderr)
+    return 0 if same else 1

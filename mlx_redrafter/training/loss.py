@@ -1,4 +1,4 @@
-"""What the drafter is trained on: all its guesses, from every position of a text at once. Pure.
+"""The training loss: every guess that a drafter makes, from every position of a text at once. Pure.
 
 At position t the target has read x_0 .. x_t. The drafter is given h_t, then x_{t+1} and so on as it would draft::
 
@@ -6,13 +6,13 @@ At position t the target has read x_0 .. x_t. The drafter is given h_t, then x_{
     depth 2   h_t, x_{t+1}, x_{t+2}            guesses what follows x_{t+2}
     depth K   h_t, x_{t+1}, ..., x_{t+K}       guesses what follows x_{t+K}
 
-Logits over a large vocabulary are the most memory by far, so they exist for a few guesses at a time: the loss and its
+Logits over a large vocabulary are by far the largest arrays, so they exist for a few guesses at a time: loss and
 gradient are computed together, chunk by chunk, and only the gradient is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,149 +20,155 @@ import mlx.nn as nn
 
 from ..drafters.recurrent import Drafter
 
-LOGITS = 1 << 24
-"""How many logits are in memory at a time: 64 MB, some of them several times over."""
+LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32, some of them several times over
 
 
-class Lesson(NamedTuple):
-    """What the frozen target says about B texts of T tokens.
+class TrainingTargets(NamedTuple):
+    """What the frozen target says about B texts of T tokens, and which N of their positions are learned.
 
     Attributes:
         hidden: (B, T, D) its hidden states, after the final norm.
         embeddings: (B, T, D) its raw embedding of each token.
-        counts: (B, T) bool; whether what follows a token is asked for.
-        probs: what should follow each token: (B, T, V) a probability for each token of the drafter's vocabulary, or
-            (B, T, M) for M tokens that `ids` names. They need not add up to 1.
-        ids: (B, T, M) int32, rows of the drafter's head; None when `probs` has all of them.
+        positions: (N,) int32 indices into the B * T tokens: what follows these is learned.
+        columns: (N,) int32, where in their texts the positions are; -1 for one that only pads.
+        choices: (N,) int32, the row of the drafter's head for the token that the target would choose to follow; -1 for
+            a token that the drafter cannot guess.
+        probs: what should follow: (N, V) a probability for each row of the head, or (N, M) for the rows that `ids`
+            names. They need not add up to 1.
+        ids: (N, M) int32 rows of the head; None when `probs` has all of them.
     """
 
     hidden: mx.array
     embeddings: mx.array
-    counts: mx.array
+    positions: mx.array
+    columns: mx.array
+    choices: mx.array
     probs: mx.array
     ids: mx.array | None = None
 
-    @property
-    def likeliest(self) -> mx.array:
-        """(B, T) int32 rows of the head: what is most likely to follow each token; -1 where nothing is likely."""
-        best = mx.argmax(self.probs, axis=-1, keepdims=True)
-        ids = best if self.ids is None else mx.take_along_axis(self.ids, best, axis=-1)
-        known = mx.take_along_axis(self.probs, best, axis=-1) > 0
-        return mx.where(known, ids.astype(mx.int32), -1)[..., 0]
-
 
 class DraftLoss(NamedTuple):
-    """How well a lesson is known.
+    """How well a drafter guesses.
 
     Attributes:
-        loss: () float32, nats: the weighted mean over depths of each depth's mean cross-entropy over positions.
-        accuracy: (K,) float32; the share of positions whose likeliest guess is right, at each depth.
+        loss: () float32, nats: the weighted mean of the cross-entropy over all guesses.
+        ranks: (K, N) int32: how many guesses the drafter finds likelier than the target's choice, at each depth; -1
+            where there is no guess, the size of the drafter's vocabulary for a choice that it cannot guess.
     """
 
     loss: mx.array
-    accuracy: mx.array
+    ranks: mx.array
 
-
-Advance = Callable[[mx.array, mx.array | None, mx.array], tuple[mx.array, mx.array]]
-"""(embedding (B, T, D), state (B, T, D) or None, hidden (B, T, D)) -> (state, features (B, T, X))."""
+    @property
+    def accuracy(self) -> mx.array:
+        """(K,) float32: the share of guesses that are the target's choice, at each depth."""
+        return (self.ranks == 0).sum(axis=1) / mx.maximum((self.ranks >= 0).sum(axis=1), 1)
 
 
 def draft_loss(
     drafter: Drafter,
-    lesson: Lesson,
+    targets: TrainingTargets,
     depth: int,
     weights: Sequence[float] | None = None,
     *,
     grad_checkpoint: bool = False,
     chunk: int | None = None,
 ) -> DraftLoss:
-    """The teacher-forced loss of `depth` guesses from every position that has so many tokens behind it.
+    """The teacher-forced loss of `depth` guesses from every position that has enough tokens after it.
 
-    Nothing flows back into the lesson.
+    Without `weights` each guess weighs as much as the probability that a draft gets there: the product, over the
+    guesses before it, of sum_v min(p_v, q_v), the share of a draft's tokens that speculative sampling accepts.
+    Nothing flows back through these weights, nor into the targets.
 
     Args:
-        lesson: T > depth.
+        targets: T > depth.
         depth: K.
-        weights: K numbers, the weight of each depth in the loss; None weighs all alike.
+        weights: K numbers, the weight of each depth.
         grad_checkpoint: compute the drafter's activations again for the gradient instead of keeping them.
-        chunk: how many guesses have their logits in memory at a time, as many as `LOGITS` allows when not given; it
-            changes nothing else.
+        chunk: how many guesses have their logits in memory at a time; None for as many as `LOGITS_IN_MEMORY` allows.
+            It changes nothing else.
 
-    Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter, recurrent_drafting/train/loss.py.
+    Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter, recurrent_drafting/train/loss.py. The
+    acceptance rate: arXiv 2211.17192, section 3.1.
     """
-    lesson = Lesson(*(mx.stop_gradient(array) for array in lesson if array is not None))
-    advance: Advance = nn.utils.checkpoint(drafter, drafter.step) if grad_checkpoint else drafter.step
-    wanted, length = lesson.likeliest, lesson.hidden.shape[1]
+    targets = TrainingTargets(*(mx.stop_gradient(array) for array in targets if array is not None))
+    advance, features_of = drafter.advance, drafter.features
+    if grad_checkpoint:
+        advance, features_of = (nn.utils.checkpoint(drafter, stage) for stage in (advance, features_of))
     head = drafter.lm_head[-1].weight
-    chunk = max(1, LOGITS // head.shape[0]) if chunk is None else chunk
-    shares = [1.0] * depth if weights is None else list(weights)
+    chunk = max(1, LOGITS_IN_MEMORY // head.shape[0]) if chunk is None else chunk
+    hidden, embeddings = (array.reshape(-1, array.shape[-1]) for array in targets[:2])
+    fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
+    reached = mx.ones(hidden.shape[0])
     state: mx.array | None = None
-    total, accuracies = mx.zeros(()), []
-    for k in range(1, depth + 1):
-        # Row t of every array below belongs to the draft from position t; the last position drops out at each depth.
-        before = None if state is None else state[:, : length - k]
-        state, features = advance(lesson.embeddings[:, k:], before, lesson.hidden[:, : length - k])
-        counted = lesson.counts[:, k:].astype(mx.float32)
-        each = counted / mx.maximum(counted.sum(), 1)
-        ids = None if lesson.ids is None else lesson.ids[:, k:]
-        loss, guesses = head_loss(features, head, each, lesson.probs[:, k:], ids, chunk, total)
-        accuracies.append((each * (guesses == wanted[:, k:])).sum())
-        total += shares[k - 1] / sum(shares) * loss
-    return DraftLoss(total, mx.stack(accuracies))
+    total, mass, ranks = mx.zeros(()), mx.zeros(()), []
+    # Arrays, not numbers that change from depth to depth: the compiler would make other kernels for each.
+    is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
+    for k in range(depth):
+        # Row c of these belongs to the draft from position c - k - 1; where that is in another text, nothing counts.
+        hidden = mx.roll(hidden, 1, 0)
+        state = advance(embeddings, None if state is None else mx.roll(state, 1, 0))
+        features = features_of(hidden[targets.positions], state[targets.positions])
+        each = is_guess[k] * fixed[k] * reached[targets.positions]
+        loss, rank, overlap = head_loss(features, head, each, targets, chunk, total)
+        if weights is None:
+            factors = mx.where(is_guess[k], mx.stop_gradient(overlap), 1.0)
+            reached = mx.roll(reached.at[targets.positions].multiply(factors), 1)
+        total, mass = total + loss, mass + each.sum()
+        ranks.append(mx.where(is_guess[k], rank, -1))
+    return DraftLoss(total / mx.maximum(mass, 1e-6), mx.stack(ranks))
 
 
 def head_loss(
-    features: mx.array,
-    head: mx.array,
-    each: mx.array,
-    probs: mx.array,
-    ids: mx.array | None,
-    chunk: int,
-    before: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """(the weighted sum () of all rows' cross-entropies, each row's likeliest guess); logits exist a chunk at a time.
+    features: mx.array, head: mx.array, weights: mx.array, targets: TrainingTargets, chunk: int, after: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The loss of N guesses, with logits for `chunk` of them in memory at a time.
 
     Args:
-        features: (..., X) what the head is applied to.
+        features: (N, X) what the head is applied to.
         head: (V, X) its matrix.
-        each: (...) float32, the weight of each row.
-        probs, ids: see `Lesson`, (..., V) or (..., M).
-        before: what must be computed before this begins: MLX would rather work on all chunks at a time.
+        weights: (N,) float32, the weight of each guess.
+        after: computed before this begins: MLX would rather work on all chunks at a time.
+
+    Returns:
+        () the weighted sum of the cross-entropies, (N,) int32 the rank of each `targets.choices`, (N,) float32
+        sum_v min(p_v, q_v); only the first has a gradient.
 
     Source: the gradient of sum_v p_v (logsumexp(z) - z_v) is (sum_v p_v) softmax(z) - p.
     """
-    shape, rows = each.shape, each.size
-    fixed = [each.reshape(rows, 1), probs.reshape(rows, -1), *([] if ids is None else [ids.reshape(rows, -1)])]
+    fixed = [weights[:, None], targets.choices[:, None], targets.probs]
+    fixed += [] if targets.ids is None else [targets.ids]
 
     @mx.custom_function
-    def fused(features: mx.array, head: mx.array) -> tuple[mx.array, ...]:
-        """(loss, guesses, and what the gradients of both arguments are made of), chunk by chunk."""
-        loss, towards = mx.zeros(()), mx.zeros(head.shape)
-        backwards, guesses, gate = [], [], [before]
-        for start in range(0, rows, chunk):
-            y, weight, *said = mx.depends([array[start : start + chunk] for array in (features, *fixed)], gate)
+    def compute(features: mx.array, head: mx.array) -> tuple[mx.array, ...]:
+        loss, head_grad = mx.zeros(()), mx.zeros(head.shape)
+        done: list[tuple[mx.array, ...]] = []
+        gate = [after]
+        for start in range(0, features.shape[0], chunk):
+            parts = [array[start : start + chunk] for array in (features, *fixed)]
+            y, weight, choice, *law = mx.depends(parts, gate)
             logits = (y @ head.T).astype(mx.float32)
-            target = dense(head.shape[0], *said)
-            mass = target.sum(axis=-1, keepdims=True)
-            soft = mx.softmax(logits, axis=-1)
-            normal = logits.max(axis=-1, keepdims=True) - mx.log(soft.max(axis=-1, keepdims=True))
-            loss += (weight * (mass * normal - (target * logits).sum(axis=-1, keepdims=True))).sum()
-            change = (weight * (mass * soft - target)).astype(y.dtype)
-            towards += (change.T @ y).astype(mx.float32)
-            backwards.append(change @ head)
-            guesses.append(mx.argmax(logits, axis=-1).astype(mx.int32))
-            gate = [loss, towards, backwards[-1], guesses[-1]]
-        return loss, mx.concatenate(guesses), mx.concatenate(backwards), towards
+            p, q = dense(head.shape[0], *law), mx.softmax(logits, axis=-1)
+            mass = p.sum(axis=-1, keepdims=True)
+            normal = logits.max(axis=-1, keepdims=True) - mx.log(q.max(axis=-1, keepdims=True))  # logsumexp
+            loss += (weight * (mass * normal - (p * logits).sum(axis=-1, keepdims=True))).sum()
+            grad = (weight * (mass * q - p)).astype(y.dtype)
+            head_grad += (grad.T @ y).astype(mx.float32)
+            own = mx.take_along_axis(logits, mx.maximum(choice, 0), axis=-1)
+            rank = mx.where((choice < 0) | mx.isnan(own), head.shape[0], (logits > own).sum(axis=-1, keepdims=True))
+            done.append((grad @ head, rank[:, 0].astype(mx.int32), mx.minimum(p, q).sum(axis=-1)))
+            gate = [loss, head_grad, *done[-1]]
+        grads, ranks, overlaps = (mx.concatenate(list(each)) for each in zip(*done, strict=True))
+        return loss, ranks, overlaps, grads, head_grad
 
-    @fused.vjp
+    @compute.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
-        """The gradients of `features` and `head`, which the forward has made already."""
-        _, _, backwards, towards = outputs
+        *_, grads, head_grad = outputs
         scale = cotangents[0]
-        return (scale * backwards).astype(primals[0].dtype), (scale * towards).astype(primals[1].dtype)
+        return (scale * grads).astype(primals[0].dtype), (scale * head_grad).astype(primals[1].dtype)
 
-    made: Any = fused(features.reshape(rows, -1), head)
-    return made[0], made[1].reshape(shape)
+    found: Any = compute(features, head)
+    return found[0], found[1], found[2]
 
 
 def dense(size: int, probs: mx.array, ids: mx.array | None = None) -> mx.array:

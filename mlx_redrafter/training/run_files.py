@@ -1,0 +1,179 @@
+"""The files of a run: what it needs to continue, and what it leaves for people when it is finished."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..atomic_files import expand_path, final_name, replace_file, why_not_writable, write_text
+from ..checkpoints import card_header, read_object
+from ..drafters.recurrent import DrafterArgs
+from ..errors import RedrafterError, one_line
+from .evaluation import ShapeResult, format_table
+from .settings import TrainingArgs
+
+MAY_CHANGE = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
+"""Settings that may differ when a run is resumed: none of them changes what is learned."""
+
+
+@dataclass
+class Record:
+    """A run so far, in one JSON file beside its checkpoint.
+
+    Attributes:
+        settings: as JSON has them.
+        args: the drafter's sizes; None until they are chosen.
+        reports: of the training loss, one every `steps_per_report` iterations.
+        validations: one every `steps_per_eval` iterations.
+        ended: the iteration at which it stopped early, for good.
+        texts: a digest of the prompts, or of the texts of `--data`.
+    """
+
+    settings: dict[str, Any]
+    args: dict[str, Any] | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    ended: int | None = None
+    texts: str | None = None
+
+    def drop_after(self, iteration: int) -> None:
+        """Drops the entries after an iteration."""
+        for entries in (self.reports, self.validations):
+            entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
+
+
+class RunFiles:
+    """Where a run keeps its files."""
+
+    def __init__(self, args: TrainingArgs) -> None:
+        self.args, self.place = args, expand_path(args.output)
+        self.work = self.place / "training"
+        self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
+        self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
+
+    def open_record(self, *, resume: bool) -> Record:
+        """The record of a run that begins, or of the one to resume.
+
+        Raises:
+            RedrafterError: there is a run and it is not to be resumed, or it cannot be with these settings.
+        """
+        if why := why_not_writable(self.place / "config.json"):  # one of the files that will be there
+            raise RedrafterError(f"--output cannot be {self.place}: {why}")
+        settings = self.args.to_json()
+        if not resume:
+            if not self.is_free():
+                raise RedrafterError(
+                    f"{self.place} exists already: give another --output, or --resume to continue the run in it"
+                )
+            return Record(settings)
+        if not self.record.exists():
+            raise RedrafterError(f"there is no run to resume in {self.place}: leave out --resume")
+        try:
+            record = Record(**read_object(self.record))
+        except TypeError as error:
+            raise RedrafterError(f"{self.record} is not the record of a run: {one_line(error)}") from error
+        for name, value in settings.items():
+            if name not in MAY_CHANGE and (before := record.settings.get(name)) != value:
+                raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
+        return record
+
+    def is_free(self) -> bool:
+        """Whether a run may begin here: nothing is here, or answers and no iteration yet."""
+        if not self.place.is_dir():
+            return not self.place.exists()
+        begun = {final_name(path.name) for path in self.work.iterdir()} if self.work.is_dir() else set()
+        allowed = {self.record.name, self.answers.name, self.lock.name}
+        return {path.name for path in self.place.iterdir()} <= {self.work.name} and begun <= allowed
+
+    def save_record(self, record: Record) -> None:
+        """Writes the record, completely or not at all.
+
+        Raises:
+            RedrafterError: it cannot be written.
+        """
+        try:
+            write_text(self.record, json.dumps(vars(record), indent=1) + "\n")
+        except OSError as error:
+            raise RedrafterError(f"cannot write {self.record}: {one_line(error)}") from error
+
+    def write_report(self, record: Record, sizes: DrafterArgs, results: Sequence[ShapeResult]) -> bool:
+        """Writes training.json, the model card and the picture; whether there is a matplotlib to draw it.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        paths: dict[str, Any] = {
+            name: strip_folders(getattr(self.args, name)) for name in ("model", "adapter_path", "data", "prompts")
+        }
+        settings = replace(self.args, output=self.place.name, **paths)
+        measured = [result._asdict() for result in results]
+        summary = {**vars(record), "settings": settings.to_json(), "measured": measured}
+        write_text(self.place / "training.json", json.dumps(summary, indent=1) + "\n")
+        count = sizes.draft_vocab_size
+        guesses = "every token" if count is None else f"the {count} most frequent tokens"
+        is_hub_id = settings.model == self.args.model
+        card = f"""{card_header(settings.model if is_hub_id else None)}
+# A recurrent drafter for {settings.model or "the demo of mlx_redrafter"}
+
+Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on what the target says: exit_dim \
+{sizes.exit_dim}, residual blocks {sizes.num_draft_layers}, guesses {guesses}. Where it was trained:
+
+```text
+{format_table(results)}
+```
+
+```bash
+{make_command(settings, settings.model, settings.output)}
+```
+"""
+        write_text(self.place / "README.md", card)
+        return draw(self.place / "training.png", record)
+
+
+def strip_folders(name: str | None) -> str | None:
+    """A hub id as it is, and only the last part of a local path: its folders mean nothing elsewhere."""
+    return expand_path(name).resolve().name if name is not None and expand_path(name).exists() else name
+
+
+def make_command(args: TrainingArgs, model: str | None, drafter: str) -> str:
+    """The command that decodes with the drafter."""
+    words = ["python", "-m", "mlx_redrafter.generate"]
+    words += [] if model is None else ["--model", model]
+    words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
+    words += ["--trust-remote-code"] if args.trust_remote_code else []
+    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--compare"])
+
+
+def draw(path: Path, record: Record) -> bool:
+    """A picture of loss and acceptance; False when there is no matplotlib to draw it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+
+    def columns(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[Any]]:
+        return [entry["iteration"] for entry in entries], [entry[key] for entry in entries]
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, acceptance = figure.subplots(1, 2)
+    loss.plot(*columns(record.reports, "loss"), label="training", linewidth=1)
+    loss.plot(*columns(record.validations, "loss"), "o-", label="validation")
+    loss.set(xlabel="iteration", ylabel="loss, nats")
+    loss.legend()
+    iterations, tables = columns(record.validations, "acceptance")
+    for k, rows in enumerate(zip(*tables, strict=True), start=1):
+        acceptance.plot(iterations, [shares[0] for shares in rows], "o-", label=f"depth {k}")
+    acceptance.set(xlabel="iteration", ylabel="first guesses that are right", ylim=(0, 1))
+    acceptance.legend(fontsize="small")
+    rounds = acceptance.twinx()
+    rounds.plot(*columns(record.validations, "tokens_per_round"), "k--", label="tokens per round")
+    rounds.set(ylabel="tokens per round, decoded")
+    with replace_file(path) as partial_file:
+        figure.savefig(partial_file, dpi=120)
+    return True

@@ -1,0 +1,255 @@
+"""The training loop: updates, accumulation, and checkpoints that a stopped run continues from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from tqdm import tqdm
+
+from ..atomic_files import replace_file
+from ..checkpoints import check_fit, evaluate
+from ..drafters.recurrent import Drafter
+from ..errors import CheckpointError, RedrafterError, one_line
+from .loss import TrainingTargets, draft_loss
+from .settings import TrainingArgs
+from .targets import Batch, compute_targets, get_vocabulary
+
+Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
+"""arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
+
+OnIteration = Callable[[int, dict[str, float]], bool]
+"""(iterations done, what the last one showed) -> whether to stop here."""
+
+
+def train_drafter(
+    model: nn.Module,
+    drafter: Drafter,
+    batches: Callable[[int], Batch],
+    args: TrainingArgs,
+    *,
+    checkpoint: Path | None = None,
+    on_iteration: OnIteration | None = None,
+) -> int:
+    """Trains `drafter` in place for `model`, by AdamW.
+
+    Args:
+        model: a model of mlx-lm; it is read, never changed, and runs once for each batch.
+        batches: iteration -> texts like those that the model will write; best of all, its own.
+        checkpoint: see `fit`.
+
+    Returns:
+        How many iterations it has seen, those before a checkpoint's included.
+
+    Raises:
+        CheckpointError: the drafter is for a model of another size.
+        RedrafterError: a loss that is not a number.
+        UnsupportedModelError: see `find_parts`.
+    """
+    check_fit(drafter, model)
+    evaluate(model, drafter)  # read by another thread, which could not evaluate them
+    accumulate, updates = args.grad_accumulation_steps, -(-args.iters // args.grad_accumulation_steps)
+    rise = max(1, round(args.warmup * updates))
+    rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
+    falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
+    schedule = optim.join_schedules([rising, falling], [rise])
+    optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
+    return fit(
+        drafter,
+        optimizer,
+        make_loss(drafter, args),
+        lambda iteration: target_arrays(model, drafter, batches(iteration), args, iteration),
+        args.iters,
+        name="drafter",
+        accumulate=accumulate,
+        checkpoint=checkpoint,
+        save_every=args.save_every,
+        dtype=args.mixed_dtype,
+        on_iteration=on_iteration,
+    )
+
+
+def target_arrays(
+    model: nn.Module, drafter: Drafter, batch: Batch, args: TrainingArgs, iteration: int
+) -> list[mx.array]:
+    """The arrays of `make_loss` for an iteration: a function of it, whatever came before."""
+    targets = compute_targets(model, batch, args, get_vocabulary(drafter), (args.seed << 32) + iteration)
+    if dtype := args.mixed_dtype:
+        targets = targets._replace(hidden=targets.hidden.astype(dtype), embeddings=targets.embeddings.astype(dtype))
+    return [array for array in targets if array is not None]
+
+
+def make_loss(drafter: Drafter, args: TrainingArgs) -> Loss:
+    """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show."""
+
+    def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        targets, weights = TrainingTargets(*arrays), args.depth_weights or None
+        found = draft_loss(drafter, targets, args.draft_depth, weights, grad_checkpoint=args.grad_checkpoint)
+        return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": found.accuracy[-1]}
+
+    return loss
+
+
+def fit(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    loss: Loss,
+    batch: Callable[[int], Sequence[mx.array]],
+    iters: int,
+    *,
+    name: str,
+    accumulate: int = 1,
+    checkpoint: Path | None = None,
+    save_every: int = 250,
+    dtype: mx.Dtype | None = None,
+    on_iteration: OnIteration | None = None,
+) -> int:
+    """Updates `model` until it has seen `iters` batches, those before a checkpoint's included, or is stopped.
+
+    Args:
+        batch: iteration -> arrays; a function of the iteration alone, so that resuming changes nothing. Called in a
+            thread, during the update before.
+        name: what the progress bar says.
+        accumulate: of how many batches the gradients are added up before an update.
+        checkpoint: the file to save to, and to continue from if it exists.
+        dtype: what the forward and the gradients are computed in, when not in the dtype of the weights.
+
+    Returns:
+        How many iterations the model has seen.
+
+    Raises:
+        RedrafterError: the loss or its gradient is not a number; the last checkpoint is from before.
+    """
+    optimizer.init(model.trainable_parameters())
+    first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
+    update = make_update(model, optimizer, loss, accumulate, dtype)
+
+    def prepare(step: int) -> Sequence[mx.array]:
+        arrays = batch(step) if step < iters else []
+        mx.eval(arrays)
+        return arrays
+
+    saved, done, stop = first, first, False
+    bar = tqdm(range(first, iters), initial=first, total=iters, desc=name, mininterval=10)
+    smooth: dict[str, float] = {}
+    with helper_thread() as helper:
+        following = helper.submit(prepare, first)
+        for step in bar:
+            arrays, following = following.result(), helper.submit(prepare, step + 1)
+            done = step + 1
+            is_update = done % accumulate == 0 or done == iters
+            shown = update(arrays, last=is_update)
+            if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
+                kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
+                raise RedrafterError(
+                    f"{odd[0]} is {shown[odd[0]]} at iteration {done}; {kept}: start again with a lower learning rate"
+                )
+            smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
+            bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
+            stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # until the update is complete
+            is_due = stop or done == iters or done // save_every > saved // save_every
+            if checkpoint and is_update and is_due:
+                save_checkpoint(checkpoint, model, optimizer, done)
+                saved = done
+            if stop and is_update:
+                break
+        bar.close()
+        following.result()
+    return done
+
+
+@contextmanager
+def helper_thread() -> Iterator[ThreadPoolExecutor]:
+    """A second thread. Its MLX streams are destroyed before it ends, else the process may abort at exit."""
+    with ThreadPoolExecutor(max_workers=1) as helper:
+        try:
+            yield helper
+        finally:
+            helper.submit(mx.clear_streams).result()
+
+
+def make_update(
+    model: nn.Module, optimizer: optim.Optimizer, loss: Loss, accumulate: int, dtype: mx.Dtype | None
+) -> Callable[..., dict[str, float]]:
+    """(arrays, last: whether an update follows) -> what the iteration showed; adds up gradients between updates."""
+    loss_and_grads = nn.value_and_grad(model, loss if dtype is None else cast_loss(dtype, model, loss))
+    state = [model.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def step(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
+        (_, shown), grads = loss_and_grads(*arrays)
+        if before is not None:
+            grads = tree_map(mx.add, before, grads)
+        if not last:
+            return shown, grads
+        grads, norm = optim.clip_grad_norm(tree_map(lambda grad: grad / accumulate, grads), 1.0)
+        optimizer.update(model, grads)
+        return shown | {"gradient": norm}, None
+
+    grads: list[Any] = [None]
+
+    def update(arrays: Sequence[mx.array], *, last: bool) -> dict[str, float]:
+        shown, grads[0] = step(arrays, grads[0], last)
+        mx.eval(shown, state, grads)
+        return {key: float(value.item()) for key, value in shown.items()}  # type: ignore[arg-type]
+
+    return update
+
+
+def cast_loss(dtype: mx.Dtype, model: nn.Module, loss: Loss) -> Loss:
+    """`loss` with the model's weights rounded to `dtype`; the gradient is that of the weights as they are."""
+
+    def cast(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        weights = model.trainable_parameters()
+        model.update(tree_map(lambda weight: weight.astype(dtype), weights))
+        result = loss(*arrays)
+        model.update(weights)
+        return result
+
+    return cast
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
+    """Writes model, optimizer and step to one file, completely or not at all.
+
+    Raises:
+        RedrafterError: it cannot be written; what was there is still there.
+    """
+    arrays: Any = dict(tree_flatten({"model": model.parameters(), "optimizer": optimizer.state}))
+    kept = "the checkpoint before it is kept" if path.exists() else "nothing was saved before"
+    try:
+        with replace_file(path) as partial_file:
+            mx.save_safetensors(str(partial_file), arrays, {"step": str(step)})
+            if partial_file.stat().st_size < sum(array.nbytes for array in arrays.values()):  # MLX may not notice
+                raise OSError("no space left on the device")
+    except (OSError, RuntimeError) as error:
+        raise RedrafterError(f"cannot save {path}: {one_line(error)}; {kept}") from error
+
+
+def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
+    """Restores what `save_checkpoint` wrote, where a model is given, and returns its step; 0 where there is none.
+
+    Raises:
+        CheckpointError: damaged, or of another model.
+    """
+    if not path.exists():
+        return 0
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        if model is not None and optimizer is not None:
+            state: Any = tree_unflatten(list(loaded[0].items()))
+            weights: Any = tree_flatten(state["model"])
+            model.load_weights(weights, strict=True)
+            optimizer.state = state["optimizer"]
+        return int(loaded[1]["step"])
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"cannot continue from {path}: {one_line(error)}") from error

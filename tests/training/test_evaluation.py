@@ -1,0 +1,108 @@
+"""What a drafter is found to be worth: shares of guesses, beam shapes against plain decoding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from small import small_drafter, small_llama
+
+from mlx_redrafter.checkpoints import save_drafter
+from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.options import Options
+from mlx_redrafter.training import command, evaluation
+from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.evaluation import (
+    ShapeResult,
+    add_results,
+    compare_shapes,
+    format_table,
+    make_prompts,
+    measure_guesses,
+)
+from mlx_redrafter.training.settings import TrainingArgs
+
+
+def result(width: int, depth: int, ratio: float) -> ShapeResult:
+    return ShapeResult(width, depth, 1 + width * depth, 1.5, (0.5,), 100.0, ratio, True)
+
+
+def test_acceptance_is_the_share_of_each_rank(model: Any, texts: list[Text]) -> None:
+    drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
+    loss, shares = measure_guesses(model, drafter, texts, TrainingArgs(draft_depth=2, batch_size=4))
+    hits, tried = np.zeros((2, 8)), np.zeros(2)
+    for ids, offset in texts:
+        hidden, logits = model.model(mx.array(ids[None]))[0], model(mx.array(ids[None]))[0]
+        for last in range(max(offset, 2) - 1, len(ids) - 1):
+            wanted, state = int(mx.argmax(logits[last]).item()), None
+            for k in (1, 2):
+                if last < k:
+                    continue
+                state = None
+                for token in ids[last - k + 1 : last + 1]:
+                    state = drafter.advance(model.model.embed_tokens(mx.array(int(token))), state)
+                guess = drafter.logits(hidden[last - k], state)
+                rank = int((guess > guess[wanted]).sum().item())
+                tried[k - 1] += 1
+                hits[k - 1, rank : rank + 1] += rank < 8
+    assert np.allclose(shares, hits / tried[:, None]) and loss > 0
+
+
+def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, drafter = small_llama(), small_drafter()
+    prompts, options = [[1, 2, 3], [4, 5, 6]], Options(max_tokens=12, seed=0)
+    found = compare_shapes(model, drafter, prompts, [(1, 2), (2, 3, 5)], options, set())
+    assert [row[:3] for row in found] == [(1, 2, 3), (2, 3, 5)]
+    assert all(row.same_tokens and row.against_plain > 0 and row.tokens_per_round >= 1 for row in found)
+    monkeypatch.setattr(evaluation, "check_draftable", lambda model, tree: "no trees" if tree else None)
+    chains = compare_shapes(model, drafter, prompts, [(1, 2), (2, 3)], options, set())
+    assert [row[:3] for row in chains] == [(1, 2, 3)]
+    lines = format_table(found).splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["1", "2", "3"], ["2", "3", "5"]]
+
+
+def test_the_best_chain_is_that_of_paired_ratios() -> None:
+    sizes = DrafterArgs(8, 10, 4, 1)
+    rows = [result(1, 1, 0.8), result(1, 2, 0.9), result(1, 3, 0.9), result(4, 3, 1.5)]
+    found = add_results(sizes, "target", [[0.123456]], rows)
+    assert (found.draft_depth, found.base_model, found.acceptance) == (2, "target", [[0.1235]])
+
+
+def test_prompts_of_texts_are_masked_parts_or_beginnings() -> None:
+    ids = np.arange(200)
+    texts = [Text(ids, 3), Text(ids, 3), Text(ids, 0), Text(ids[:5], 0), Text(ids, 9)]
+    assert [len(prompt) for prompt in make_prompts(texts, 3)] == [3, 64, 2]
+
+
+def test_eval_only_measures_a_drafter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts()[:4]))
+    flags = ("--shapes", "1,3", "2,3,5", "--max-tokens", "10", "--temp", "0.8", "--prompts", str(path))
+    monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *flags])
+    assert command.run() == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "temperature 0.8, 4 prompts, 10 tokens each at most"
+    assert [line.split()[:3] for line in out[2:]] == [["1", "3", "4"], ["2", "3", "5"]]
+    assert all(line.split()[6] == "yes" and float(line.split()[3]) > 1.1 for line in out[2:])
+
+
+def test_eval_only_warns_of_another_targets_drafter(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "compare_shapes", lambda *parts: [])
+    (tmp_path / "prompts.txt").write_text("def main(\n")
+    vocab_size = json.loads((Path(target) / "config.json").read_text())["vocab_size"]
+    for base, warns in (("some/other", True), (Path(target).name, False)):
+        save_drafter(tmp_path / "drafter", Drafter(DrafterArgs(32, vocab_size, 16, 0, base_model=base)))
+        flags = ("--model", target, "--drafter", tmp_path / "drafter", "--prompts", tmp_path / "prompts.txt")
+        monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *map(str, flags)])
+        assert command.run() == 0
+        assert (f"was trained for {base}, not for {target}" in capsys.readouterr().err) == warns

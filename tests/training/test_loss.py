@@ -1,0 +1,166 @@
+"""The vectorised loss against one draft at a time, written out in float64 numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.training.loss import TrainingTargets, draft_loss
+
+HIDDEN, VOCAB, TEXTS, LENGTH, DEPTH = 8, 11, 2, 7, 3
+LEARNED = [1, 3, 4, 5, 6, 9, 10, 11, 13, -1]  # of 2 x 7 positions; the last one pads
+Arrays = dict[str, np.ndarray]
+
+
+def make(rnn: bool = True, seed: int = 0, few: bool = False) -> tuple[Drafter, TrainingTargets]:
+    """A drafter and targets: all probabilities, or those of three tokens, which do not add up to 1."""
+    mx.random.seed(seed)
+    drafter = Drafter(DrafterArgs(HIDDEN, VOCAB, exit_dim=6, num_draft_layers=2, rnn=rnn))
+    hidden, embeddings = mx.random.normal((2, TEXTS, LENGTH, HIDDEN))
+    positions = mx.array(LEARNED)
+    probs = mx.softmax(2 * mx.random.normal((len(LEARNED), VOCAB)), axis=-1)
+    choices = mx.where(mx.arange(len(LEARNED)) == 2, -1, mx.argmax(probs, axis=-1).astype(mx.int32))
+    ids = mx.argsort(-probs, axis=-1)[:, :3].astype(mx.int32) if few else None
+    columns = mx.where(positions < 0, -1, positions % LENGTH)
+    probs = probs if ids is None else mx.take_along_axis(probs, ids, axis=-1)
+    return drafter, TrainingTargets(hidden, embeddings, positions, columns, choices, probs, ids)
+
+
+def parameters(drafter: Drafter) -> Arrays:
+    flat: Any = tree_flatten(drafter.parameters())
+    return {name: np.array(array).astype(np.float64) for name, array in flat}
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def guess(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int) -> np.ndarray:
+    """(V,) logits of the guess at `depth` of the draft from position `start`, with nothing of the package."""
+    hidden, embeddings = (np.array(array[row]).astype(np.float64) for array in targets[:2])
+    state = np.zeros(HIDDEN)
+    for k in range(1, depth + 1):
+        if "rnn_w.weight" in weights:
+            step = embeddings[start + k] @ weights["rnn_w.weight"].T
+            state = silu(step + state @ weights["rnn_u.weight"].T + weights["rnn_u.bias"])
+        else:
+            state = embeddings[start + k] + state
+    y = np.concatenate([hidden[start], state]) @ weights["input_proj.weight"].T + weights["input_proj.bias"]
+    for n in range(2):
+        y = y + silu(y @ weights[f"lm_head.{n}.linear.weight"].T + weights[f"lm_head.{n}.linear.bias"])
+    return np.asarray(y @ weights["lm_head.2.weight"].T)
+
+
+class Reference:
+    """The loss, the weights of its guesses and their ranks."""
+
+    def __init__(
+        self,
+        weights: Arrays,
+        targets: TrainingTargets,
+        depth: int,
+        depth_weights: list[float] | None,
+        frozen: dict[tuple[int, int], float] | None = None,
+    ) -> None:
+        reached: dict[int, float] = {}
+        self.weights = {} if frozen is None else frozen
+        self.ranks = np.full((depth, len(LEARNED)), -1)
+        total = 0.0
+        for k in range(1, depth + 1):
+            for n, position in enumerate(LEARNED):
+                if position < 0 or position % LENGTH < k:
+                    continue
+                logits = guess(weights, targets, position // LENGTH, position % LENGTH - k, k)
+                q = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+                p = np.zeros(VOCAB)
+                np.add.at(
+                    p, slice(None) if targets.ids is None else np.array(targets.ids[n]), np.array(targets.probs[n])
+                )
+                start = position - k
+                if frozen is None:
+                    self.weights[k, n] = reached.get(start, 1.0) if depth_weights is None else depth_weights[k - 1]
+                total += self.weights[k, n] * -(p * np.log(q)).sum()
+                reached[start] = reached.get(start, 1.0) * np.minimum(p, q).sum()
+                choice = int(np.array(targets.choices[n]))
+                self.ranks[k - 1, n] = VOCAB if choice < 0 else (logits > logits[choice]).sum()
+        self.loss = total / sum(self.weights.values())
+
+
+@pytest.mark.parametrize("rnn", [True, False])
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("weights", [None, [4.0, 0.0, 1.0], [1.0] * (LENGTH - 1)])
+def test_same_as_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None) -> None:
+    drafter, targets = make(rnn, few=few)
+    depth = DEPTH if weights is None else len(weights)
+    found = draft_loss(drafter, targets, depth, weights)
+    wanted = Reference(parameters(drafter), targets, depth, weights)
+    assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5)
+    assert np.array_equal(np.array(found.ranks), wanted.ranks)
+    accuracy = [(row == 0).sum() / max((row >= 0).sum(), 1) for row in wanted.ranks]
+    assert np.allclose(np.array(found.accuracy), accuracy)
+    shifted = targets._replace(hidden=mx.roll(targets.hidden, 1, 1))
+    assert draft_loss(drafter, shifted, depth, weights).loss.item() != pytest.approx(wanted.loss, abs=1e-3)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
+def test_gradient_is_that_of_finite_differences(weights: list[float] | None) -> None:
+    """The weights of the guesses have no gradient."""
+    drafter, targets = make(few=True)
+    grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, weights).loss)()[1]
+    before = parameters(drafter)
+    frozen = Reference(before, targets, DEPTH, weights).weights
+    rng = np.random.default_rng(0)
+    flat: Any = tree_flatten(grads)
+    for name, grad in flat:
+        direction, step = rng.normal(size=grad.shape), 1e-6
+        ahead, back = (
+            Reference(before | {name: before[name] + sign * step * direction}, targets, DEPTH, weights, frozen).loss
+            for sign in (1, -1)
+        )
+        slope = float((np.array(grad).astype(np.float64) * direction).sum())
+        assert slope == pytest.approx((ahead - back) / (2 * step), rel=1e-3, abs=1e-5), name
+        assert abs(slope) > 1e-5, f"negative control: {name} matters"
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_less_memory_gives_the_same_gradient(chunk: int, grad_checkpoint: bool) -> None:
+    drafter, targets = make()
+
+    def gradient(**options: Any) -> dict[str, mx.array]:
+        grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, targets, DEPTH, **options).loss)()[1]
+        return dict(tree_flatten(grads))  # type: ignore[arg-type]
+
+    found, wanted = gradient(chunk=chunk, grad_checkpoint=grad_checkpoint), gradient()
+    assert found.keys() == wanted.keys()
+    assert all(mx.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+def test_deeper_guesses_weigh_less_after_unlikely_ones() -> None:
+    drafter, targets = make()
+    weights = Reference(parameters(drafter), targets, DEPTH, None).weights
+    means = [np.mean([weight for (k, _), weight in weights.items() if k == depth]) for depth in (1, 2, 3)]
+    assert means[0] == 1 and means[0] > means[1] > means[2] > 0
+
+
+def test_unlearned_positions_and_padding_change_nothing() -> None:
+    drafter, targets = make()
+    padded = targets._replace(probs=mx.where(targets.columns[:, None] < 0, 0.5, targets.probs))
+    assert draft_loss(drafter, padded, DEPTH).loss.item() == draft_loss(drafter, targets, DEPTH).loss.item()
+    nothing = targets._replace(columns=mx.full((len(LEARNED),), -1))
+    assert draft_loss(drafter, nothing, DEPTH).loss.item() == 0, "not NaN"
+
+
+def test_a_token_outside_the_vocabulary_teaches_nothing() -> None:
+    drafter, targets = make(few=True)
+    unknown = targets._replace(probs=mx.zeros_like(targets.probs), choices=mx.full((len(LEARNED),), -1))
+    loss, grads = nn.value_and_grad(drafter, lambda: draft_loss(drafter, unknown, 2).loss)()
+    assert loss.item() == 0 and mx.array_equal(draft_loss(drafter, unknown, 2).accuracy, mx.zeros((2,)))
+    flat: Any = tree_flatten(grads)
+    assert all(mx.abs(grad).max().item() == 0 for _, grad in flat)
