@@ -63,16 +63,7 @@ def test_mlx_lms_processors_give_the_plain_tokens(name: str) -> None:
             assert decode_with_mlx_lm(prompt, 24, logits_processors=processors) == ids(plain)
 
 
-def test_processors_run_in_order() -> None:
-    one, other = (
-        ids(run(make_model(), make_prompt(5), max_tokens=20, logits_processors=each))
-        for each in (PENALTY + BIAS, BIAS + PENALTY)
-    )
-    assert one != other
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 2048])
-@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
 @pytest.mark.parametrize("shape", PLANS, ids=str)
 def test_each_node_is_given_the_history_on_its_path(shape: tuple[int, int], length: int, chunk: int) -> None:
     (width, depth), count = shape, 16
@@ -96,7 +87,7 @@ def test_each_node_is_given_the_history_on_its_path(shape: tuple[int, int], leng
 
 
 @pytest.mark.parametrize("width", [0, 1, 3])
-def test_after_a_prompt_cache_histories_begin_with_this_prompt(width: int) -> None:
+def test_histories_begin_with_this_turns_prompt(width: int) -> None:
     model, turns = make_model(), [make_prompt(6, seed=1), make_prompt(3, seed=2)]
     theirs, ours = Recorder(), Recorder()
     cache, other = make_prompt_cache(model), make_prompt_cache(model)

@@ -68,8 +68,14 @@ def test_bad_requests_are_refused_before_reading(options: dict[str, Any], reason
     with pytest.raises(RedrafterError, match=reason) as raised:
         decode(drafted=drafted, **({"prompt_cache": cache} | report | options))
     assert "\n" not in str(raised.value) and progress == [] and cache[0].offset == 0
-    # Negative control: a good request is served, and reports its progress.
-    assert len(decode(drafted=drafted, prompt_cache=cache, **report)) == 4 and progress[-1] == (3, 3)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_good_requests_are_served_with_progress(drafted: bool) -> None:
+    # Negative control.
+    progress: list[tuple[int, int]] = []
+    assert len(decode(drafted=drafted, prompt_progress_callback=lambda *done: progress.append(done))) == 4
+    assert progress[-1] == (3, 3)
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,8 @@ def draw_texts(plan: str, first_seed: int = 0, **options: Any) -> tuple[Counter[
     ("plan", "top_p", "options"),
     [
         ("chain", 1.0, {"temp": TEMP}),
-        ("tree", 1.0, {"temp": TEMP}),
         ("pruned tree", 1.0, {"temp": TEMP}),
         ("tree", 0.8, {"temp": TEMP, "top_p": 0.8}),
-        ("chain", 0.8, {"sampler": make_sampler(temp=TEMP, top_p=0.8)}),
         ("pruned tree", 0.8, {"sampler": make_sampler(temp=TEMP, top_p=0.8)}),
     ],
 )

@@ -13,9 +13,9 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from threads import workers
-from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, make_tokenizer, run, scripted, snapshot
+from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, scripted, snapshot
 
-from mlx_redrafter import generate_step, stream_generate
+from mlx_redrafter import generate_step
 from mlx_redrafter.engine.supported_models import capture_output, find_parts
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
@@ -33,14 +33,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "plain, 8 bits from 12 on": QUANTIZED | {"quantized_kv_start": 12},
     "chain": CHAIN,
     "chain, top_p": CHAIN | TOP_P,
-    "chain, 8 bits from the prompt on": CHAIN | QUANTIZED | {"quantized_kv_start": 9},
     "tree": TREE,
     "tree, pruned": {"plan": (3, 3, 7)},
     "tree, top_p": TREE | TOP_P,
     "tree, xtc": TREE | {"temp": 1.0, "seed": 9, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     "tree, processors": TREE | PENALTY,
     "tree, 8 bits": TREE | QUANTIZED | {"quantized_kv_start": 0},
-    "tree, 8 bits from the prompt on": TREE | QUANTIZED | {"quantized_kv_start": 9},
     "tree, 8 bits from 12 on": TREE | QUANTIZED | {"quantized_kv_start": 12},
 }
 
@@ -78,7 +76,7 @@ def test_every_next_may_come_from_another_thread(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "chain, top_p", "tree, pruned", "tree, 8 bits"])
 def test_another_thread_may_close_a_generation(name: str) -> None:
-    for count in (1, 2, 3, 5, 8, 13):
+    for count in (1, 2, 5, 8):
         expected, steps, cache = make_job(name)
         with workers(2) as (one, other):
             assert [one.submit(next, steps).result()[0] for _ in range(count)] == expected[:count]
@@ -105,8 +103,7 @@ def test_generations_may_take_turns_on_one_model() -> None:
         ("tree", "plain"),
         ("tree, top_p", "plain, top_p"),
         ("tree", "chain"),
-        ("tree, top_p", "tree, top_p"),
-        ("tree, xtc", "chain, top_p"),
+        ("tree, xtc", "tree, top_p"),
         ("tree, processors", "tree, 8 bits"),
     ],
     ids=" and ".join,
@@ -121,7 +118,7 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
         return [token for token, _, _ in steps], expected
 
     with workers(2) as pools:
-        for _ in range(4):
+        for _ in range(2):
             runs = [pool.submit(decode, name) for pool, name in zip(pools, names, strict=True)]
             for tokens, expected in [run.result() for run in runs]:
                 assert tokens == expected
@@ -158,14 +155,3 @@ def test_closing_cancels(name: str) -> None:
     done = len(calls)
     assert next(steps, None) is None
     assert len(calls) == done > 0
-
-
-def test_closing_a_stream_closes_the_generation() -> None:
-    model, cache = make_model(), make_prompt_cache(make_model())
-    plain, drafter = prepare("tree")
-    options: dict[str, Any] = {"drafter": drafter, "prompt_cache": cache, "max_tokens": -1, "plan": (3, 4)}
-    responses = stream_generate(model, make_tokenizer(), PROMPT, **options)
-    assert [next(responses).token for _ in range(4)] == plain[:4]
-    responses.close()
-    assert next(responses, None) is None
-    assert cache[0].offset == len(PROMPT) + 4
