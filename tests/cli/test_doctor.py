@@ -23,7 +23,7 @@ from mlx_redrafter.engine.supported_models import REFUSED, model_sizes
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.planning import costs as cost_table
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, expected_tokens, starting_plan
+from mlx_redrafter.planning.planner import expected_tokens, starting_plan
 
 GOOD = [[0.9, 0.02], [0.8, 0.03]]
 
@@ -77,41 +77,26 @@ def make_drafter(model: nn.Module, **more: Any) -> Drafter:
 
 
 @pytest.mark.parametrize(
-    ("curve", "acceptance", "verdict"),
+    ("curve", "acceptance", "verdict", "times"),
     [
-        ("flat", GOOD, "A drafter pays on this machine from 1.04 tokens per round on; this drafter is expected to make "
-                       "3.66: about 3.34 times plain decoding.\n"),
-        ("flat", [[0.01]], "Drafting does not pay here: a drafter pays from 1.04 tokens per round on; this drafter is "
-                           "expected to make 1.01: about 0.94 times plain decoding.\n"),
-        ("linear", GOOD, "Drafting does not pay here: a drafter pays from more than 4.52 tokens per round on; this "
-                         "drafter is expected to make 3.66: about 0.93 times plain decoding.\n"),
+        ("flat", GOOD, "A drafter pays on this machine from 1.04 tokens per round on", "about 3.34 times"),
+        ("flat", [[0.01]], "Drafting does not pay here: a drafter pays from 1.04 tokens per round on", "0.94 times"),
+        ("linear", GOOD, "Drafting does not pay here: a drafter pays from more than 4.52 tokens", "0.93 times"),
+        ("flat", None, "A drafter pays ", "This drafter is random"),
+        ("linear", None, "Drafting does not pay here", "This drafter is random"),
     ],
-)  # fmt: skip
-def test_verdict_for_a_drafter_comes_first(
-    measured: Measured, curve: str, acceptance: list[list[float]], verdict: str
+)
+def test_verdict_comes_first(
+    measured: Measured, curve: str, acceptance: list[list[float]] | None, verdict: str, times: str
 ) -> None:
     measured.costs = make_costs(curve)
     model = make_model()
     before = snapshot(model)
-    report = diagnose(model, make_drafter(model, acceptance=acceptance))
-    assert format_report(report).startswith(verdict) and snapshot(model) == before
-    assert report["notes"] == [] and "Warning" not in format_report(report)
-
-
-@pytest.mark.parametrize(("curve", "verdict"), [("flat", "A drafter pays "), ("linear", "Drafting does not pay here")])
-def test_verdict_without_a_drafter_is_the_break_even(measured: Measured, curve: str, verdict: str) -> None:
-    measured.costs = make_costs(curve)
-    report = diagnose(make_model())
+    report = diagnose(model, acceptance and make_drafter(model, acceptance=acceptance))
     text = format_report(report)
-    assert text.startswith(verdict) and "this drafter is expected" not in text and "This drafter is random" in text
-    assert report["drafter"]["acceptance_assumed"] and report["drafter"]["acceptance"] == [[*UNKNOWN_ACCEPTANCE[0]]]
-    assert "plain step" in report["drafter"]["stand_in"] and report["notes"] == []
-
-
-def test_contradicting_times_are_a_warning(measured: Measured) -> None:
-    measured.costs = measured.costs._replace(plain=(1.2, 0.9))
-    lines = format_report(diagnose(make_model())).splitlines()
-    assert lines[1].startswith("Warning: the measured times contradict each other")
+    assert text.startswith(verdict) and times in text and snapshot(model) == before
+    assert ("this drafter is expected" in text) is (acceptance is not None)
+    assert report["notes"] == [] and report["drafter"]["acceptance_assumed"] is (acceptance is None)
 
 
 @pytest.mark.parametrize("widths", [(1, 2, 4), (1,)])
@@ -130,13 +115,6 @@ def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str, width
         assert offer["ratio"] == pytest.approx(best, rel=5e-3)
         assert offer["ratio"] == offer["tokens_per_round"] / offer["plain_steps"]
     assert [row["tokens_per_round"] for row in outlooks[::2]] == [2.0, 2.5, 3.0, 3.5]
-
-
-def test_break_even_is_where_plans_begin_to_pay(measured: Measured) -> None:
-    measured.costs = CostTable((64,), (1, 2), ((1.0, 1.4),), (1.0,), (1,), (0.2,), (0.0, 0.0)).check()
-    rate = 0.6  # a round of 1 x 1 makes 1 + rate tokens and costs 1.6 plain steps
-    (least,) = diagnose(make_model())["pays_from"]
-    assert least["tokens_per_round"] == pytest.approx(sum(rate**depth for depth in range(5)), abs=1e-3)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -215,25 +193,6 @@ def test_text_agrees_with_json(measured: Measured, run: Any) -> None:
     for each in report["pays_from"]:
         assert f"{each['tokens_per_round']:.2f}" in rows["pays"]
     assert [tuple(each.values())[:3] for each in report["cliffs"]] == [(64, 6, 5), (1024, 6, 5)]
-
-
-def test_json_has_its_fields(measured: Measured, run: Any) -> None:
-    status, out, _ = run("doctor", "--json")
-    report = json.loads(out)
-    assert status == 0 and set(report) == {
-        "machine", "memory", "target", "drafter", "trees", "no_trees", "not_finite", "costs", "plain_steps", "cliffs",
-        "starts", "outlooks", "pays_from", "notes", "settings",
-    }  # fmt: skip
-    model = {"name", "dtype", "quantized", "weight_bytes"}
-    drafter = model | {"stand_in", "acceptance", "acceptance_assumed", "tokens_per_round"}
-    assert {"chip", "device", "mlx_redrafter"} <= set(report["machine"])
-    assert (set(report["target"]), set(report["drafter"])) == (model, drafter)
-    assert set(report["memory"]) == {"machine_bytes", "target_bytes", "drafter_bytes", "peak_bytes"}
-    assert set(report["costs"]) == set(CostTable._fields) and report["plain_steps"][1][0] == 1.0
-    assert set(report["cliffs"][0]) == {"context", "nodes", "before", "times"}
-    assert set(report["starts"][0]) == {"context", "plan", "offer", "reason"}
-    assert set(report["outlooks"][0]["offer"]) == {"plan", "tokens_per_round", "plain_steps", "ratio"}
-    assert set(report["pays_from"][0]) == {"context", "tokens_per_round"}
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
 
 
@@ -261,7 +220,6 @@ def test_a_users_own_models_are_examined(
     ("arguments", "reason"),
     [
         (["--plot", "curve.pdf"], "expected a name that ends in .png, in a folder that exists, got curve.pdf"),
-        (["--plot", "{tmp}/new/curve.png"], "in a folder that exists, got {tmp}/new/curve.png"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--model", "{tmp}/nothing"], "nothing"),
         (["--drafter", "{tmp}/nothing"], "nothing"),
