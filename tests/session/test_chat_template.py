@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import string
-from pathlib import Path
 from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sessions import END, chat_tokenizer, make_model, plain_session
+from sessions import chat_tokenizer, make_model, plain_session
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -74,15 +73,6 @@ def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: boo
     assert ended == (cut if twice else cut[cut.index(last) + 1 :])
 
 
-def test_turn_is_what_follows_the_answer() -> None:
-    tokenizer = chat_tokenizer()
-    before = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    new = [{"role": "user", "content": "v"}]
-    assert tokenizer.decode(encode_conversation(tokenizer, before)) == "SszUuzA"
-    assert tokenizer.decode(encode_turn(tokenizer, before, new, 5)) == "zUvzA"
-    assert tokenizer.decode(encode_turn(tokenizer, before, new, END)) == "UvzA"
-
-
 THINKING = (
     "{% if tools %}{{ 't' * (tools | length) }}{% endif %}{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}"
     "{{ m.content }}{{ 'z' }}{% endfor %}{% if add_generation_prompt %}A{% if think is defined and think %}h{% endif %}"
@@ -125,14 +115,6 @@ def test_changed_tools_are_read_again() -> None:
     assert send(session, "d", tools=[look, look])[1] < 7, "only once"
     assert send(session, "e")[0].startswith("tUazA")
     assert send(session.fork(), "f")[1] < 7
-
-
-def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
-    session = make_thinker()
-    assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
-    session.save(tmp_path / "talk.safetensors")
-    loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
-    assert send(loaded, "b")[0].startswith("Uaz"), "without the tools, so read again"
 
 
 @pytest.mark.parametrize(
