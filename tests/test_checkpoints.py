@@ -210,7 +210,7 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_target_of_a_loaded_drafter_decodes_in_any_thread(tmp_path: Path) -> None:
+def test_loaded_pairs_decode_in_any_thread(tmp_path: Path) -> None:
     """gemma3n's forward replaces some of its weights; `load_drafter` builds one to learn the sizes."""
 
     def load_both() -> tuple[nn.Module, Drafter]:

@@ -52,7 +52,7 @@ def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
 # Responses.
 
 
-def test_a_response_has_mlx_lms_fields_and_the_rounds() -> None:
+def test_responses_extend_mlx_lms_fields() -> None:
     last = stream(drafter=RandomDrafter(VOCAB), max_tokens=30, plan=(2, 3), temp=1.0)[-1]
     theirs = {field.name for field in dataclasses.fields(MlxLmResponse)}
     assert theirs < {field.name for field in dataclasses.fields(GenerationResponse)}
@@ -84,7 +84,7 @@ def test_256_tokens_by_default() -> None:
     assert generate(make_model(), make_tokenizer(), PROMPT) == "".join(r.text for r in responses)
 
 
-def test_a_prompt_may_be_text_ids_or_an_array() -> None:
+def test_prompts_are_text_ids_or_arrays() -> None:
     tokenizer = make_tokenizer()
     text = tokenizer.decode(PROMPT)
     tokens = tokenizer.encode(text)
@@ -92,7 +92,7 @@ def test_a_prompt_may_be_text_ids_or_an_array() -> None:
     assert len({generate(make_model(), tokenizer, prompt, max_tokens=12) for prompt in prompts}) == 1
 
 
-def test_a_drawn_seed_is_reported_and_repeats_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drawn_seed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = stream(temp=1.0), stream(temp=1.0)
     again = stream(temp=1.0, seed=first[0].seed, drafter=RandomDrafter(VOCAB), plan=(2, 3))
     assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
@@ -192,7 +192,7 @@ def check_same_text(choice: str, beam: str, script: str, luck: int, **options: A
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("beam", BEAMS)
-def test_end_of_text_tokens_end_it_anywhere_in_a_round(beam: str, choice: str) -> None:
+def test_end_tokens_end_it_anywhere_in_rounds(beam: str, choice: str) -> None:
     plain, places = plain_tokens(choice)[:COUNT], set()
     for turn, eos in enumerate(sorted(set(plain))):
         last = check_same_text(choice, beam, "mixed", turn, eos=eos)

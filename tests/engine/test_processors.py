@@ -65,7 +65,7 @@ def test_mlx_lms_processors_give_the_plain_tokens(name: str) -> None:
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
 @pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_each_node_is_given_the_history_on_its_path(shape: tuple[int, int], length: int, chunk: int) -> None:
+def test_each_node_gets_its_paths_history(shape: tuple[int, int], length: int, chunk: int) -> None:
     (width, depth), count = shape, 16
     model, prompt = make_model(), make_prompt(length)
     theirs, plain, drafted = (Recorder() for _ in range(3))

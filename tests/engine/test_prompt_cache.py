@@ -94,7 +94,7 @@ def test_cache_holds_every_yielded_token_wherever_it_ends(end: str, beam: str, q
 
 
 @pytest.mark.parametrize("beam", BEAMS)
-def test_without_tokens_the_cache_holds_the_prompt_or_nothing(beam: str) -> None:
+def test_without_tokens_the_cache_holds_the_prompt(beam: str) -> None:
     cache = make_prompt_cache(make_model())
     start(cache, beam).close()
     assert cache[0].offset == 0, "a generator that was never started has done nothing"
@@ -103,7 +103,7 @@ def test_without_tokens_the_cache_holds_the_prompt_or_nothing(beam: str) -> None
 
 
 @pytest.mark.parametrize("beam", BEAMS)
-def test_the_end_of_text_token_is_in_the_cache(beam: str) -> None:
+def test_end_tokens_are_in_the_cache(beam: str) -> None:
     plain = ids(run(make_model(), PROMPT, max_tokens=14))
     for eos in set(plain):
         cache, tokenizer = make_prompt_cache(make_model()), make_tokenizer([eos])

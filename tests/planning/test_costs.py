@@ -203,7 +203,7 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(
     assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
+def test_an_unwritable_cache_folder_is_one_warning(
     measured: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

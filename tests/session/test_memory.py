@@ -50,7 +50,7 @@ def test_text_as_long_as_allowed_takes_the_budget(family: str, options: dict[str
         assert taken <= size.fixed and size.tokens_in(size.fixed) > 10**9
 
 
-def test_turn_without_room_is_refused_before_it_is_read() -> None:
+def test_turn_without_room_is_refused_before_reading() -> None:
     size = budget(192)
     session = make_session(memory_budget=size)
     session.send("hello")
