@@ -12,16 +12,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import make_family
 from mlx.utils import tree_flatten
 from small import save_target, small_drafter, small_llama
-from threads import workers
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import checkpoints, generate_step
+from mlx_redrafter import checkpoints
 from mlx_redrafter.checkpoints import load, load_drafter, load_pair, save_drafter
-from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import CheckpointError
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
@@ -208,22 +205,6 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
     config(model_type="no_such_model")(tmp_path)
     with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$"):
         load(tmp_path)
-
-
-def test_loaded_pairs_decode_in_any_thread(tmp_path: Path) -> None:
-    """gemma3n's forward replaces some of its weights; `load_drafter` builds one to learn the sizes."""
-
-    def load_both() -> tuple[nn.Module, Drafter]:
-        model = make_family("gemma3n")
-        save_drafter(
-            tmp_path, Drafter(DrafterArgs(*model_sizes(make_family("gemma3n")), exit_dim=16, num_draft_layers=1))
-        )
-        return model, load_drafter(tmp_path, model)
-
-    with workers(2) as (first, second):
-        model, drafter = first.submit(load_both).result()
-        steps = second.submit(lambda: list(generate_step([1, 2, 3], model, drafter, max_tokens=4, plan=(1, 2))))
-        assert len(steps.result()) == 4
 
 
 def test_16_bit_weights_on_a_cpu_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

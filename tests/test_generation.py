@@ -34,7 +34,7 @@ from toys import (
 
 from mlx_redrafter import GenerationResponse, RedrafterError, generate, stream_generate
 from mlx_redrafter.engine.types import Tree
-from mlx_redrafter.generate import decode_prompts, stream_responses, summary
+from mlx_redrafter.generate import decode_prompts, summary
 from mlx_redrafter.options import Options
 
 PROMPT = make_prompt(7, seed=4)
@@ -143,11 +143,6 @@ def test_bad_options_are_refused_on_the_first_next(options: dict[str, Any], mess
     steps = stream_generate(**options)
     with pytest.raises(RedrafterError, match=message):
         next(steps)
-
-
-def test_pieces_of_the_prompt_yield_none() -> None:
-    responses = list(stream_responses(make_model(), make_tokenizer(), PROMPT, max_tokens=3, prefill_step_size=2))
-    assert [response is None for response in responses] == [True] * 3 + [False] * 3
 
 
 def test_several_prompts_are_counted_together() -> None:

@@ -22,7 +22,6 @@ from checkpoints import (
     came_through,
     configure,
     make,
-    modelopt,
     prefixed,
     ranks,
     refused,
@@ -64,13 +63,6 @@ def test_unused_norm_is_left_out_and_named(tmp_path: Path) -> None:
     assert done.notes == ("emb_norm.weight is left out: no forward pass uses it",)
     # Negative control: nothing is said where nothing is left out.
     assert convert(apple(tmp_path / "plain", tensors(drafter)), tmp_path / "out2").notes == ()
-
-
-def test_tensors_are_believed_over_the_config(tmp_path: Path) -> None:
-    done = convert(modelopt(tmp_path / "in", tensors(make())), tmp_path / "out")
-    assert came_through(done, make())
-    assert "config.json says num_draft_layers 7, its tensors say 1; the tensors are believed" in done.notes
-    assert json.loads((done.path / CONFIG).read_text())["num_draft_layers"] == 1
 
 
 @pytest.mark.parametrize("said", [-1, None, 10**30, "many", [1], "line\nbreak"], ids=repr)

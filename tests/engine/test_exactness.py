@@ -15,7 +15,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from toys import (
-    KINDS,
     SCRIPTS,
     RandomDrafter,
     assert_same_steps,
@@ -78,16 +77,6 @@ def test_sampled_tokens_equal_plain_ones(sampling: str, shape: tuple[int, ...]) 
         assert_same_steps(steps, plain)
         accepted += steps[-1].stats.accepted
     assert accepted > 7
-
-
-@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_rope_gives_the_plain_tokens(kind: str, options: dict[str, Any]) -> None:
-    model, prompt = make_model(kind), make_prompt(13)
-    plain, drafter = with_plain(model, prompt, 24, "mixed", width=3, **options)
-    steps = run(model, prompt, drafter, max_tokens=24, plan=(3, 4, 9), **options)
-    assert_same_steps(steps, plain)
-    assert steps[-1].stats.accepted > 0
 
 
 def test_ropes_bound_by_the_length_stop_drafting() -> None:

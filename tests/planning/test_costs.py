@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from families import make_family
+from sessions import make_drafter
 from toys import make_model
 from worlds import CURVES, make_costs
 
-from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
-from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning import costs as costs_module
 from mlx_redrafter.planning.costs import (
@@ -39,7 +39,7 @@ Pair = tuple[Any, Drafter]
 def make_pair(acceptance: list[list[float]] | None = None, name: str | None = None) -> Pair:
     """A model, and a drafter that knows nothing."""
     model = make_model() if name is None else make_family(name)
-    return model, Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, acceptance=acceptance))
+    return model, make_drafter(model, acceptance=acceptance)
 
 
 @pytest.fixture(autouse=True)
