@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import follow_plain, make_family
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.generate import stream_generate as mlx_lm_stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -262,19 +261,6 @@ def test_reported_rounds_spell_the_text(options: dict[str, Any], beam: str) -> N
     assert sum(len(tokens) - 1 for tokens, _, _, _ in rounds) == last.drafted
     from_draft = [at < len(chosen) - 1 for *_, chosen in rounds for at in range(len(chosen))]
     assert [step.from_draft for step in steps[1:]] == from_draft
-
-
-def test_plain_steps_are_not_reported() -> None:
-    model = make_family("mamba")  # after many replayed tokens a round drafts nothing
-    plain, drafter = follow_plain(model, PROMPT, 24, "mixed", width=1)
-    rounds = Rounds()
-    steps = run(model, PROMPT, drafter, max_tokens=24, on_round=rounds, plan=(1, 4))
-    last = steps[-1].stats
-    assert ids(steps) == ids(plain) and last.plain_steps > 0 and len(rounds) == last.rounds - last.plain_steps
-    rounds.clear()
-    run(model, PROMPT, max_tokens=24, on_round=rounds)
-    run(model, PROMPT, drafter, max_tokens=24, on_round=rounds, plan="off")
-    assert rounds == []
 
 
 @pytest.mark.parametrize("where", ["on_round", "logits_processors", "sampler"])

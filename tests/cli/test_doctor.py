@@ -20,8 +20,6 @@ from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report, make_acceptance
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.supported_models import REFUSED
-from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.planning import costs as cost_table
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import expected_tokens
@@ -138,13 +136,6 @@ def test_models_without_trees_are_offered_chains(measured: Measured) -> None:
     assert report["trees"] is False and measured.trees == [False]
     assert all(outlook["offer"]["plan"].width == 1 for outlook in report["outlooks"])
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
-
-
-def test_a_model_that_is_refused_is_not_measured(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REFUSED, "llama", "it is only a test")
-    with pytest.raises(UnsupportedModelError, match="cannot draft for llama: it is only a test"):
-        diagnose(make_model())
-    assert measured.trees == []
 
 
 def test_text_agrees_with_json(measured: Measured, run: Any) -> None:

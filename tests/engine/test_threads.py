@@ -20,14 +20,12 @@ COUNT = 16
 PROMPT = make_prompt(9)
 TREE = {"plan": (3, 3)}
 CHAIN = {"plan": (1, 4)}
-QUANTIZED = {"kv_bits": 8, "kv_group_size": 32}
 TOP_P = {"temp": 1.0, "top_p": 0.9, "seed": 4}
 PENALTY = {"logits_processors": make_logits_processors(repetition_penalty=1.3)}
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, top_p": TOP_P,
     "plain, processors": PENALTY,
-    "plain, 8 bits from 12 on": QUANTIZED | {"quantized_kv_start": 12},
     "chain": CHAIN,
     "chain, top_p": CHAIN | TOP_P,
     "tree": TREE,
@@ -35,8 +33,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "tree, top_p": TREE | TOP_P,
     "tree, xtc": TREE | {"temp": 1.0, "seed": 9, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     "tree, processors": TREE | PENALTY,
-    "tree, 8 bits": TREE | QUANTIZED | {"quantized_kv_start": 0},
-    "tree, 8 bits from 12 on": TREE | QUANTIZED | {"quantized_kv_start": 12},
+    "tree, 8 bits": TREE | {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12},
 }
 
 
@@ -120,16 +117,3 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
             for tokens, expected in [run.result() for run in runs]:
                 assert tokens == expected
     assert snapshot(make_model()) == before
-
-
-@pytest.mark.parametrize("name", ["plain, processors", "chain", "tree, processors"])
-def test_closing_cancels(name: str) -> None:
-    calls: list[int] = []
-    _, drafter = prepare(name)
-    options = JOBS[name] | {"logits_processors": [lambda history, logits: calls.append(1) or logits]}
-    steps = generate_step(PROMPT, make_model(), drafter, max_tokens=-1, **options)
-    next(steps)
-    steps.close()
-    done = len(calls)
-    assert next(steps, None) is None
-    assert len(calls) == done > 0
