@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,14 @@ def test_changed_tools_are_read_again() -> None:
     assert send(session, "d", tools=[look, look])[1] < 7, "only once"
     assert send(session, "e")[0].startswith("tUazA")
     assert send(session.fork(), "f")[1] < 7
+
+
+def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
+    session = make_thinker()
+    assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
+    session.save(tmp_path / "talk.safetensors")
+    loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
+    assert send(loaded, "b")[0].startswith("Uaz"), "without the tools, so read again"
 
 
 @pytest.mark.parametrize(
