@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
+import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from threads import workers
 from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, scripted, snapshot
 
 from mlx_redrafter import generate_step
+from mlx_redrafter.engine.supported_models import capture_output, find_parts
+from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
 PROMPT = make_prompt(9)
@@ -103,7 +107,7 @@ def test_generations_may_take_turns_on_one_model() -> None:
     ids=" and ".join,
 )
 def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
-    before = snapshot(make_model())
+    before, interval = snapshot(make_model()), sys.getswitchinterval()
     barrier = threading.Barrier(2)
 
     def decode(name: str) -> tuple[list[int], list[int]]:
@@ -111,9 +115,32 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
         barrier.wait()
         return [token for token, _, _ in steps], expected
 
-    with workers(2) as pools:
-        for _ in range(2):
-            runs = [pool.submit(decode, name) for pool, name in zip(pools, names, strict=True)]
-            for tokens, expected in [run.result() for run in runs]:
-                assert tokens == expected
+    sys.setswitchinterval(1e-5)  # so that they meet within a forward
+    try:
+        with workers(2) as pools:
+            for _ in range(2):
+                runs = [pool.submit(decode, name) for pool, name in zip(pools, names, strict=True)]
+                for tokens, expected in [run.result() for run in runs]:
+                    assert tokens == expected
+    finally:
+        sys.setswitchinterval(interval)
     assert snapshot(make_model()) == before
+
+
+def test_another_thread_may_run_a_batch_meanwhile() -> None:
+    """While a forward over a tree is being built."""
+    model = make_model()
+
+    def run_batch() -> list[float]:
+        cache = [BatchKVCache([0, 2]) for _ in model.layers]
+        model(mx.array([[1, 2, 3], [0, 0, 3]]), cache=cache)
+        return model(mx.array([[4], [5]]), cache=cache).tolist()
+
+    expected = run_batch()
+    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
+    with workers(1) as (other,):
+        built, recorded = capture_output(
+            find_parts(model).final_norm,
+            lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result()),
+        )
+    assert (built.result, built.calls, recorded) == (expected, [], [])
