@@ -50,7 +50,7 @@ def decode_with_mlx_lm(prompt: list[int], count: int, **options: Any) -> list[in
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_mlx_lms_processors_give_the_plain_tokens(name: str) -> None:
     model, processors = make_model(), PROCESSORS[name]
-    for (width, depth), options in zip(PLANS * 2, [{}] * 3 + [{"temp": 0.8, "seed": 2}] * 3, strict=True):
+    for (width, depth), options in zip(PLANS, ({}, {"temp": 0.8, "seed": 2}, {}), strict=True):
         prompt = make_prompt(7, seed=width)
         without = ids(run(model, prompt, max_tokens=24, **options))
         more: dict[str, Any] = options | {"logits_processors": processors}
