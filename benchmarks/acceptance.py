@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -43,7 +44,7 @@ def find_differences(
     options: Options,
 ) -> list[Difference]:
     """Where each of the drafted `texts` first differs from plain decoding's, of those that do."""
-    plain = decode_prompts(model, None, prompts, options)
+    plain = decode_prompts(model, None, prompts, replace(options, plan="off"))
     found = []
     for prompt, one, other in zip(prompts, plain.texts, texts, strict=True):
         if (at := first_difference(one, other)) is not None:

@@ -244,7 +244,7 @@ def stream_responses(
             if count == 1:
                 prompt_tps = len(ids) / (time.perf_counter() - started)
                 started = time.perf_counter()
-            if drafter is not None and not warned and step.stats.draft_rounds >= USELESS_ROUNDS:
+            if drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
                 warned = True
                 _warn_if_useless(step.stats)
             text = ""
@@ -386,9 +386,9 @@ def _open_drafting(
     if shape is None:
         return _Drafting(None, Planner(None))
     is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
-    context = _make_context(model, options, cache, default=shape == AUTO and not is_shared)
+    context = _make_context(model, options, cache, default=(shape == AUTO or drafter is None) and not is_shared)
     if drafter is None:
-        if shape != AUTO or is_shared or context is None:
+        if is_shared or context is None or (options.context and shape != AUTO):
             return _Drafting(None, Planner(None), context)
         replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
         return _Drafting(None, make_context_planner(replays=replays), context)
@@ -541,7 +541,7 @@ def decode_prompts(
 
 
 def _warn_if_useless(stats: Stats) -> None:
-    if stats.accepted == 0:
+    if stats.accepted == stats.context_accepted:
         warnings.warn(
             f"the drafter has guessed no token right in {USELESS_ROUNDS} rounds. "
             "Is it trained for this model, and are its weights sound in this dtype?",

@@ -266,7 +266,7 @@ def test_another_model_is_loaded_when_it_is_asked_for_and_has_no_drafters(root: 
         second = complete(server, "x", max_tokens=4, model=str(other / "target"))
         assert gone() is None
         assert first["choices"] == second["choices"]  # the same weights in another place
-        assert first["usage"]["rounds"] > 0 == second["usage"]["rounds"]
+        assert first["usage"]["drafted"] > 0 and 0 < second["usage"]["rounds"] <= 3
         reply = ask(
             server,
             "POST",

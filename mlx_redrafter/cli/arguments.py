@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..checkpoints import load_pair
 from ..drafters.recurrent import Drafter
 from ..errors import RedrafterError
-from ..options import AUTO, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
+from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
 from .main import Parser
 
 
@@ -30,9 +30,9 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
 
 def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ()) -> Parser:
     """The parser of a command that generates text, with all options but those named in `without`."""
-    parser = make_parser(command, about, "the demo's with the demo, or plain decoding,")
+    parser = make_parser(command, about, "the demo's with the demo, or none,")
     add = parser.add_argument
-    add("--no-drafter", action="store_true", help="decode plainly")
+    add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
     add_options(parser, without)
     return parser
@@ -56,7 +56,7 @@ def load_models(
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, tokenizer_config)
     if verbose and args.model is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
-    elif verbose and drafter is None and not args.no_drafter and args.context is not False and args.plan == AUTO:
+    elif verbose and drafter is None and not args.no_drafter and args.context is not False and args.plan != OFF:
         print("no --drafter given: drafting from the context alone", file=sys.stderr)
     return model, tokenizer, drafter
 

@@ -202,7 +202,7 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
-    """(the text with the drafter, the `compare` field of `--json`); each side is warmed up first."""
+    """(the drafted text, the `compare` field of `--json`); each side is warmed up first."""
     plain_stream = partial(stream, drafter=None, context=False)
     for side in (plain_stream, stream):
         decode(side, max_tokens=WARM_UP_TOKENS)

@@ -18,6 +18,7 @@ class Stats(NamedTuple):
         plain_steps: rounds that drafted nothing.
         replayed: tokens that rounds replayed, because the model's cache cannot be trimmed.
         context_drafted, context_accepted: how many of `drafted` and `accepted` came from the context.
+        drafter_rounds: rounds that the drafter drafted for and in which the context got no further than it.
     """
 
     rounds: int = 0
@@ -28,6 +29,7 @@ class Stats(NamedTuple):
     replayed: int = 0
     context_drafted: int = 0
     context_accepted: int = 0
+    drafter_rounds: int = 0
 
     def add_round(self, plan: Plan | None, accepted: int, replayed: int = 0, *, from_context: bool = False) -> Stats:
         """The counts after one more round.
@@ -41,8 +43,10 @@ class Stats(NamedTuple):
         if plan is None:
             return self + Stats(rounds=1, plain_steps=1, replayed=replayed)
         reached = tuple(int(d < accepted) for d in range(plan.max_depth))
-        context_accepted = accepted if from_context else 0
-        return self + Stats(1, plan.rows - 1, accepted, reached, 0, replayed, plan.context, context_accepted)
+        own = Stats(1, plan.rows - 1, accepted, reached, 0, replayed, plan.context)
+        if from_context:
+            return self + own._replace(context_accepted=accepted)
+        return self + own._replace(drafter_rounds=int(plan.depth > 0))
 
     def __add__(self, other: Stats) -> Stats:  # type: ignore[override]
         """The counts of both together."""
@@ -58,6 +62,7 @@ class Stats(NamedTuple):
             self.replayed + other.replayed,
             self.context_drafted + other.context_drafted,
             self.context_accepted + other.context_accepted,
+            self.drafter_rounds + other.drafter_rounds,
         )
 
     @property

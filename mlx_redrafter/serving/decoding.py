@@ -29,7 +29,7 @@ from .drafts import Watch
 from .images import Relay
 from .jobs import Gone, Job, Told
 from .meters import Meters
-from .provider import Provider
+from .provider import PLAIN, Provider
 from .waiting import left
 
 PIECE: Literal["piece"] = "piece"
@@ -115,7 +115,7 @@ class Decoding(ResponseGenerator):
             tokenizer,
             rest,
             drafter=drafter,
-            context=False if job.drafter is None else None,
+            context=False if job.drafter in (None, PLAIN) else self.cli_args.context,
             stop=args.stop_words,
             prompt_cache=cache,
             history=prompt[:known],
@@ -132,7 +132,7 @@ class Decoding(ResponseGenerator):
                     if response is None:
                         yield PIECE
                         continue
-                    if drafter is None and not response.drafted:  # clients are told only of rounds that may draft
+                    if job.drafter in (None, PLAIN):  # clients are told only of rounds that may draft
                         response.rounds = 0
                     tokens.append(response.token)
                     told = self._told(job, args, response)

@@ -78,8 +78,8 @@ def make_parser() -> Parser:
         help="a drafter for --model, by directory or hub id; several may be given, and a request names one in "
         "draft_model. The first is the default",
     )
-    group.add_argument("--no-drafter", action="store_true", help="decode plainly")
-    add_options(group, without={flag.name for flag in OPTION_FLAGS} - set(PLAN_OPTIONS))
+    group.add_argument("--no-drafter", action="store_true", help="no drafter; the context still drafts")
+    add_options(group, without={flag.name for flag in OPTION_FLAGS} - {*PLAN_OPTIONS, "context"})
     add = parser.add_argument_group("service").add_argument
     add("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
     add("--api-key-file", metavar="FILE", help="a file that holds the key")

@@ -333,8 +333,8 @@ def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, A
     """The options of a turn: its own replace those of the session that say the same in another way."""
     replaced: tuple[str, ...] = ()
     if "plan" in turn:
-        replaced = PLAN_OPTIONS
-    elif any(turn.get(name) is not None for name in PLAN_OPTIONS):
+        replaced = (*PLAN_OPTIONS, "context")
+    elif turn.get("context") or any(turn.get(name) is not None for name in PLAN_OPTIONS):
         replaced = ("plan",)
     if turn.get("sampler") is not None:
         replaced += SAMPLER_OPTIONS

@@ -145,7 +145,7 @@ def make_command(args: TrainingArgs, model: str | None, drafter: str) -> str:
     words += [] if model is None else ["--model", model]
     words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
     words += ["--trust-remote-code"] if args.trust_remote_code else []
-    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--compare"])
+    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--no-context", "--compare"])
 
 
 def draw(path: Path, record: Record) -> bool:

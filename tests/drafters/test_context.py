@@ -244,7 +244,8 @@ def test_on_by_default_off_where_asked() -> None:
         return list(decode_tokens(prompt, model, None, Options(max_tokens=120, **options)))[-1].stats.context_drafted
 
     assert drafted() > 0, "this greedy text repeats itself"
-    assert drafted(context=False) == drafted(plan="off") == drafted(plan=(1, 3)) == 0
+    assert drafted(plan=(1, 3)) > 0, "a plan says what the drafter drafts, and there is none"
+    assert drafted(context=False) == drafted(plan="off") == 0
     with pytest.raises(RedrafterError, match="either plan 'off' or context"):
         Options(plan="off", context=True)
 

@@ -226,3 +226,13 @@ def test_plan_of_a_turn_replaces_the_sessions() -> None:
     fixed = Session(model, tokenizer, drafter, plan=(1, 3), temp=0.7, max_tokens=8)
     assert fixed.send("class Stack:", draft_depth=2).last.drafted > 0  # type: ignore[union-attr]
     assert fixed.send("\n", sampler=lambda logprobs: mx.argmax(logprobs, axis=-1)).last is not None
+
+
+def test_a_turn_may_turn_drafting_off_and_on() -> None:
+    drafted = []
+    for options, turn in (({"context": True}, {"plan": "off"}), ({"plan": "off"}, {"context": True})):
+        session = plain_session(**options)
+        answer = session.send("abcabcabcabcabc", max_tokens=40, **turn)
+        assert answer.last is not None
+        drafted.append(answer.last.drafted > 0)
+    assert drafted == [False, True]
