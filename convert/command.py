@@ -54,8 +54,8 @@ def describe(done: Conversion) -> str:
     """The report, a few lines."""
     args = done.args
     lines = [
-        f"{done.path}: hidden size {args.hidden_size}, vocabulary {args.vocab_size}, exit_dim {args.exit_dim}, "
-        f"{args.num_draft_layers} block{'s' * (args.num_draft_layers != 1)}, {'rnn' if args.rnn else 'no rnn'}",
+        f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}, "
+        f"{args.describe()}",
         f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
     ]

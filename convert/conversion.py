@@ -15,7 +15,7 @@ from mlx_lm.utils import dequantize_model
 
 from ..atomic_files import expand_path
 from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError, one_line
 from ..generate import decode_prompts, encode_chat
@@ -147,7 +147,7 @@ def convert(
     bytes_after = count_bytes(drafter)
 
     with new_directory(place, hf_path, force) as stage:
-        write_drafter(stage, drafter, config, make_card(hf_path, config))
+        write_drafter(stage, drafter, config, make_card(hf_path, args, config))
         after = measure(load_drafter(stage), models)
         if not mx.isfinite(after[0]).all().item():
             raise RedrafterError(f"in {dtype} its outputs on random inputs are not finite{advise(dtype)}")
@@ -204,10 +204,9 @@ def quantize_layers(
     entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
     notes, layers = [], []
     for name, layer in drafter.named_modules():
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, (nn.Linear, nn.Embedding)):
             continue
-        part = "rnn" if name.startswith("rnn_") else "head" if layer is drafter.lm_head[-1] else "blocks"
-        own: dict[str, Any] = {"group_size": group_size, "bits": parts.get(part, bits), "mode": mode}
+        own: dict[str, Any] = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
         rows, inputs = layer.weight.shape
         if own["bits"] == 0:
             entry[name] = False
@@ -218,8 +217,8 @@ def quantize_layers(
             continue
         if own["bits"] != bits:
             entry[name] = own
-        packed = nn.QuantizedLinear.from_linear(layer, **own)
-        weights = mx.dequantize(packed.weight, packed.scales, packed.biases, **own)
+        packed: Any = layer.to_quantized(**own)
+        weights = mx.dequantize(packed.weight, packed.scales, packed.get("biases"), **own)
         # MLX clips what is too large for a mode's scales, and wraps what is too small; else no error comes near this.
         if not (mx.abs(weights - layer.weight).max() <= 0.75 * mx.abs(layer.weight).max()).item():
             raise RedrafterError(f"{name} holds numbers too large or too small for {own['bits']} bits in mode {mode}")
@@ -229,14 +228,16 @@ def quantize_layers(
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
-    """(logits after two steps from random inputs, tokens per round with the base model or 0 without).
+    """(logits of its guesses after two tokens at random inputs, tokens per round with the base model or 0 without).
 
     The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, pooled over `PROMPTS`.
     """
-    draws = np.random.default_rng(0).normal(size=(3, 8, drafter.args.hidden_size)).astype(np.float32)
-    hidden, first, second = (mx.array(rows).astype(drafter.dtype) for rows in draws)
-    _, features = drafter.step(second, drafter.advance(first, None), hidden)
-    logits = drafter.lm_head[-1](features).astype(mx.float32)
+    draws = np.random.default_rng(0).normal(size=(2, 8, drafter.args.hidden_size)).astype(np.float32)
+    hidden, embedded = (mx.array(rows).astype(drafter.dtype) for rows in draws)
+    advance, tokens = drafter.begin(hidden, lambda tokens: embedded[tokens]), mx.arange(8) % drafter.args.vocab_size
+    logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
+    if "draft_ids" in drafter:
+        logits = logits[:, drafter.draft_ids]
     mx.eval(logits)
     if models is None:
         return logits, 0.0

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..checkpoints import DRAFT_IDS, check_draft_ids, compare_config, derive_args, load_drafter
-from ..drafters.recurrent import MODEL_TYPE, Drafter
+from ..drafters import protocol
+from ..drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
 from .sources import Source
 from .tensors import FLOATS, INTEGERS, Stored, read_file
@@ -69,7 +70,7 @@ class Found(NamedTuple):
         notes: what was left out, and where the config is wrong.
     """
 
-    drafter: Drafter
+    drafter: protocol.Drafter
     is_quantized: bool
     notes: tuple[str, ...]
 
@@ -177,7 +178,7 @@ def read_redrafter(source: Source, slices: Sequence[Mapping[str, Stored]]) -> Fo
     arrays = {key: read_tensor(key, name, [part[name] for part in slices], where) for key, name in names.items()}
     config = {TENSORRT_LLM_KEYS.get(key, key): value for key, value in source.config.items()}
     config["quantization"] = None  # TensorRT-LLM's entry of this name is another
-    args = derive_args({key: array.shape for key, array in arrays.items()}, config, where)
+    args = derive_args(DrafterArgs, {key: array.shape for key, array in arrays.items()}, config, where)
     notes = [f"{name} is left out: no forward pass uses it" for name in first if name.endswith(UNUSED)]
     size = config.get("vocab_size")
     padding = args.n_guesses - size if source.has_ranks and type(size) is int and size > 0 else 0
