@@ -22,7 +22,7 @@ from .. import __version__
 from ..drafters.protocol import Drafter
 from ..engine.sampling import Sampler
 from ..errors import RedrafterError
-from ..generate import GenerationResponse, draw_seed, explain_useless, is_text, stream_generate, summary
+from ..generate import USELESS_ROUNDS, GenerationResponse, draw_seed, explain_useless, is_text, stream_generate, summary
 from ..options import AUTO, OFF, Options
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
@@ -73,9 +73,9 @@ def run() -> int:
             print(NOTHING_DRAFTED, file=sys.stderr)
         if verdict:
             print(describe(verdict, len(decoded.tokens)), file=sys.stderr)
-            last = decoded.last
-            if drafter is not None and last.drafted > last.context_drafted and last.accepted == last.context_accepted:
-                print(explain_useless(drafter, last.rounds - last.plain_steps), file=sys.stderr)
+            last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
+            if drafter is not None and last.drafted and not last.accepted and rounds < USELESS_ROUNDS:
+                print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds a warning has said so
     return 0 if verdict is None or verdict["identical"] else 1
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from checkpoints import Trap, base, prefixed, refused, save
+from checkpoints import Trap, base, command, prefixed, refused, save
 from heads import NAMES, Arrays, draft_logits, make_head, publish, read_golden
 from mlx.utils import tree_flatten
 from small import save_target, small_llama
@@ -67,6 +67,11 @@ def test_logits_are_those_of_the_original(name: str, target: Path, tmp_path: Pat
     assert not np.allclose(said_of(load_drafter(done.path), other), golden["logits"], atol=1e-2)
 
 
+def test_a_published_head_must_be_converted_first(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not say hidden_size: python -m mlx_redrafter\.convert reads"):
+        load_drafter(publish("mlp_speculator", tmp_path / "in"))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "medusa" not in name])
 def test_greedy_draft_is_that_of_the_original(name: str, tmp_path: Path) -> None:
     drafter, golden = load_drafter(convert(publish(name, tmp_path / "in"), tmp_path / "out").path), read_golden(name)[1]
@@ -77,6 +82,14 @@ def test_greedy_draft_is_that_of_the_original(name: str, tmp_path: Path) -> None
         logits, state = advance(token, state)
         token = mx.argmax(logits, axis=-1)
         assert token.tolist() == expected.tolist()
+
+
+def test_the_hidden_state_it_reads_is_recorded(tmp_path: Path) -> None:
+    source = publish("medusa", tmp_path / "in")
+    status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", "--hidden-state", "before_norm")
+    assert status == 0 and "medusa, hidden size 48, vocabulary 97, heads 3, blocks 1; reads" in out
+    assert "reads the hidden state before the final norm" in out
+    assert load_drafter(tmp_path / "out").args.before_norm
 
 
 def vllm(arrays: Arrays) -> Arrays:
