@@ -224,7 +224,7 @@ def sharded(directory: Path, arrays: Arrays, count: int, *, index: bool) -> Path
     return directory
 
 
-PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module.", "model.", "drafter.")
+PREFIXES = ("module.", "module._orig_mod.", "_orig_mod.module.", "drafter.")
 
 FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
     "Apple's directory": apple,
@@ -251,6 +251,6 @@ FORMS: dict[str, Callable[[Path, Arrays], Path]] = {
         }
     ),
     **{f"prefix {prefix}": stored(lambda arrays, prefix=prefix: prefixed(prefix, arrays)) for prefix in PREFIXES},
-    **{f"TensorRT-LLM, {size} ranks": partial(ranks, size=size) for size in (1, 2, 3, 4)},
+    **{f"TensorRT-LLM, {size} ranks": partial(ranks, size=size) for size in (1, 2, 4)},
 }
 """A form's name -> writes a checkpoint of these tensors under a directory; the path to give to `convert`."""

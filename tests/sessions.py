@@ -32,9 +32,9 @@ def make_model(family: str) -> nn.Module:
     return make_family(family)
 
 
-def make_drafter(model: nn.Module) -> Drafter:
-    """A random one, never evaluated."""
-    return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1))
+def make_drafter(model: nn.Module, **more: Any) -> Drafter:
+    """A random one, never evaluated; `more` are its arguments."""
+    return Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1, **more))
 
 
 def chat_tokenizer(template: str = CHAT) -> Any:

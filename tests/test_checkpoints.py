@@ -13,17 +13,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import make_family
 from heads import KINDS, make_head
 from mlx.utils import tree_flatten
 from small import save_target, small_drafter, small_llama
-from threads import workers
 from toys import make_model, make_tokenizer
 
-from mlx_redrafter import checkpoints, generate_step
+from mlx_redrafter import checkpoints
 from mlx_redrafter.checkpoints import load, load_drafter, load_pair, save_drafter
-from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import CheckpointError
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
@@ -137,7 +134,7 @@ def test_drafter_of_another_target_is_refused(size: dict[str, int], pattern: str
 
 @pytest.mark.parametrize("loader", [load, load_drafter])
 def test_missing_directory_is_refused(loader: Callable[[str | Path], Any], stored: Path) -> None:
-    for name in ("/no/such/place", "~/no/such/place", "no/such/place", "../no-such-place", "", "a\0b"):
+    for name in ("/no/such/place", "~/no/such/place", "no/such/place", "", "a\0b"):
         with pytest.raises(CheckpointError, match=f"^no such directory: {re.escape(repr(name))}$"):
             loader(name)
     with pytest.raises(CheckpointError, match=r"^expected a model directory, got a file: .*model\.safetensors$"):
@@ -216,13 +213,7 @@ def test_failed_save_leaves_the_directory_as_it_was(stored: Path, monkeypatch: p
     assert {path.name: path.read_bytes() for path in stored.iterdir()} == before
 
 
-def test_model_unknown_to_mlx_lm_is_refused(stored: Path) -> None:
-    config(model_type="no_such_model")(stored)
-    with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$"):
-        load(stored)
-
-
-def test_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
     save_target(tmp_path, make_model("qwen2"), make_tokenizer()._tokenizer)
     assert load(tmp_path)[1].encode("abc") == [1, 2, 3]
     for each in tmp_path.glob("tokenizer*"):
@@ -230,32 +221,9 @@ def test_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
     expected = f"no tokenizer in {tmp_path}: expected tokenizer.json, or the files that it is made from"
     with pytest.raises(CheckpointError, match=f"^{re.escape(expected)}$"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize("wrong", [None, "x", 7])
-def test_quantized_drafter_needs_its_group_size(wrong: Any, tmp_path: Path) -> None:
-    drafter = small_drafter(layers=0, rnn=False)
-    nn.quantize(drafter, 64, 4)
-    save_drafter(tmp_path, drafter, extra={"quantization": {"group_size": 64, "bits": 4}})
-    assert same(load_drafter(tmp_path), drafter)
-    config(quantization={"group_size": wrong, "bits": 4})(tmp_path)
-    assert_refused(tmp_path, "(cannot load the drafter in DIR|DIR/config.json says hidden_size 32).*")
-
-
-def test_target_of_a_loaded_drafter_decodes_in_any_thread(tmp_path: Path) -> None:
-    """gemma3n's forward replaces some of its weights; `load_drafter` builds one to learn the sizes."""
-
-    def load_both() -> tuple[nn.Module, Drafter]:
-        model = make_family("gemma3n")
-        save_drafter(
-            tmp_path, Drafter(DrafterArgs(*model_sizes(make_family("gemma3n")), exit_dim=16, num_draft_layers=1))
-        )
-        return model, load_drafter(tmp_path, model)
-
-    with workers(2) as (first, second):
-        model, drafter = first.submit(load_both).result()
-        steps = second.submit(lambda: list(generate_step([1, 2, 3], model, drafter, max_tokens=4, plan=(1, 2))))
-        assert len(steps.result()) == 4
+    config(model_type="no_such_model")(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$"):
+        load(tmp_path)
 
 
 def test_16_bit_weights_on_a_cpu_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

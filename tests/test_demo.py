@@ -43,9 +43,7 @@ def plainly(demo: tuple[Any, Any, Any]) -> Callable[[str, float, int], list[int]
     return plain
 
 
-def test_another_drafter_of_the_demos_target_decodes_in_the_demos_dtype(
-    demo: tuple[Any, Any, Any], tmp_path: Path
-) -> None:
+def test_another_drafter_gets_the_demos_dtype(demo: tuple[Any, Any, Any], tmp_path: Path) -> None:
     other = Drafter(DrafterArgs(*model_sizes(demo[0]), exit_dim=32, num_draft_layers=0))
     save_drafter(tmp_path, other, dtype=mx.bfloat16)
     model, _, drafter = load_demo(tmp_path)
@@ -55,9 +53,10 @@ def test_another_drafter_of_the_demos_target_decodes_in_the_demos_dtype(
         load_demo(tmp_path / "wide")
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("beam", [(1, 4, None), (4, 5, None), (4, 4, 8)])
-def test_the_demo_says_the_same_with_and_without_its_drafter(
+@pytest.mark.parametrize(
+    ("beam", "temp"), [((1, 4, None), 0.0), ((4, 5, None), 0.8), ((4, 4, 8), 0.0), ((4, 4, 8), 0.8)]
+)
+def test_drafted_text_is_the_plain_text(
     demo: tuple[Any, Any, Any],
     plainly: Callable[[str, float, int], list[int]],
     temp: float,
@@ -97,19 +96,6 @@ def test_the_demo_is_small_and_in_sixteen_bits() -> None:
         weights = mx.load(str(DIRECTORY / name / "model.safetensors"))
         assert isinstance(weights, dict)
         assert {weight.dtype for weight in weights.values()} == {mx.float16}
-
-
-def test_the_demo_knows_files_it_was_not_trained_on(demo: tuple[Any, Any, Any]) -> None:
-    model, tokenizer, _ = demo
-    nats = tokens = characters = 0.0
-    for prompt in demo_prompts()[::2]:
-        ids = mx.array(encode(tokenizer, prompt))[None]
-        logits = model(ids[:, :-1])
-        right = mx.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
-        nats += float((mx.logsumexp(logits, axis=-1) - right).sum())
-        tokens, characters = tokens + ids.size - 1, characters + len(prompt)
-    # A uniform guess over the vocabulary would need log2(2048) = 11 bits a token.
-    assert nats / tokens < 4.5 and tokens < characters / 2
 
 
 def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:

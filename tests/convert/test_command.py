@@ -23,20 +23,12 @@ COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))
 REFUSED: tuple[tuple[str, str], ...] = (
     ("-q -d", "choose either to quantize .*"),
     ("--q-bits 4", "bits, group size and mode are those of quantization: give -q with them"),
-    ("--q-group-size 64", "bits, group size and mode .*"),
-    ("--q-mode mxfp4", "bits, group size and mode .*"),
-    ("--head-bits 8", "bits, group size and mode .*"),
     ("-d", "IN is not quantized: leave out -d"),
     ("-q --q-bits 7", "cannot quantize: .* number of bits 7 is not supported.*"),
-    ("-q --q-group-size 16", "cannot quantize: .* group size 16 is not supported.*"),
-    ("-q --q-mode mxfp8 --q-bits 4", "cannot quantize: .* mxfp8 quantization requires bits to be 8 but got 4.*"),
     ("-q --q-mode nvfp4 --rnn-bits 8", "cannot quantize: .* requires bits to be 4 but got 8.*"),
     ("--draft-depth 0", "draft_depth must be from 1 to 256, got 0"),
-    ("--draft-depth 257", "draft_depth must be from 1 to 256, got 257"),
     ("--base-model /no/such", "no such directory: '/no/such'"),
-    ("--base-model=", "no such directory: ''"),
     ("--upload-repo bad!name", "Repo id must .*"),
-    ("--upload-repo=", "Repo id must .*"),
 )
 
 
@@ -96,11 +88,6 @@ def check_converts(cwd: Path, scratch: Path, path: Path | None = None) -> None:
 
 
 WHERE = "import mlx_redrafter.convert.conversion as module; print(module.__file__)"
-
-
-def test_package_links_to_the_top_folder() -> None:
-    link = ROOT / "mlx_redrafter" / "convert"
-    assert link.is_symlink() and os.readlink(link) == "../convert"
 
 
 def test_command_runs_from_clone_and_elsewhere(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import CONFIG, FORMS, WEIGHTS, apple, came_through, command, make, refused, same, tensors
+from checkpoints import CONFIG, WEIGHTS, apple, came_through, command, make, refused, same, tensors
+from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter import generate_step, load_demo, load_drafter
 from mlx_redrafter.convert import conversion
@@ -21,7 +22,7 @@ TARGET, DRAFTER = DIRECTORY / "target", DIRECTORY / "drafter"
 WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
 """Sizes that every group size divides when it is at most 64; `input_proj` has 128 inputs."""
 
-WAYS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+WAYS = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)] + [("affine", 4, 32), ("affine", 4, 128)]
 WAYS += [(mode, bits, group) for mode, (group, bits) in MODES.items() if mode != "affine"]
 
 
@@ -48,12 +49,6 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
     assert done.bytes_before == sum(array.nbytes for array in tensors(make(**sizes)).values())
     weights = sum(array.size for array in tensors(make(**sizes)).values())
     assert done.bits_per_weight == pytest.approx(8 * done.bytes_after / weights)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_defaults_are_those_of_mlx_lm(mode: str, tmp_path: Path) -> None:
-    done = convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "out", True, q_mode=mode)
-    group, bits = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}[mode]
     said = json.loads((done.path / CONFIG).read_text())
     assert said["quantization"] == said["quantization_config"] == {"group_size": group, "bits": bits, "mode": mode}
 
@@ -95,37 +90,18 @@ def test_layers_that_mlx_cannot_pack_are_named(
     assert convert(done.path, tmp_path / "back", dequantize=True).args == drafter.args
 
 
-def test_quantizing_later_gives_the_same_bits(tmp_path: Path) -> None:
-    drafter = make(**WIDE)
-    drafter.set_dtype(mx.bfloat16)
-    source = apple(tmp_path / "in", tensors(drafter))
-    direct = convert(source, tmp_path / "direct", True, q_bits=5).path
-    later = convert(convert(source, tmp_path / "plain").path, tmp_path / "later", True, q_bits=5).path
-    assert same(tensors(load_drafter(direct)), tensors(load_drafter(later)))
-    wide = convert(source, tmp_path / "wide", dtype="float32").path
-    assert came_through(convert(wide, tmp_path / "narrow", dtype="bfloat16"), drafter)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("variant", ["input projection", "three blocks, no rnn", "no blocks"])
+@pytest.mark.parametrize("variant", ["input projection", "no blocks"])
 def test_dequantized_drafter_has_the_dtype_it_had(variant: str, mode: str, dtype: str, tmp_path: Path) -> None:
     drafter = make(variant, **(WIDE | {"exit_dim": 64 if "projection" in variant else 128}))
     drafter.set_dtype(getattr(mx, dtype))
     packed = convert(apple(tmp_path / "in", tensors(drafter)), tmp_path / "packed", True, q_mode=mode).path
     done = convert(packed, tmp_path / "out", dequantize=True)
     assert done.args == drafter.args and "quantization" not in json.loads((done.path / CONFIG).read_text())
-    back, parts = tensors(load_drafter(done.path)), tensors(load_drafter(packed))
-    group, bits = MODES[mode]
-    for name, array in back.items():
-        layer = name.rpartition(".")[0]
-        if f"{layer}.scales" in parts and name.endswith("weight"):
-            expected = mx.dequantize(
-                parts[name], parts[f"{layer}.scales"], parts.get(f"{layer}.biases"), group, bits, mode
-            )
-        else:
-            expected = parts[name]
-        assert array.dtype == getattr(mx, dtype) and mx.array_equal(array, expected.astype(array.dtype)), name
+    expected = dequantize_model(load_drafter(packed))
+    expected.set_dtype(getattr(mx, dtype))
+    assert same(tensors(load_drafter(done.path)), tensors(expected))
     # The file of a directory is dequantized as the directory is.
     assert came_through(convert(packed / WEIGHTS, tmp_path / "out2", dequantize=True), load_drafter(done.path))
 
@@ -151,14 +127,10 @@ HEAD = "lm_head.1.weight"
 RANGES: list[tuple[str, mx.array, str | None]] = [
     ("--dtype float16", mx.full((96, 64), 1e5), f"{HEAD} holds .* too large for float16: give --dtype bfloat16"),
     ("--dtype bfloat16", mx.full((96, 64), 3.4e38), f"{HEAD} holds numbers too large for bfloat16"),
-    ("--dtype bfloat16", mx.full((96, 64), 1e5), None),
     ("-q", mx.where(mx.arange(64) % 2, 3.4e38, -3.4e38) * mx.ones((96, 1)), "lm_head.1 holds .* for 4 bits in mode .*"),
     ("-q --q-mode nvfp4", mx.full((96, 64), -60000.0), "lm_head.1 holds .* for 4 bits in mode nvfp4"),
-    ("-q --q-mode nvfp4", mx.full((96, 64), 2688.0), None),
     ("-q --q-mode mxfp4", mx.full((96, 64), 1e-40), "lm_head.1 holds .* for 4 bits in mode mxfp4"),
-    ("-q --q-mode mxfp4", mx.full((96, 64), 3e4), None),
     ("-q --q-mode mxfp4", mx.zeros((96, 64)), None),
-    ("-q --q-mode mxfp8", mx.full((96, 64), 1e-36), "lm_head.1 holds .* for 8 bits in mode mxfp8"),
     ("-q --q-mode mxfp8", mx.full((96, 64), 3e4), None),
     ("-q --q-mode nvfp4 --head-bits 0", mx.full((96, 64), -60000.0), None),
 ]
@@ -183,14 +155,6 @@ def test_infinite_outputs_are_refused(tmp_path: Path) -> None:
     assert status == 0 and "\noutputs: not compared, as those of the source are not finite" in out
 
 
-def test_flags_overrule_what_was_recorded(tmp_path: Path) -> None:
-    first = convert(apple(tmp_path / "in", tensors(make())), tmp_path / "out", draft_depth=5)
-    again = convert(first.path, tmp_path / "again")
-    assert (first.args.draft_depth, again.args.draft_depth) == (5, 5)
-    done = convert(first.path, tmp_path / "third", draft_depth=3)
-    assert done.args.draft_depth == 3 and same(tensors(load_drafter(done.path)), tensors(make()))
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_tokens_per_round_at_the_recorded_depth(depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
@@ -198,7 +162,8 @@ def test_tokens_per_round_at_the_recorded_depth(depth: int, tmp_path: Path, monk
     assert done.tokens_per_round is not None
     before, after = done.tokens_per_round
     assert before == after and 1 < before <= 1 + depth
-    assert (done.args.base_model, done.args.draft_depth) == (str(TARGET), depth)
+    again = convert(done.path, tmp_path / "again")
+    assert (again.args.base_model, again.args.draft_depth) == (str(TARGET), depth)
 
 
 def test_base_model_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -207,22 +172,10 @@ def test_base_model_of_another_size_is_refused(tmp_path: Path) -> None:
     refused(source, pattern, tmp_path / "result", "--base-model", str(TARGET))
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's drafter in 8 bits."""
-    return convert(DRAFTER, tmp_path_factory.mktemp("packed") / "out", True, 32, 8).path
-
-
-def test_drafter_in_eight_bits_decodes_losslessly(packed: Path) -> None:
+def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path) -> None:
+    packed = convert(DRAFTER, tmp_path / "out", True, 32, 8).path
     model, tokenizer, _ = load_demo()
     ids = encode(tokenizer, demo_prompts()[0])
     made = list(generate_step(ids, model, load_drafter(packed, model), max_tokens=24, beam_width=2, draft_depth=3))
     assert [token for token, _, _ in made] == [token for token, _, _ in generate_step(ids, model, max_tokens=24)]
     assert any(drafted for _, _, drafted in made), "negative control: it guesses"
-
-
-@pytest.mark.parametrize("form", ["HF Trainer", "TensorRT-LLM, 2 ranks", "bare numbers"])
-def test_demo_drafter_is_the_same_in_any_form(form: str, packed: Path, tmp_path: Path) -> None:
-    source = FORMS[form](tmp_path / "in", tensors(load_drafter(DRAFTER)))
-    found = load_drafter(convert(source, tmp_path / "out", True, 32, 8).path)
-    assert same(tensors(found), tensors(load_drafter(packed)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,19 +19,10 @@ TINY = tensors(make(hidden=4, vocab=6, exit_dim=8))
 
 # Derandomised: a draw must not decide whether the tests pass.
 fuzzed = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 Change = Callable[[bytes], bytes]
-
-KEYS = ["hidden_size", "vocab_size", "exit_dim", "num_draft_layers", "rnn", "model_type", "draft_depth", "base_model"]
-KEYS += ["redrafter", "quantization", "quantization_config", "redrafter_exit_dim", "redrafter_is_rnn", "model_file"]
-INTEGERS = st.one_of(st.integers(-2, 70), st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**30]))
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(), st.sampled_from(["", "x", "../x", "\n", "\x00"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)),
-    max_leaves=5,
-)
 
 
 def check(write: Callable[[Path], Path]) -> bool:
@@ -75,17 +65,6 @@ def test_damaged_file_is_refused_or_sound(change: Change, name: str) -> None:
     def write(directory: Path) -> Path:
         apple(directory, TINY) if name == WEIGHTS else ranks(directory, TINY, 2)
         (directory / name).write_bytes(change((directory / name).read_bytes()))
-        return directory
-
-    check(write)
-
-
-@fuzzed
-@given(st.one_of(JSON, st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5)), st.booleans())
-def test_any_config_is_refused_or_sound(config: Any, ranked: bool) -> None:
-    def write(directory: Path) -> Path:
-        ranks(directory, TINY, 2) if ranked else apple(directory, TINY)
-        (directory / CONFIG).write_text(json.dumps(config))
         return directory
 
     check(write)

@@ -22,7 +22,6 @@ from checkpoints import (
     came_through,
     configure,
     make,
-    modelopt,
     prefixed,
     ranks,
     refused,
@@ -34,7 +33,6 @@ from small import partial_drafter, small_drafter
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
-from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import CheckpointError
 
@@ -67,24 +65,7 @@ def test_unused_norm_is_left_out_and_named(tmp_path: Path) -> None:
     assert convert(apple(tmp_path / "plain", tensors(drafter)), tmp_path / "out2").notes == ()
 
 
-def test_config_keeps_base_model_and_depth(tmp_path: Path) -> None:
-    said: dict[str, Any] = {"base_model": "some/base", "draft_depth": 5}
-    for source in (
-        apple(tmp_path / "apple", tensors(make()), **said),
-        ranks(tmp_path / "ranks", tensors(make(vocab=59)), 2, padding=1, **said),
-    ):
-        args = convert(source, tmp_path / f"{source.name} out").args
-        assert (args.base_model, args.draft_depth) == ("some/base", 5)
-
-
-def test_tensors_are_believed_over_the_config(tmp_path: Path) -> None:
-    done = convert(modelopt(tmp_path / "in", tensors(make())), tmp_path / "out")
-    assert came_through(done, make())
-    assert "config.json says num_draft_layers 7, its tensors say 1; the tensors are believed" in done.notes
-    assert json.loads((done.path / CONFIG).read_text())["num_draft_layers"] == 1
-
-
-@pytest.mark.parametrize("said", [-1, None, 0, 10**30, "many", True, 1.5, [1], {"a": 1}, "line\nbreak"], ids=repr)
+@pytest.mark.parametrize("said", [-1, None, 10**30, "many", [1], "line\nbreak"], ids=repr)
 @pytest.mark.parametrize("form", ["Apple's directory", "TensorRT-LLM, 2 ranks"])
 def test_sizes_in_a_config_change_nothing(form: str, said: Any, tmp_path: Path) -> None:
     directory = FORMS[form](tmp_path / "in", tensors(make()))
@@ -95,13 +76,6 @@ def test_sizes_in_a_config_change_nothing(form: str, said: Any, tmp_path: Path) 
     assert came_through(done, make())
     assert all("\n" not in note for note in done.notes)
     assert bool([note for note in done.notes if "hidden_size" in note]) == (said not in (-1, None))
-
-
-@pytest.mark.parametrize("said", [{}, {"rnn": False, "hidden_size": 24}, {"rnn": None, "hidden_size": -1}], ids=str)
-def test_drafter_without_a_cell_is_whole(said: dict[str, Any], tmp_path: Path) -> None:
-    """Negative control of the half drafters below."""
-    drafter = make("three blocks, no rnn")
-    assert came_through(convert(apple(tmp_path / "in", tensors(drafter), **said), tmp_path / "out"), drafter)
 
 
 Write = Callable[[Path], Any]
@@ -148,13 +122,8 @@ REFUSED: dict[str, tuple[Write, str]] = {
         holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
         "IN holds an EAGLE head, .*",
     ),
-    "EAGLE 3": (holding(lambda _: {"midlayer.mlp.up_proj.weight": mx.ones((4, 8))}), "IN holds an EAGLE head, .*"),
     "a base model": (holding(lambda _: base()), "IN is a base model, not a drafter"),
     "a llama": (holding(lambda _: base(), {"model_type": "llama"}), "IN is a llama, not a drafter"),
-    "the last shard of a base model": (
-        holding(lambda _: {"lm_head.weight": mx.ones((60, 48))}),
-        r"IN holds no drafter: its tensors begin \['lm_head.weight'\]",
-    ),
     "ModelOpt's quantized weights": (
         holding(lambda sound: prefixed("drafter.", sound | {"rnn_w.weight_scale": mx.ones((24,))}) | base()),
         "IN is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
@@ -163,8 +132,6 @@ REFUSED: dict[str, tuple[Write, str]] = {
         holding(lambda _: {"encoder.weight": mx.ones((4,))}),
         r"IN holds no drafter: its tensors begin \['encoder.weight'\]",
     ),
-    "no tensors": (holding(lambda _: {}), r"IN holds no drafter: its tensors begin \[\]"),
-    "a block of a huge number": (holding(lambda _: {"lm_head.999999999.weight": mx.ones((4, 4))}), "IN holds no .*"),
     **{
         f"two drafters, {one}* and {other}*": (
             holding(lambda sound, one=one, other=other: prefixed(one, sound) | prefixed(other, sound)),
@@ -173,8 +140,6 @@ REFUSED: dict[str, tuple[Write, str]] = {
         for one, other in (
             ("drafter.", "module.drafter."),
             ("drafter.", ""),
-            ("drafter.", "old.drafter."),
-            ("drafter.", "ema.model.drafter."),
         )
     },
     "two heads": (with_tensors(lm_head__weight=mx.ones((60, 48))), "IN holds two drafters: lm_head.1.weight and .*"),
@@ -197,19 +162,15 @@ REFUSED: dict[str, tuple[Write, str]] = {
             with_tensors(rnn_w__weight=mx.ones((24, 24), dtype)),
             "IN: expected rnn_w.weight in F64, F32, F16, BF16, got [A-Z0-9]+",
         )
-        for dtype in (mx.int8, mx.uint8, mx.int32, mx.bool_, mx.complex64)
+        for dtype in (mx.int8, mx.uint8, mx.complex64)
     },
     **{
         f"{name} of shape {shape}": (with_tensors(**{name.replace(".", "__"): mx.ones(shape)}), pattern)
         for name, shape, pattern in (
             ("rnn_u.weight", (24, 23), r"half a drafter: IN: Expected shape \(24, 24\) but received .* rnn_u.weight"),
-            ("rnn_w.weight", (25, 24), "half a drafter: IN: .*"),
             ("rnn_u.bias", (24, 1), r"IN: expected rnn_u.bias to be a vector, got shape \(24, 1\)"),
-            ("lm_head.0.linear.weight", (47, 48), "half a drafter: IN: .*"),
             ("lm_head.1.weight", (48,), r"IN: expected lm_head.1.weight to be a matrix, got shape \(48,\)"),
             ("lm_head.1.weight", (60, 47), "half a drafter: IN: .*"),
-            ("lm_head.1.weight", (), r"IN: expected lm_head.1.weight to be a matrix, got shape \(\)"),
-            ("lm_head.1.weight", (0, 48), r"IN: expected lm_head.1.weight to be a matrix, got shape \(0, 48\)"),
         )
     },
     # Shards and ranks.
@@ -236,18 +197,6 @@ def test_anything_but_one_drafter_is_refused(case: str, tmp_path: Path) -> None:
     refused(tmp_path / "in", pattern.replace("IN", re.escape(str(tmp_path / "in"))), tmp_path / "result")
 
 
-def test_those_checkpoints_were_sound_before(tmp_path: Path) -> None:
-    for at, write in enumerate((holding(dict), without("no such"), second_rank(dict))):
-        write(tmp_path / f"in{at}")
-        assert came_through(convert(tmp_path / f"in{at}", tmp_path / f"out{at}"), make())
-
-
-@pytest.mark.parametrize("flags", [(), ("-q",), ("-d",), ("--dtype", "float32")], ids=str)
-def test_demo_target_is_called_a_llama(flags: tuple[str, ...], tmp_path: Path) -> None:
-    target = DIRECTORY / "target"
-    refused(target, f"{re.escape(str(target))} is a llama, not a drafter", tmp_path / "result", *flags)
-
-
 VOCAB = 64
 GUESSED = np.array([0, 3, 5, 8, 13, 21, 34, 55, 61, 60, 1, 2])
 
@@ -260,7 +209,6 @@ def make_partial() -> Drafter:
 DRAFT_VOCABULARIES: dict[str, tuple[dict[str, mx.array], dict[str, Any], str]] = {
     "no vocabulary size": ({}, {}, r".*with draft_ids, config.json must say vocab_size, at least 12, got None"),
     "a smaller vocabulary": ({}, {"vocab_size": 11}, ".*must say vocab_size, at least 12, got 11"),
-    "a huge vocabulary": ({}, {"vocab_size": 10**30}, ".*must say vocab_size.*"),
     "a vocabulary of text": ({}, {"vocab_size": "64"}, ".*got '64'"),
     "a token beyond it": ({}, {"vocab_size": 60}, ".*expected draft_ids from 0 to 59, got 0 to 61"),
     **{
@@ -269,7 +217,6 @@ DRAFT_VOCABULARIES: dict[str, tuple[dict[str, mx.array], dict[str, Any], str]] =
             ("a negative token", mx.arange(-1, 11, dtype=mx.int32), ".*draft_ids from 0 to 63, got -1 to 10"),
             ("a token twice", mx.zeros((12,), mx.int32), ".*draft_ids names a token twice"),
             ("too few tokens", mx.arange(11, dtype=mx.int32), ".*draft_ids.*"),
-            ("a table of tokens", mx.arange(12, dtype=mx.int32)[None], ".*draft_ids.*"),
             ("tokens as fractions", mx.arange(12).astype(mx.float32), ".*draft_ids.*"),
         )
     },
@@ -298,18 +245,14 @@ def write_file(directory: Path, arrays: Arrays) -> Path:
     return directory / "drafter.safetensors"
 
 
-def write_long(directory: Path, arrays: Arrays) -> Path:
-    return apple(directory, arrays | {"draft_ids": arrays["draft_ids"].astype(mx.int64)}, vocab_size=VOCAB)
-
-
-@pytest.mark.parametrize("write", [write_ranks, write_file, write_long])
+@pytest.mark.parametrize("write", [write_ranks, write_file])
 def test_draft_vocabulary_is_read(write: Callable[[Path, Arrays], Path], tmp_path: Path) -> None:
     done = convert(write(tmp_path / "in", tensors(make_partial())), tmp_path / "out")
     assert same(tensors(load_drafter(done.path)), tensors(make_partial()))
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"quantize": True, "q_group_size": 32}, {"dtype": "bfloat16"}], ids=["plain", "-q", "--dtype"]
+    "flags", [{"quantize": True, "q_group_size": 32}, {"dtype": "bfloat16"}], ids=["-q", "--dtype"]
 )
 def test_draft_vocabulary_survives_quantization(flags: dict[str, Any], tmp_path: Path) -> None:
     shares = [[0.5, 0.25], [0.5, 0.125]]
@@ -325,14 +268,3 @@ def test_token_ids_beyond_32_bits_are_refused(token: int, tmp_path: Path) -> Non
     ids = mx.array([token if token % 2**32 == known else known for known in GUESSED.tolist()], mx.int64)
     source = apple(tmp_path / "in", tensors(make_partial()) | {"draft_ids": ids}, vocab_size=VOCAB)
     refused(source, f"{source / WEIGHTS}: expected integers of 32 bits, got .*", tmp_path / "result")
-
-
-@pytest.mark.parametrize(
-    "shares",
-    [[], [[]], [[0.5], [0.5, 0.1]], [[1.5]], [["x"]], [[True]], [[0.5, float("nan")]], 3, [[-0.1]], "0.5"],
-    ids=repr,
-)
-def test_damaged_acceptance_table_is_refused(shares: Any, tmp_path: Path) -> None:
-    apple(tmp_path / "in", tensors(small_drafter()), acceptance=shares)
-    with pytest.raises(CheckpointError, match="acceptance must be a row of shares from 0 to 1 for each depth, got"):
-        load_drafter(tmp_path / "in")

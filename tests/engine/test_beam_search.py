@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import CAT, DOG, RAN, SAT, THE, hypotheses, random_advance
+from small import hypotheses, random_advance
 
 from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, search, top_w
 from mlx_redrafter.engine.sampling import make_sampler
@@ -47,64 +47,29 @@ def check_beams(beams: Beams) -> None:
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "constant", "mostly impossible"])
 @pytest.mark.parametrize("size", SIZES)
-def test_top_of_an_array_is_that_of_a_full_sort(size: int, kind: str) -> None:
+def test_top_w_is_a_full_sorts_top(size: int, kind: str) -> None:
     for width in WIDTHS:
         for seed in range(3):
             values = draw_scores(kind, size, np.random.default_rng(seed))
             check_top(values, np.array(top_w(mx.array(values), min(width, size))))
 
 
-def test_padding_is_never_chosen() -> None:
-    values = np.full(5 * BLOCK + 1, -np.inf, np.float32)
-    values[-1] = 0
-    check_top(values, np.array(top_w(mx.array(values), 3)))
-
-
-@pytest.mark.parametrize("kind", ["distinct", "ties"])
-def test_check_refuses_a_top_of_too_few_blocks(kind: str) -> None:
-    values = draw_scores(kind, 1000, np.random.default_rng(0))
-    blocks = np.pad(values, (0, -len(values) % BLOCK), constant_values=-np.inf).reshape(-1, BLOCK)
-    for width in (4, 7):
-        # Negative control: the maximum of every block is not the top of the array.
-        best = np.argsort(-blocks.max(axis=1))[:width]
+def test_check_refuses_a_wrong_top() -> None:
+    values = draw_scores("distinct", 1000, np.random.default_rng(0))
+    best = np.argsort(-values)
+    for wrong in (best[1:4], best[[1, 0]], best[[0, 0]]):
         with pytest.raises(AssertionError):
-            check_top(values, best * BLOCK + blocks[best].argmax(axis=1))
-    with pytest.raises(AssertionError):
-        check_top(values, np.zeros(2, np.int32))
-
-
-def test_running_example_is_found_as_drawn() -> None:
-    likely = {THE: {CAT: 0.7, DOG: 0.3}, CAT: {SAT: 0.6, RAN: 0.4}, DOG: {SAT: 0.9, RAN: 0.1}}
-
-    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        rows = np.full((tokens.shape[0], 16), -100.0, np.float32)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            for following, probability in likely[token].items():
-                row[following] = np.log(probability)
-        return mx.array(rows), tokens[:, None]
-
-    beams = search(advance, mx.array(THE), 2, 2)
-    # cat sat 0.42, cat ran 0.28; dog sat, 0.27, just misses.
-    assert beams.tokens.tolist() == [[CAT, DOG], [SAT, RAN]]
-    assert beams.parents.tolist() == [[0, 0], [0, 0]]
-    np.testing.assert_allclose(np.exp(beams.scores), [[0.7, 0.3], [0.42, 0.28]], rtol=1e-5)
-    assert hypotheses(beams) == [[CAT, SAT], [CAT, RAN]]
+            check_top(values, wrong)
 
 
 @pytest.mark.parametrize(("width", "depth", "vocab"), [(1, 5, 9), (2, 4, 50), (3, 3, 3), (4, 5, 300), (7, 2, 1001)])
-def test_beams_are_ordered_distinct_and_below_their_parents(width: int, depth: int, vocab: int) -> None:
+def test_beams_are_ordered_distinct_and_below_parents(width: int, depth: int, vocab: int) -> None:
     for seed in range(4):
-        check_beams(search(random_advance(seed, vocab), mx.array(1), width, depth))
+        for scale in (1.0, 30.0):  # undecided and certain
+            check_beams(search(random_advance(seed, vocab, scale), mx.array(1 + seed % 2), width, depth))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_certain_drafter_scores_no_child_above_its_parent(seed: int) -> None:
-    advance = random_advance(seed, 40, scale=30.0)
-    for root in range(20):
-        check_beams(search(advance, mx.array(root), 3, 5))
-
-
-def test_beams_hold_where_the_sampler_leaves_fewer_tokens() -> None:
+def test_beams_hold_where_sampling_leaves_few_tokens() -> None:
     vocab = 5 * BLOCK + 1
     sampler = make_sampler(seed=1, temp=1.0, top_k=1)
     draws = sampler.draws(mx.array(5), 3, vocab)
@@ -131,7 +96,7 @@ def test_check_refuses_wrong_beams() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_beam_of_one_is_the_chain_of_likeliest_tokens(seed: int) -> None:
+def test_a_beam_of_one_is_greedy(seed: int) -> None:
     advance = random_advance(seed, 200)
     beams = search(advance, mx.array(5), 1, 6)
     token, state, score = mx.array([5]), None, 0.0

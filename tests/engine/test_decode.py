@@ -16,17 +16,13 @@ from toys import (
     BEAMS,
     Scripted,
     assert_same_cache,
-    decode_plainly,
     ids,
     make_model,
     make_prompt,
-    make_tokenizer,
     run,
-    scripted,
     with_plain,
 )
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.decode import Planner, Round, decode
 from mlx_redrafter.engine.plan import Plan, chain_plan
@@ -145,12 +141,12 @@ def fail_at(drafter: Scripted, calls: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("beam", ["chain", "tree"])
 @pytest.mark.parametrize("choice", OPTIONS)
-def test_plain_decoding_goes_on_where_a_drafter_fails(choice: str, beam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_goes_on_where_a_drafter_fails(choice: str, beam: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, options = make_model(), OPTIONS[choice]
     plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=BEAMS[beam]["beam_width"], luck=1, **options)
     expected = make_prompt_cache(model)
     run(model, PROMPT, max_tokens=COUNT, prompt_cache=expected, **options)
-    for calls in range(0, 26, 3):
+    for calls in (0, 1, 5, 9, 14):
         errors: list[Exception] = []
         fail_at(drafter, calls, monkeypatch)
         cache = make_prompt_cache(model)
@@ -161,33 +157,17 @@ def test_plain_decoding_goes_on_where_a_drafter_fails(choice: str, beam: str, mo
         assert [str(error) for error in errors] == [f"call {calls}"], "once, and then never again"
         last = steps[-1].stats
         assert 1 + last.rounds + last.accepted == COUNT
+    with pytest.raises(Broken):
+        fail_at(drafter, 3, monkeypatch)
+        run(model, PROMPT, drafter, max_tokens=COUNT, **BEAMS[beam], **options)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3_text", "mamba"])
-def test_a_drafter_fails_on_states_and_rings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_and_rings_survive_a_failing_drafter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: nn.Module = make_family(name)
     plain, drafter = follow_plain(model, PROMPT, COUNT, "mixed", width=1)
-    for calls in (0, 1, 4, 9):
+    for calls in (0, 1, 9):
         errors: list[Exception] = []
         fail_at(drafter, calls, monkeypatch)
         steps = run(model, PROMPT, drafter, max_tokens=COUNT, on_drafter_failure=errors.append, plan=(1, 4))
         assert ids(steps) == ids(plain) and len(errors) == 1
-
-
-def test_the_text_goes_on_where_a_drafter_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = make_model(), make_tokenizer()
-    plain = ids(decode_plainly(model, tuple(PROMPT), COUNT + 8))
-    drafter = scripted(model, [*PROMPT, *plain], "right", width=1)
-    fail_at(drafter, 9, monkeypatch)
-    errors: list[Exception] = []
-    options: dict[str, Any] = {"drafter": drafter, "on_drafter_failure": errors.append, "plan": (1, 4)}
-    *_, last = responses = list(stream_generate(model, tokenizer, PROMPT, max_tokens=COUNT, **options))
-    assert [each.token for each in responses] == plain[:COUNT] and len(errors) == 1
-    assert last.accepted == 8 and last.rounds == 11  # two rounds of four, and plain steps
-
-
-def test_a_drafters_error_is_raised_without_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = with_plain(make_model(), PROMPT, COUNT, "mixed", width=1)[1]
-    fail_at(drafter, 5, monkeypatch)
-    with pytest.raises(Broken):
-        run(make_model(), PROMPT, drafter, max_tokens=COUNT, plan=(1, 4))

@@ -15,10 +15,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from toys import (
-    KINDS,
     SCRIPTS,
     RandomDrafter,
-    Scripted,
     assert_same_steps,
     ids,
     make_model,
@@ -44,8 +42,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 2, 4])
 def test_every_beam_shape_gives_the_plain_tokens(width: int, depth: int, script: str) -> None:
     model, prompt = make_model(), make_prompt(11, seed=width)
     plain, drafter = with_plain(model, prompt, 15, script, width=width, luck=depth)
@@ -59,7 +57,7 @@ def test_every_beam_shape_gives_the_plain_tokens(width: int, depth: int, script:
         assert stats.accepted == 0 and stats.rounds == 14
 
 
-@pytest.mark.parametrize(("width", "depth"), [(2, 3), (3, 3), (4, 2), (1, 4)])
+@pytest.mark.parametrize(("width", "depth"), [(2, 3), (3, 3)])
 def test_every_tree_size_gives_the_plain_tokens(width: int, depth: int) -> None:
     model, prompt = make_model("qwen3"), make_prompt(9)
     plain, drafter = with_plain(model, prompt, 16, "mixed", width=width, luck=3)
@@ -81,21 +79,6 @@ def test_sampled_tokens_equal_plain_ones(sampling: str, shape: tuple[int, ...]) 
     assert accepted > 7
 
 
-def test_another_seed_gives_other_tokens() -> None:
-    model, prompt = make_model(), make_prompt(5)
-    assert len({tuple(ids(run(model, prompt, temp=1.0, seed=seed, max_tokens=12))) for seed in range(10)}) == 10
-
-
-@pytest.mark.parametrize("options", [{}, {"temp": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_rope_gives_the_plain_tokens(kind: str, options: dict[str, Any]) -> None:
-    model, prompt = make_model(kind), make_prompt(13)
-    plain, drafter = with_plain(model, prompt, 24, "mixed", width=3, **options)
-    steps = run(model, prompt, drafter, max_tokens=24, plan=(3, 4, 9), **options)
-    assert_same_steps(steps, plain)
-    assert steps[-1].stats.accepted > 0
-
-
 def test_ropes_bound_by_the_length_stop_drafting() -> None:
     model, prompt = make_model("llama-dynamic"), make_prompt(10)
     plain, drafter = with_plain(model, prompt, 20, "right", width=1)
@@ -104,11 +87,13 @@ def test_ropes_bound_by_the_length_stop_drafting() -> None:
     assert steps[-1].stats.plain_steps == 19
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 64, 2048])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 63, 64, 65, 66, 250, 255, 256, 257, 300])
+@pytest.mark.parametrize(
+    ("length", "chunk"),
+    [*((length, chunk) for length in (1, 2, 3, 4, 7) for chunk in (1, 3, 64)),
+     *((length, 64) for length in (63, 64, 65, 66, 128, 129)), *((length, 2048) for length in (250, 255, 256, 257))],
+)  # fmt: skip
 def test_any_prompt_length_and_prefill_step_size(length: int, chunk: int) -> None:
     model, prompt = make_model(), make_prompt(length)
-    chunk = 100 + chunk if length > 70 and chunk < 64 else chunk
     plain, drafter = with_plain(model, prompt, 10, "mixed", width=2, luck=length, prefill_step_size=chunk)
     progress, theirs = [], []
     options: dict[str, Any] = {"max_tokens": 10, "prefill_step_size": chunk}
@@ -120,7 +105,7 @@ def test_any_prompt_length_and_prefill_step_size(length: int, chunk: int) -> Non
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("late", range(-3, 11))
+@pytest.mark.parametrize("late", [-3, -1, 0, 1, 2, 3, 5, 10])
 def test_kv_cache_is_quantized_at_mlx_lms_token(late: int, bits: int) -> None:
     model, prompt = make_model(), make_prompt(8, seed=1)
     options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 8 + late}
@@ -129,12 +114,7 @@ def test_kv_cache_is_quantized_at_mlx_lms_token(late: int, bits: int) -> None:
         assert_same_steps(run(model, prompt, drafter, max_tokens=16, plan=(width, 4), **options), plain)
     theirs = mlx_lm_generate_step(mx.array(prompt), model, max_tokens=16, **options)
     assert [token for token, _ in theirs] == ids(plain)
-
-
-def test_where_quantization_starts_matters() -> None:
-    model, prompt = make_model(), make_prompt(8, seed=1)
-    texts = [run(model, prompt, max_tokens=40, kv_bits=4, kv_group_size=32, quantized_kv_start=s) for s in (8, 14, 999)]
-    assert len({tuple(ids(text)) for text in texts}) == 3
+    assert plain[-1].logprobs.tolist() != run(model, prompt, max_tokens=16)[-1].logprobs.tolist(), "bits matter"
 
 
 def test_scripts_reach_every_depth_and_branch() -> None:
@@ -183,34 +163,10 @@ def test_a_broken_engine_gives_other_tokens(
     assert ids(run(model, prompt, drafter, max_tokens=30, plan=(3, 3))) != ids(plain)
 
 
-class Echo(Scripted):
-    """A drafter that is certain, at every depth, of the next token: it drafts that one again and again."""
-
-    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(W, V) scores."""
-        place = mx.argmin(mx.square(self._hidden - hidden).sum(-1)) + 2
-        count = self.args.vocab_size
-        noise = mx.random.normal((count, count), key=mx.random.key(7)) * 8
-        return noise[state[:, -1]] + 25 * (self._tokens == self._text[mx.minimum(place, self._text.shape[0] - 1)])
-
-
-@pytest.mark.parametrize("width", [2, 3])
-def test_a_certain_drafter_changes_no_tokens(width: int) -> None:
-    model = make_model()
-    for seed in range(5):
-        prompt = make_prompt(8, seed=seed)
-        plain = ids(run(model, prompt, max_tokens=28))
-        drafter = Echo(model, prompt + plain, [0] * 36, width)
-        for size in (2, 3, 4):
-            steps = run(model, prompt, drafter, max_tokens=20, plan=(width, 3, size))
-            assert ids(steps) == plain[:20], (seed, size)
-
-
 @pytest.mark.parametrize(
     ("score", "threshold"),
     [
-        *((score, threshold) for score in (0.0, -inf) for threshold in (-100.0, 0.0, 2.0)),
-        *((score, threshold) for score in (nan, inf) for threshold in (-100.0, 2.0)),
+        *((score, threshold) for score in (-inf, nan, inf) for threshold in (-100.0, 2.0)),
     ],
 )
 def test_infinite_or_nan_scores_change_no_tokens(score: float, threshold: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlx_redrafter.engine import kv_cache
@@ -43,17 +43,3 @@ def test_keep_rows_gathers_the_rows_of_the_path(path: list[int], kind: str) -> N
         assert (kept == was[:, :, rows]).all()
         # Negative control: the rows of another path are not these.
         assert not (kept == was[:, :, other]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("path", "moves"), [([0], 0), ([0, 1, 2], 0), ([0, 1, 2, 3, 4], 0), ([0, 1, 3], 1)])
-def test_rows_in_place_are_not_moved(path: list[int], moves: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, _ = filled(kind)
-    gathered = []
-    take = mx.take
-    monkeypatch.setattr(mx, "take", lambda *args, **kwargs: gathered.append(args[1].size) or take(*args, **kwargs))
-    before = tree_map(id, (cache.keys, cache.values))
-    kv_cache.keep_rows([cache], NODES, path)
-    assert tree_map(id, (cache.keys, cache.values)) == before
-    # One gather for each stored array, of no more rows than are out of place.
-    assert gathered == [moves] * len(gathered) and bool(gathered) == bool(moves)

@@ -50,7 +50,7 @@ def decode_with_mlx_lm(prompt: list[int], count: int, **options: Any) -> list[in
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_mlx_lms_processors_give_the_plain_tokens(name: str) -> None:
     model, processors = make_model(), PROCESSORS[name]
-    for (width, depth), options in zip(PLANS * 2, [{}] * 3 + [{"temp": 0.8, "seed": 2}] * 3, strict=True):
+    for (width, depth), options in zip(PLANS, ({}, {"temp": 0.8, "seed": 2}, {}), strict=True):
         prompt = make_prompt(7, seed=width)
         without = ids(run(model, prompt, max_tokens=24, **options))
         more: dict[str, Any] = options | {"logits_processors": processors}
@@ -63,18 +63,9 @@ def test_mlx_lms_processors_give_the_plain_tokens(name: str) -> None:
             assert decode_with_mlx_lm(prompt, 24, logits_processors=processors) == ids(plain)
 
 
-def test_processors_run_in_order() -> None:
-    one, other = (
-        ids(run(make_model(), make_prompt(5), max_tokens=20, logits_processors=each))
-        for each in (PENALTY + BIAS, BIAS + PENALTY)
-    )
-    assert one != other
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 2048])
-@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
 @pytest.mark.parametrize("shape", PLANS, ids=str)
-def test_each_node_is_given_the_history_on_its_path(shape: tuple[int, int], length: int, chunk: int) -> None:
+def test_each_node_gets_its_paths_history(shape: tuple[int, int], length: int, chunk: int) -> None:
     (width, depth), count = shape, 16
     model, prompt = make_model(), make_prompt(length)
     theirs, plain, drafted = (Recorder() for _ in range(3))
@@ -96,7 +87,7 @@ def test_each_node_is_given_the_history_on_its_path(shape: tuple[int, int], leng
 
 
 @pytest.mark.parametrize("width", [0, 1, 3])
-def test_after_a_prompt_cache_histories_begin_with_this_prompt(width: int) -> None:
+def test_histories_begin_with_this_turns_prompt(width: int) -> None:
     model, turns = make_model(), [make_prompt(6, seed=1), make_prompt(3, seed=2)]
     theirs, ours = Recorder(), Recorder()
     cache, other = make_prompt_cache(model), make_prompt_cache(model)

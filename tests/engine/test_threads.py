@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import cycle
@@ -13,9 +14,9 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from threads import workers
-from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, make_tokenizer, run, scripted, snapshot
+from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, scripted, snapshot
 
-from mlx_redrafter import generate_step, stream_generate
+from mlx_redrafter import generate_step
 from mlx_redrafter.engine.supported_models import capture_output, find_parts
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
@@ -23,25 +24,20 @@ COUNT = 16
 PROMPT = make_prompt(9)
 TREE = {"plan": (3, 3)}
 CHAIN = {"plan": (1, 4)}
-QUANTIZED = {"kv_bits": 8, "kv_group_size": 32}
 TOP_P = {"temp": 1.0, "top_p": 0.9, "seed": 4}
 PENALTY = {"logits_processors": make_logits_processors(repetition_penalty=1.3)}
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, top_p": TOP_P,
     "plain, processors": PENALTY,
-    "plain, 8 bits from 12 on": QUANTIZED | {"quantized_kv_start": 12},
     "chain": CHAIN,
     "chain, top_p": CHAIN | TOP_P,
-    "chain, 8 bits from the prompt on": CHAIN | QUANTIZED | {"quantized_kv_start": 9},
     "tree": TREE,
     "tree, pruned": {"plan": (3, 3, 7)},
     "tree, top_p": TREE | TOP_P,
     "tree, xtc": TREE | {"temp": 1.0, "seed": 9, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     "tree, processors": TREE | PENALTY,
-    "tree, 8 bits": TREE | QUANTIZED | {"quantized_kv_start": 0},
-    "tree, 8 bits from the prompt on": TREE | QUANTIZED | {"quantized_kv_start": 9},
-    "tree, 8 bits from 12 on": TREE | QUANTIZED | {"quantized_kv_start": 12},
+    "tree, 8 bits": TREE | {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12},
 }
 
 
@@ -78,7 +74,7 @@ def test_every_next_may_come_from_another_thread(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "chain, top_p", "tree, pruned", "tree, 8 bits"])
 def test_another_thread_may_close_a_generation(name: str) -> None:
-    for count in (1, 2, 3, 5, 8, 13):
+    for count in (1, 2, 5, 8):
         expected, steps, cache = make_job(name)
         with workers(2) as (one, other):
             assert [one.submit(next, steps).result()[0] for _ in range(count)] == expected[:count]
@@ -105,14 +101,13 @@ def test_generations_may_take_turns_on_one_model() -> None:
         ("tree", "plain"),
         ("tree, top_p", "plain, top_p"),
         ("tree", "chain"),
-        ("tree, top_p", "tree, top_p"),
-        ("tree, xtc", "chain, top_p"),
+        ("tree, xtc", "tree, top_p"),
         ("tree, processors", "tree, 8 bits"),
     ],
     ids=" and ".join,
 )
 def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
-    before = snapshot(make_model())
+    before, interval = snapshot(make_model()), sys.getswitchinterval()
     barrier = threading.Barrier(2)
 
     def decode(name: str) -> tuple[list[int], list[int]]:
@@ -120,11 +115,15 @@ def test_two_threads_decode_with_one_model(names: tuple[str, str]) -> None:
         barrier.wait()
         return [token for token, _, _ in steps], expected
 
-    with workers(2) as pools:
-        for _ in range(4):
-            runs = [pool.submit(decode, name) for pool, name in zip(pools, names, strict=True)]
-            for tokens, expected in [run.result() for run in runs]:
-                assert tokens == expected
+    sys.setswitchinterval(1e-5)  # so that they meet within a forward
+    try:
+        with workers(2) as pools:
+            for _ in range(2):
+                runs = [pool.submit(decode, name) for pool, name in zip(pools, names, strict=True)]
+                for tokens, expected in [run.result() for run in runs]:
+                    assert tokens == expected
+    finally:
+        sys.setswitchinterval(interval)
     assert snapshot(make_model()) == before
 
 
@@ -145,27 +144,3 @@ def test_another_thread_may_run_a_batch_meanwhile() -> None:
             lambda: build_with_nodes([], nodes, lambda _: other.submit(run_batch).result()),
         )
     assert (built.result, built.calls, recorded) == (expected, [], [])
-
-
-@pytest.mark.parametrize("name", ["plain, processors", "chain", "tree, processors"])
-def test_closing_cancels(name: str) -> None:
-    calls: list[int] = []
-    _, drafter = prepare(name)
-    options = JOBS[name] | {"logits_processors": [lambda history, logits: calls.append(1) or logits]}
-    steps = generate_step(PROMPT, make_model(), drafter, max_tokens=-1, **options)
-    next(steps)
-    steps.close()
-    done = len(calls)
-    assert next(steps, None) is None
-    assert len(calls) == done > 0
-
-
-def test_closing_a_stream_closes_the_generation() -> None:
-    model, cache = make_model(), make_prompt_cache(make_model())
-    plain, drafter = prepare("tree")
-    options: dict[str, Any] = {"drafter": drafter, "prompt_cache": cache, "max_tokens": -1, "plan": (3, 4)}
-    responses = stream_generate(model, make_tokenizer(), PROMPT, **options)
-    assert [next(responses).token for _ in range(4)] == plain[:4]
-    responses.close()
-    assert next(responses, None) is None
-    assert cache[0].offset == len(PROMPT) + 4

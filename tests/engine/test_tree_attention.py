@@ -8,12 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from small import THE, example_beams, random_beams
+from small import random_beams
 from toys import KINDS, VOCAB, make_model, make_prompt
 
 from mlx_redrafter.engine.target import KVQuantization, Target
 from mlx_redrafter.engine.tree import grow, prune
-from mlx_redrafter.engine.tree_attention import Nodes
 from mlx_redrafter.engine.types import Tree
 
 TOLERANCE = 2e-4
@@ -86,24 +85,3 @@ def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str, bits
         far = distances(kind, PREFIXES[seed], bits, seed, broken)
         assert far.max() > 100 * TOLERANCE
         assert wrong == "mask of ones" or far[0] < TOLERANCE, "the root sees the prefix alone, at its own position"
-
-
-def test_mask_shows_the_prefix_and_ancestors() -> None:
-    tree = grow(mx.array(THE), example_beams())
-    nodes = Nodes(3, tree.depths, tree.ancestors, branched=True)
-    assert nodes.mask(mx.arange(3)).astype(mx.int32).tolist() == [
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0, 1, 0],
-        [1, 1, 1, 1, 1, 0, 0, 1],
-    ]
-    assert mx.array_equal(nodes.mask(mx.arange(0)), tree.ancestors)
-    # A window of 3 positions, and the first one that is seen whatever the window.
-    assert nodes.mask(mx.arange(3), 3, 1).astype(mx.int32).tolist() == [
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 0, 1, 1, 1, 0, 0, 0],
-        [1, 0, 1, 1, 0, 1, 0, 0],
-        [1, 0, 0, 1, 1, 0, 1, 0],
-        [1, 0, 0, 1, 1, 0, 0, 1],
-    ]

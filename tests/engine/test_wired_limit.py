@@ -52,13 +52,3 @@ def test_limit_is_restored_after_an_error(limits: list[int]) -> None:
         with pytest.raises(KeyError), wired_limit(small_llama()):
             raise KeyError
     assert limits == [7, RECOMMENDED, 7, RECOMMENDED, 7]
-
-
-def test_a_large_model_is_warned_of_on_stderr(
-    limits: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(mx, "device_info", lambda *args: {"max_recommended_working_set_size": 1 << 10})
-    with wired_limit(small_llama()):
-        pass
-    said = capsys.readouterr()
-    assert "[WARNING] Generating with a model that requires" in said.err and said.out == ""

@@ -99,12 +99,7 @@ def test_plans_of_unmeasured_sizes_are_not_considered() -> None:
     assert candidate_plans(costs, UNKNOWN_ACCEPTANCE) and candidate_plans(costs, [[0.0]]) == ()
 
 
-def test_a_planner_without_plans_decodes_plainly() -> None:
-    planner = AutoPlanner(make_costs("every row"), ACCEPTANCE)
-    assert planner.plans == () and fly(planner, make_costs("every row"), TEXTS["all"], 100, 0) == 1.0
-
-
-def test_the_starting_plan_is_the_fastest_that_can_be_afforded() -> None:
+def test_the_starting_plan_is_the_fastest_affordable() -> None:
     costs = make_costs("gentle")
     fastest = max(predict_all(costs, ACCEPTANCE, 64), key=lambda found: found.speedup)
     assert starting_plan(costs, ACCEPTANCE, 64) == fastest.plan
@@ -147,7 +142,7 @@ def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("replay", [0.0, 0.05])
 @pytest.mark.parametrize("text", ["most", "all"])
-def test_on_a_steady_text_it_is_near_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
+def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
     costs, scale = make_costs(curve, replay=replay), TEXTS[text]
     mean = fmean(fly_auto(costs, scale, 1500, seed) for seed in range(3))
     fixed = [
@@ -179,23 +174,7 @@ def test_slow_rounds_do_not_disable_drafting() -> None:
     assert planner.slowdown < 1.1 and fly(planner, costs, TEXTS["all"], 600, 2) > 1.4
 
 
-def test_equal_slowdown_of_rounds_and_steps_is_ignored() -> None:
-    costs, plan = make_costs(), chain_plan(3)
-    planner = AutoPlanner(costs, ACCEPTANCE, [plan])
-    for _ in range(8):
-        planner.observe(None, 1, 64, 0, 3 * costs.plain_ms(64))
-        planner.observe(plan, 2, 64, 0, 3 * costs.round_ms(plan, 64))
-        assert planner.slowdown == pytest.approx(1.0)
-    for _ in range(8):
-        planner.observe(None, 1, 64, 0, 9.0)
-    assert planner.slowdown == 1.0, "slow plain steps do not make rounds look cheap"
-    for _ in range(16):
-        planner.observe(None, 1, 64, 0, None)
-        planner.observe(plan, 2, 64, 0, 50.0)
-    assert planner.slowdown == 4.0
-
-
-def test_stalls_of_the_machine_do_not_turn_drafting_off() -> None:
+def test_stalls_do_not_turn_drafting_off() -> None:
     calm, stalled = (fly_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15))
     assert stalled > 0.95 * calm > 1.5
 
@@ -212,7 +191,7 @@ def test_the_pause_between_probes_doubles() -> None:
     assert planner.next_plan(START + 3000) is not None, "a probe that was right is followed by another"
 
 
-def test_a_choice_takes_the_host_less_than_half_a_millisecond() -> None:
+def test_a_choice_takes_under_half_a_millisecond() -> None:
     for replay in (0.0, 0.05):
         costs = make_costs("gentle", replay=replay)
         planner, started = AutoPlanner(costs, ACCEPTANCE), time.process_time()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sessions import END, chat_tokenizer, make_model, plain_session
+from sessions import chat_tokenizer, make_model, plain_session
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -72,15 +72,6 @@ def test_generated_end_token_is_not_repeated(kind: str, between: str, twice: boo
     assert cut is not None
     assert [*read, *cut] == tokenizer.encode(f"ab:in{between}</s>cd:", add_special_tokens=False)
     assert ended == (cut if twice else cut[cut.index(last) + 1 :])
-
-
-def test_turn_is_what_follows_the_answer() -> None:
-    tokenizer = chat_tokenizer()
-    before = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    new = [{"role": "user", "content": "v"}]
-    assert tokenizer.decode(encode_conversation(tokenizer, before)) == "SszUuzA"
-    assert tokenizer.decode(encode_turn(tokenizer, before, new, 5)) == "zUvzA"
-    assert tokenizer.decode(encode_turn(tokenizer, before, new, END)) == "UvzA"
 
 
 THINKING = (
