@@ -64,10 +64,10 @@ def read_head(
     inside = {name.partition("medusa_head")[2].partition(".")[2]: part for name, part in tensors.items()}
     inside.pop("", None)  # tensors of the base model beside the heads
     says_medusa = "medusa_num_heads" in config
-    if inside or any(re.match(r"[1-9]\d?\.\d+\.(linear\.)?weight", name) for name in tensors):
+    # Without that, one head alone has the names of an old recurrent drafter.
+    numbered = r"\d+\.\d+\.linear\.weight" if says_medusa else r"[1-9]\d*\.\d+\.(linear\.)?weight"
+    if inside or any(re.fullmatch(numbered, name) for name in tensors):
         return read_medusa(rename(inside or tensors, MEDUSA, where), config, where, model)
-    if says_medusa and any(re.match(r"0\.\d+\.linear\.weight", name) for name in tensors):
-        return read_medusa(rename(tensors, MEDUSA, where), config, where, model)
     if any(name.startswith("blocks.0.layers.") for name in tensors):
         return read_medusa(rename(tensors, MEDUSA_VLLM, where), config, where, model)
     bare = {name.removeprefix("speculator."): part for name, part in tensors.items()}
@@ -122,11 +122,9 @@ def read_medusa(
     drafter = medusa.Drafter(args)
     if given and model is not None:
         check_fit(drafter, model, where)
-    for blocks in drafter.blocks:
-        for block in blocks:
-            block.linear.bias = mx.zeros((width,))  # vLLM's layout may have none
-    optional = {name for name in _expected(drafter) if name.endswith(".bias") and name not in tensors}
-    return fill(drafter, {name: [part] for name, part in tensors.items()}, where, {*given, *optional}, given)
+    if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
+        given |= {name: mx.zeros(shape) for name, shape in _expected(drafter).items() if name.endswith(".bias")}
+    return fill(drafter, {name: [part] for name, part in tensors.items()}, where, given)
 
 
 def read_mlp_speculator(tensors: Mapping[str, Stored], config: dict[str, Any], where: str) -> mlp_speculator.Drafter:
@@ -156,20 +154,19 @@ def fill(
     drafter: Any,
     parts: Mapping[str, Sequence[Stored]],
     where: str,
-    absent: Iterable[str] = (),
     given: Mapping[str, mx.array] | None = None,
 ) -> Any:
     """The drafter, with its tensors read.
 
     Args:
         parts: what each is joined of.
-        absent: those that need not be there.
-        given: arrays that are not read.
+        given: arrays that are in no file.
 
     Raises:
         CheckpointError: tensors are missing, too many, or of other shapes.
     """
-    expected = {name: shape for name, shape in _expected(drafter).items() if name not in set(absent)}
+    given = dict(given or {})
+    expected = {name: shape for name, shape in _expected(drafter).items() if name not in given}
     for name in sorted(expected.keys() | parts.keys()):
         rows = [part.shape for part in parts.get(name, ())]
         got = (sum(shape[0] for shape in rows), *rows[0][1:]) if rows else None
@@ -181,7 +178,7 @@ def fill(
     }
     if DRAFT_IDS in arrays:
         check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, where)
-    drafter.load_weights(list((arrays | dict(given or {})).items()), strict=False)
+    drafter.load_weights(list((arrays | given).items()))
     return drafter
 
 

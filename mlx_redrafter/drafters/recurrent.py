@@ -80,9 +80,7 @@ class DrafterArgs(protocol.DrafterArgs):
         else:
             hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
         args = cls(hidden_size, head[0], exit_dim, layers, rnn)
-        if (
-            "draft_ids" in shapes
-        ):  # the head then has fewer rows than the target has tokens: no tensor gives that number
+        if "draft_ids" in shapes:  # the head has fewer rows than the target has tokens: no tensor gives that number
             vocab_size = config.get("vocab_size")
             if type(vocab_size) is not int or not head[0] <= vocab_size <= MAX_SIZE:
                 got = f"at least {head[0]}, got {vocab_size!r:.40}"

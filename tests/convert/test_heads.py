@@ -142,6 +142,14 @@ def test_blocks_without_biases_have_none(tmp_path: Path) -> None:
     assert len(biases) == 3 and not any(x.any().item() for x in biases)
 
 
+def test_a_single_medusa_head_is_read(tmp_path: Path) -> None:
+    arrays, golden, _ = read_golden("medusa")
+    one = publish("medusa", tmp_path / "in", arrays={name: x for name, x in arrays.items() if name.startswith("0.")})
+    drafter = load_drafter(convert(one, tmp_path / "out").path)
+    assert drafter.args.max_depth == 1
+    np.testing.assert_allclose(said_of(drafter, golden)[0], golden["logits"][0], atol=1e-4, rtol=0)
+
+
 def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).permutation(97)[:20]
     arrays = vllm(read_golden("medusa")[0])
@@ -184,6 +192,7 @@ ODD: dict[str, Arrays] = {
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "no output matrix": (changed("medusa", "1.1.weight"), "half a head: IN: expected output.1.weight of shape .*"),
+    "a block without its bias": (changed("medusa", "1.0.linear.bias"), "half a head: IN: expected blocks.1.0.*"),
     "half a block": (changed("medusa", "0.0.linear.weight"), "half a head: IN holds no matrix blocks.0.0.linear.*"),
     "heads that use the target's matrix": (changed("medusa_v2"), "IN holds Medusa heads that use .*--base-model"),
     "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN: no head of this kind has a tensor x.weight"),
