@@ -551,7 +551,7 @@ def explain_useless(drafter: Drafter, rounds: int) -> str:
     return (
         f"the drafter has guessed no token right in {rounds} rounds. Is it trained for this model, and are its weights "
         f"sound in this dtype? It was given the hidden state {given} the final norm: if it was trained on the one "
-        f"{other} it, convert it with --hidden-state {other}_norm"
+        f"{other} it, its config.json must say hidden_state {other}_norm"
     )
 
 
