@@ -18,7 +18,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_redrafter.cli.generate import Difference, first_difference, judge_difference
-from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.generate import decode_prompts, generate_step
 from mlx_redrafter.options import Options

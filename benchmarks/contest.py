@@ -22,7 +22,7 @@ from mlx_redrafter.engine.supported_models import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import is_disturbed, load_costs
-from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, candidate_plans
+from mlx_redrafter.planning.planner import candidate_plans, find_acceptance
 
 from .command import add_json, parse_output, parse_positive, parse_seed
 from .contestants import DEFAULTS, Contestant, Run, Settings, make_contestants, warm_up
@@ -160,7 +160,7 @@ def measure_costs(workload: Workload) -> Record:
             "Run this again when it is not",
             file=sys.stderr,
         )
-    acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
+    acceptance = find_acceptance(drafter)
     return workload.describe() | {
         "schema": SCHEMA,
         "kind": "costs",

@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
@@ -148,7 +148,7 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
 def make_random_drafter(drafter: Drafter) -> Drafter:
     """A drafter of the same size and bits that has learned nothing."""
     mx.random.seed(0)
-    found = Drafter(drafter.args)
+    found: Drafter = type(drafter)(drafter.args)
     found.set_dtype(drafter.dtype)
     layers = dict(drafter.named_modules())
 

@@ -17,7 +17,7 @@ from mlx_lm.utils import compute_bits_per_weight
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import load, load_drafter
 from mlx_redrafter.demo import demo_prompts, load_demo
-from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat

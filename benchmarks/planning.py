@@ -19,7 +19,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.round import make_draft

@@ -8,13 +8,15 @@ import math
 import sys
 
 from ..checkpoints import DTYPES
+from ..drafters.protocol import AFTER_NORM, BEFORE_NORM
 from .conversion import MODES, Conversion, convert
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `python -m mlx_redrafter.convert`; each flag is a parameter of `convert`."""
     parser = argparse.ArgumentParser(
-        prog="mlx_redrafter.convert", description="Convert a recurrent drafter to MLX, and quantize it."
+        prog="mlx_redrafter.convert",
+        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators.",
     )
     add = parser.add_argument
     add("--hf-path", "--model", required=True, help="the drafter: a directory, a file or a Hugging Face repo")
@@ -33,6 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
     add("--base-model", help="its target: recorded, and used to measure tokens per round before and after")
     add("--draft-depth", type=int, help="how many tokens it should draft by default; recorded")
+    add("--hidden-state", choices=(AFTER_NORM, BEFORE_NORM), help="of the target's final norm, what it reads; recorded")
+    add("--draft-vocab-size", type=int, help="leave it the N most frequent tokens of --token-counts to guess")
+    add("--token-counts", help="JSON: token ids, the most frequent first, or an object of ids and counts")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--upload-repo", help="the Hugging Face repo to upload the result to")
     add("--force", action="store_true", help="replace the drafter at --mlx-path")
@@ -54,8 +59,8 @@ def describe(done: Conversion) -> str:
     """The report, a few lines."""
     args = done.args
     lines = [
-        f"{done.path}: hidden size {args.hidden_size}, vocabulary {args.vocab_size}, exit_dim {args.exit_dim}, "
-        f"{args.num_draft_layers} block{'s' * (args.num_draft_layers != 1)}, {'rnn' if args.rnn else 'no rnn'}",
+        f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}, "
+        f"{args.describe()}; reads the hidden state {'before' if args.before_norm else 'after'} the final norm",
         f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,7 +16,7 @@ from mlx_lm.utils import dequantize_model
 
 from ..atomic_files import expand_path
 from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError, one_line
 from ..generate import decode_prompts, encode_chat
@@ -82,9 +83,12 @@ def convert(
     rnn_bits: int | None = None,
     base_model: str | None = None,
     draft_depth: int | None = None,
+    hidden_state: str | None = None,
+    draft_vocab_size: int | None = None,
+    token_counts: str | Path | None = None,
     force: bool = False,
 ) -> Conversion:
-    """A drafter as a directory that `load_drafter` reads, in Apple's names.
+    """A drafter as a directory that `load_drafter` reads.
 
     Args:
         hf_path: a directory, a file or a hub id; docs/checkpoints.md lists what is read.
@@ -93,6 +97,9 @@ def convert(
         head_bits, blocks_bits, rnn_bits: other bits for a part; 0 does not quantize it.
         base_model: the target it was trained for: recorded, and used to measure tokens per round.
         draft_depth: K it should draft when nothing else is asked for; recorded.
+        hidden_state: which of the target's hidden states it was trained on, `AFTER_NORM` or `BEFORE_NORM`; recorded.
+        draft_vocab_size: of how many tokens its head keeps the rows, the most frequent ones of `token_counts`.
+        token_counts: a JSON file, see `read_frequent_tokens`.
         force: replace the drafter at `mlx_path`.
 
     Raises:
@@ -113,12 +120,15 @@ def convert(
         raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
+    if (draft_vocab_size is None) != (token_counts is None):
+        raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     if upload_repo is not None:
         validate_repo_id(upload_repo)
     place = expand_path(mlx_path).absolute()
     check_destination(place, hf_path, force)
     source = find_source(hf_path, revision)
-    drafter, is_quantized, notes = read_checkpoint(source)
+    models = load(base_model) if base_model is not None else None
+    drafter, is_quantized, notes = read_checkpoint(source, models[0] if models else None)
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize:
@@ -128,14 +138,21 @@ def convert(
         drafter.args,
         base_model=base_model or drafter.args.base_model,
         draft_depth=draft_depth or drafter.args.draft_depth,
+        hidden_state=hidden_state or drafter.args.hidden_state,
     )
-    models = load(base_model) if base_model is not None else None
+    if args.max_depth is not None and (args.draft_depth or 1) > args.max_depth:
+        raise RedrafterError(
+            f"draft_depth must be from 1 to {args.max_depth} with this drafter, got {args.draft_depth}"
+        )
     if models is not None:
         check_fit(drafter, models[0], str(source.path))
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
     drafter = cast(Drafter, dequantize_model(drafter))
+    if draft_vocab_size is not None and token_counts is not None:
+        ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
+        before, args = (before[0][:, ids], before[1]), drafter.args
     cast_weights(drafter, dtype)
     n_weights = sum(array.size for array in list_weights(drafter).values())
     config: dict[str, Any] = {**args.to_dict(), "dtype": dtype}
@@ -147,7 +164,7 @@ def convert(
     bytes_after = count_bytes(drafter)
 
     with new_directory(place, hf_path, force) as stage:
-        write_drafter(stage, drafter, config, make_card(hf_path, config))
+        write_drafter(stage, drafter, config, make_card(hf_path, args, config))
         after = measure(load_drafter(stage), models)
         if not mx.isfinite(after[0]).all().item():
             raise RedrafterError(f"in {dtype} its outputs on random inputs are not finite{advise(dtype)}")
@@ -170,6 +187,49 @@ def check_quantization(group_size: int, widths: set[int], mode: str) -> None:
 
 def advise(dtype: str) -> str:
     return ": give --dtype bfloat16" if dtype == "float16" else ""
+
+
+def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> np.ndarray[Any, Any]:
+    """(count,) int32, the ids of the most frequent tokens, in ascending order.
+
+    Args:
+        file: JSON, either ids with the most frequent first, or an object of ids and how often each occurs.
+
+    Raises:
+        RedrafterError: it holds no ids of this vocabulary, or fewer.
+    """
+    path = expand_path(file)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            found = sorted(map(int, found), key=lambda token: -found[str(token)])
+        ids = np.array(found, np.int64).reshape(-1)
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise RedrafterError(f"cannot read token counts from {path}: {one_line(error)}") from error
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
+    if len(np.unique(ids)) != len(ids):
+        raise RedrafterError(f"{path} names a token twice")
+    if not 1 <= count <= len(ids):
+        raise RedrafterError(f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}, got {count}")
+    return np.sort(ids[:count]).astype(np.int32)
+
+
+def trim_vocabulary(drafter: Drafter, ids: np.ndarray[Any, Any]) -> mx.array:
+    """Leaves a drafter that is not quantized the rows of its head for these tokens, and returns their ids.
+
+    Raises:
+        CheckpointError: it can guess some tokens only already.
+    """
+    if drafter.args.draft_vocab_size is not None:
+        raise CheckpointError(f"the drafter can guess {drafter.args.draft_vocab_size} tokens only already")
+    rows = mx.array(ids)
+    for layer in drafter.output_layers:
+        layer.weight = layer.weight[rows]
+    drafter.args = replace(drafter.args, draft_vocab_size=len(ids))
+    drafter.hold_draft_ids()
+    drafter.draft_ids = rows
+    return rows
 
 
 def count_bytes(drafter: Drafter) -> int:
@@ -204,10 +264,9 @@ def quantize_layers(
     entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
     notes, layers = [], []
     for name, layer in drafter.named_modules():
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, (nn.Linear, nn.Embedding)):
             continue
-        part = "rnn" if name.startswith("rnn_") else "head" if layer is drafter.lm_head[-1] else "blocks"
-        own: dict[str, Any] = {"group_size": group_size, "bits": parts.get(part, bits), "mode": mode}
+        own: dict[str, Any] = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
         rows, inputs = layer.weight.shape
         if own["bits"] == 0:
             entry[name] = False
@@ -218,8 +277,8 @@ def quantize_layers(
             continue
         if own["bits"] != bits:
             entry[name] = own
-        packed = nn.QuantizedLinear.from_linear(layer, **own)
-        weights = mx.dequantize(packed.weight, packed.scales, packed.biases, **own)
+        packed: Any = layer.to_quantized(**own)
+        weights = mx.dequantize(packed.weight, packed.scales, packed.get("biases"), **own)
         # MLX clips what is too large for a mode's scales, and wraps what is too small; else no error comes near this.
         if not (mx.abs(weights - layer.weight).max() <= 0.75 * mx.abs(layer.weight).max()).item():
             raise RedrafterError(f"{name} holds numbers too large or too small for {own['bits']} bits in mode {mode}")
@@ -229,14 +288,16 @@ def quantize_layers(
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
-    """(logits after two steps from random inputs, tokens per round with the base model or 0 without).
+    """(logits of its guesses after two tokens at random inputs, tokens per round with the base model or 0 without).
 
     The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, pooled over `PROMPTS`.
     """
-    draws = np.random.default_rng(0).normal(size=(3, 8, drafter.args.hidden_size)).astype(np.float32)
-    hidden, first, second = (mx.array(rows).astype(drafter.dtype) for rows in draws)
-    _, features = drafter.step(second, drafter.advance(first, None), hidden)
-    logits = drafter.lm_head[-1](features).astype(mx.float32)
+    draws = np.random.default_rng(0).normal(size=(2, 8, drafter.args.hidden_size)).astype(np.float32)
+    hidden, embedded = (mx.array(rows).astype(drafter.dtype) for rows in draws)
+    advance, tokens = drafter.begin(hidden, lambda tokens: embedded[tokens]), mx.arange(8) % drafter.args.vocab_size
+    logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
+    if "draft_ids" in drafter:
+        logits = logits[:, drafter.draft_ids]
     mx.eval(logits)
     if models is None:
         return logits, 0.0

@@ -1,7 +1,7 @@
 """The drafter among the tensors of a checkpoint: names of every known source mapped to Apple's, sizes checked.
 
-Each source's naming is one function (`apple`, `older_apple`, `tensorrt_llm`). A kind of drafter with other tensors than
-ReDrafter's needs a function like `read_redrafter`, and a line in `read_checkpoint` that tells it by its names.
+Each source's naming of a recurrent drafter is one function (`apple`, `older_apple`, `tensorrt_llm`). The other kinds
+are read by `heads`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..checkpoints import DRAFT_IDS, check_draft_ids, compare_config, derive_args, load_drafter
-from ..drafters.recurrent import MODEL_TYPE, Drafter
+from ..drafters import KINDS, protocol
+from ..drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
 from ..errors import CheckpointError, one_line
+from .heads import read_head
 from .sources import Source
-from .tensors import FLOATS, INTEGERS, Stored, read_file
+from .tensors import Stored, read_file, read_tensor
 
 INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
 """What DDP and torch.compile put before the names of what they wrap, at any depth."""
@@ -42,9 +45,8 @@ OTHER_KINDS = (
         r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
         "is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
     ),
-    (r".*medusa_?heads?\..*|[1-9]\d*\.\d+\.(linear\.)?(weight|bias)", "holds Medusa heads, not a recurrent drafter"),
-    (r".*hydra.*", "holds Hydra heads, not a recurrent drafter"),
-    (r"(.*\.)?(fc\.weight|midlayer\..*|d2t|t2d)", "holds an EAGLE head, not a recurrent drafter"),
+    (r".*hydra.*", "holds Hydra heads, which are not supported"),
+    (r"(.*\.)?(fc\.weight|midlayer\..*|d2t|t2d)", "holds an EAGLE head, which is not supported"),
     (r"(.*\.)?(embed_tokens\.weight|layers\.\d+\.(self_attn|mlp|input_layernorm)\..*)", "is {model}, not a drafter"),
 )
 """(a tensor that tells what else it is, what to say); the first that fits."""
@@ -69,7 +71,7 @@ class Found(NamedTuple):
         notes: what was left out, and where the config is wrong.
     """
 
-    drafter: Drafter
+    drafter: protocol.Drafter
     is_quantized: bool
     notes: tuple[str, ...]
 
@@ -137,20 +139,29 @@ def map_names(stored: Iterable[str], where: str, model: str) -> dict[str, str]:
     return names
 
 
-def read_checkpoint(source: Source) -> Found:
+def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     """The drafter in a source.
+
+    Args:
+        model: the target, whose output matrix some Medusa heads use.
 
     Raises:
         CheckpointError: damaged, not one drafter, or of shapes that do not fit each other.
     """
-    if "medusa_num_heads" in source.config:
-        raise CheckpointError(f"{source.path} holds Medusa heads, not a recurrent drafter: its config.json says so")
+    if source.config.get("model_type") in KINDS.keys() - {MODEL_TYPE} and "hidden_size" in source.config:
+        drafter = load_drafter(source.path)  # a directory that was converted before
+        return Found(drafter, any(hasattr(layer, "bits") for _, layer in drafter.named_modules()), ())
     files = [read_file(file) for file in source.files]
     mapping = source.config.get("mapping")
     size = mapping.get("tp_size") if source.has_ranks and isinstance(mapping, dict) else None
     if type(size) is int and 0 < size != len(files):
         raise CheckpointError(f"half a checkpoint: {source.path} says tp_size {size}, and has {len(files)} ranks")
-    return read_redrafter(source, files if source.has_ranks else [merge(files, source.files)])
+    if source.has_ranks:
+        return read_redrafter(source, files)
+    merged = merge(files, source.files)
+    bare = {WRAPPERS.sub("", INSERTED.sub("", name), count=1): stored for name, stored in merged.items()}
+    head = read_head(bare, source.config, str(source.path), model)
+    return read_redrafter(source, [merged]) if head is None else Found(head, False, ())
 
 
 def read_redrafter(source: Source, slices: Sequence[Mapping[str, Stored]]) -> Found:
@@ -174,10 +185,13 @@ def read_redrafter(source: Source, slices: Sequence[Mapping[str, Stored]]) -> Fo
     if any(f"{name.removesuffix('.weight')}.scales" in first for name in names.values()):
         return Found(load_drafter(source.path if source.path.is_dir() else source.path.parent), True, ())
 
-    arrays = {key: read_tensor(key, name, [part[name] for part in slices], where) for key, name in names.items()}
+    def read(key: str, name: str, parts: Sequence[Stored]) -> mx.array:
+        return read_tensor(name, parts, where, integers=key == DRAFT_IDS, axes=2 if key.endswith(".weight") else 1)
+
+    arrays = {key: read(key, name, [part[name] for part in slices]) for key, name in names.items()}
     config = {TENSORRT_LLM_KEYS.get(key, key): value for key, value in source.config.items()}
     config["quantization"] = None  # TensorRT-LLM's entry of this name is another
-    args = derive_args({key: array.shape for key, array in arrays.items()}, config, where)
+    args = derive_args(DrafterArgs, {key: array.shape for key, array in arrays.items()}, config, where)
     notes = [f"{name} is left out: no forward pass uses it" for name in first if name.endswith(UNUSED)]
     size = config.get("vocab_size")
     padding = args.n_guesses - size if source.has_ranks and type(size) is int and size > 0 else 0
@@ -214,24 +228,3 @@ def merge(files: Sequence[dict[str, Stored]], paths: Sequence[Path]) -> dict[str
             raise CheckpointError(f"{path} holds {twice[0]}, which another shard has already")
         merged |= file
     return merged
-
-
-def read_tensor(key: str, name: str, parts: Sequence[Stored], where: str) -> mx.array:
-    """A tensor from its slices, which TensorRT-LLM cuts along the first axis.
-
-    Raises:
-        CheckpointError: of a dtype or a shape that no drafter's has, not finite, or of slices that do not fit.
-    """
-    dtypes = INTEGERS if key == DRAFT_IDS else FLOATS
-    kind, axes = ("matrix", 2) if key.endswith(".weight") else ("vector", 1)
-    for part in parts:
-        if part.dtype not in dtypes:
-            raise CheckpointError(f"{where}: expected {name} in {', '.join(dtypes)}, got {part.dtype}")
-        if len(part.shape) != axes or 0 in part.shape:
-            raise CheckpointError(f"{where}: expected {name} to be a {kind}, got shape {part.shape}")
-        if part.shape[1:] != parts[0].shape[1:]:
-            raise CheckpointError(f"{where}: slices of {name} do not fit: {parts[0].shape}, {part.shape}")
-    array = mx.concatenate([part.read() for part in parts])
-    if not mx.isfinite(array).all().item():
-        raise CheckpointError(f"{where}: {name} holds NaN or infinity")
-    return array

@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten
 
 from ..atomic_files import expand_path
 from ..checkpoints import card_header, read_object
-from ..drafters.recurrent import MODEL_TYPE, Drafter
+from ..drafters import KINDS
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..errors import RedrafterError, one_line
 
 DRAFTER_FILES = re.compile(
@@ -51,7 +52,7 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
         reason = "what is converted is in it"
     elif others:
         reason = f"it holds {one_line(others[0])}, which no drafter has"
-    elif present and read_object(place / "config.json").get("model_type") != MODEL_TYPE:
+    elif present and read_object(place / "config.json").get("model_type") not in KINDS:
         reason = "it holds another model than a drafter"
     if reason:
         raise RedrafterError(f"{place} is not replaced, even with --force: {reason}; give another --mlx-path")
@@ -106,16 +107,16 @@ def write_drafter(stage: Path, drafter: Drafter, config: dict[str, Any], card: s
     (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def make_card(source: str | Path, config: dict[str, Any]) -> str:
+def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
     """The README of the result, in the hub's form; of what lies on this machine it says the last part of the path."""
     base, how = config.get("base_model"), config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
     return f"""{card_header(base)}
-# A recurrent drafter for {target or "its target"}
+# A drafter for {target or "its target"}
 
-Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; hidden size {config["hidden_size"]},
-vocabulary {config["vocab_size"]}, exit_dim {config["exit_dim"]}, residual blocks {config["num_draft_layers"]}.
+Converted from `{strip_folders(source)}` by mlx_redrafter, {packing}; {args.model_type}, hidden size
+{args.hidden_size}, vocabulary {args.vocab_size}, {args.describe()}.
 
 ```bash
 pip install mlx-redrafter

@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from ..atomic_files import expand_path
 from ..checkpoints import read_object
+from ..drafters import KINDS
 from ..drafters.recurrent import MODEL_TYPE
 from ..errors import CheckpointError, one_line
 
@@ -89,8 +90,8 @@ def find_single(path: Path) -> Source:
         raise CheckpointError(f"{path} is one of TensorRT-LLM's ranks: give its directory, {path.parent}")
     choose_files([path.name], str(path))
     config = read_object(path.with_name("config.json")) if path.with_name("config.json").is_file() else {}
-    is_base_models = config.get("model_type", MODEL_TYPE) != MODEL_TYPE
-    return Source(path, (path,), {} if is_base_models else config)
+    is_drafters = config.get("model_type", MODEL_TYPE) in KINDS or "medusa_num_heads" in config
+    return Source(path, (path,), config if is_drafters else {})
 
 
 def download(name: str, revision: str | None) -> Path:

@@ -7,7 +7,7 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +70,32 @@ def read_file(path: Path) -> dict[str, Stored]:
         if not name.isprintable():
             raise CheckpointError(f"{path}: expected printable names of tensors, got {name!r}")
     return tensors
+
+
+def read_tensor(name: str, parts: Sequence[Stored], where: str, *, integers: bool = False, axes: int = 2) -> mx.array:
+    """A tensor, joined of its parts along the first axis: slices of ranks, or matrices that become one.
+
+    Args:
+        name: what to call it.
+        where: the checkpoint's name, for errors.
+        integers: whether it holds token ids; else it holds weights.
+        axes: how many it must have.
+
+    Raises:
+        CheckpointError: of a dtype or a shape that no drafter's has, not finite, or of parts that do not fit.
+    """
+    dtypes, kind = INTEGERS if integers else FLOATS, "matrix" if axes == 2 else "vector"
+    for part in parts:
+        if part.dtype not in dtypes:
+            raise CheckpointError(f"{where}: expected {name} in {', '.join(dtypes)}, got {part.dtype}")
+        if len(part.shape) != axes or 0 in part.shape:
+            raise CheckpointError(f"{where}: expected {name} to be a {kind}, got shape {part.shape}")
+        if part.shape[1:] != parts[0].shape[1:]:
+            raise CheckpointError(f"{where}: slices of {name} do not fit: {parts[0].shape}, {part.shape}")
+    array = mx.concatenate([part.read() for part in parts])
+    if not mx.isfinite(array).all().item():
+        raise CheckpointError(f"{where}: {name} holds NaN or infinity")
+    return array
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:

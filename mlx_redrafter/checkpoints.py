@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +20,8 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
-from .drafters.recurrent import MODEL_TYPE, Drafter, DrafterArgs
+from .drafters import KINDS, recurrent
+from .drafters.protocol import AFTER_NORM, BEFORE_NORM, Drafter, DrafterArgs
 from .engine.plan import MAX_DRAFT_DEPTH
 from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line
@@ -30,9 +30,6 @@ WEIGHTS = "model*.safetensors"
 
 DRAFT_IDS = "draft_ids"
 """The tensor that names the tokens a drafter can guess."""
-
-MAX_VOCAB_SIZE = 2**24
-"""More than any vocabulary has: a larger one in a config is an error."""
 
 DTYPES = ("float16", "bfloat16", "float32")
 """What a drafter may be stored in."""
@@ -96,10 +93,10 @@ def evaluate(*models: nn.Module | None) -> None:
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
     """A drafter, plain or quantized, with its weights evaluated.
 
-    Its sizes are read off its tensors; the config is only compared with them.
+    A config that says no `model_type` is a recurrent drafter's, whose sizes are read off its tensors.
 
     Args:
-        path_or_hf_repo: a local directory or a hub id, in Apple's names (see docs/checkpoints.md).
+        path_or_hf_repo: a local directory or a hub id, as docs/checkpoints.md describes it.
         model: the target it is for; sizes are checked against it, and its arrays are evaluated.
 
     Raises:
@@ -107,8 +104,6 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     """
     path = find_model(path_or_hf_repo)
     config = check_directory(path)
-    if (kind := config.get("model_type", MODEL_TYPE)) != MODEL_TYPE:
-        raise CheckpointError(f"expected a drafter (model_type {MODEL_TYPE!r}) in {path}, got model_type {kind!r}")
     drafter = read_drafter(path, config)
     if model is not None:
         check_fit(drafter, model, f"{path}")
@@ -125,15 +120,20 @@ def read_drafter(path: Path, config: dict[str, Any]) -> Drafter:
     Raises:
         CheckpointError: damaged, not a drafter, or not finite.
     """
+    model_type = config.get("model_type", recurrent.MODEL_TYPE)
+    if not isinstance(model_type, str) or model_type not in KINDS:
+        expected = ", ".join(map(repr, KINDS))
+        raise CheckpointError(f"expected a drafter (model_type {expected}) in {path}, got model_type {model_type!r}")
+    kind, args_class = KINDS[model_type]
     try:
         tensors: Arrays = {}
         for file in path.glob(WEIGHTS):
             tensors |= cast(Arrays, mx.load(str(file)))
-        args = derive_args({name: array.shape for name, array in tensors.items()}, config, f"{path}")
+        args = derive_args(args_class, {name: array.shape for name, array in tensors.items()}, config, f"{path}")
         for difference in compare_config(args, config):
             raise CheckpointError(f"{path / 'config.json'} {difference}")
         loaded, _ = load_model(
-            path, model_config={**config, **vars(args)}, get_model_classes=lambda config: (Drafter, DrafterArgs)
+            path, model_config={**config, **vars(args)}, get_model_classes=lambda config: (kind, args_class)
         )
     except CheckpointError:
         raise
@@ -245,59 +245,37 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def derive_args(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> DrafterArgs:
-    """The drafter's sizes, from the shapes of its tensors; its defaults, from the config.
+Args = TypeVar("Args", bound=DrafterArgs)
+
+
+def derive_args(kind: type[Args], shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Args:
+    """A drafter's sizes, see `DrafterArgs.derive`, and its defaults, from the config.
 
     Args:
-        config: its `quantization` says how packed tensors are packed; its sizes are ignored.
+        kind: the arguments of the kind of drafter that it must be.
         where: the checkpoint's name, for errors.
 
     Raises:
-        CheckpointError: not a drafter, or a default out of its range.
+        CheckpointError: not a drafter of this kind, or a default out of its range.
     """
     for name, shape in shapes.items():
         if not shape:
             raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
-    quantization = config.get("quantization") or {}
-    layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
-    head = shapes.get(f"lm_head.{layers}.weight")
-    if head is None:
-        raise CheckpointError(f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}")
-
-    def input_size(name: str) -> int:
-        """The length of a layer's rows once they are unpacked."""
-        if f"{name}.scales" not in shapes:
-            return shapes[f"{name}.weight"][-1]
-        own = quantization.get(name)
-        group_size: int = (own if isinstance(own, dict) else quantization).get("group_size", 64)
-        return shapes[f"{name}.scales"][-1] * group_size
-
-    block = shapes.get("lm_head.0.linear.weight")
-    exit_dim = block[0] if layers and block else input_size(f"lm_head.{layers}")
-    if rnn := "rnn_w.weight" in shapes:
-        hidden_size = shapes["rnn_w.weight"][0]
-    else:
-        hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
-    args = DrafterArgs(hidden_size, head[0], exit_dim, layers, rnn)
-    if DRAFT_IDS in shapes:  # the head then has fewer rows than the target has tokens: no tensor gives that number
-        vocab_size = config.get("vocab_size")
-        if type(vocab_size) is not int or not head[0] <= vocab_size <= MAX_VOCAB_SIZE:
-            got = f"at least {head[0]}, got {_shorten(vocab_size)}"
-            raise CheckpointError(f"{where}: with {DRAFT_IDS}, config.json must say vocab_size, {got}")
-        args = replace(args, vocab_size=vocab_size, draft_vocab_size=head[0])
-    return replace(args, **_parse_defaults(config, where))
+    return replace(kind.derive(shapes, config, where), **_parse_defaults(config, where))
 
 
 def _parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
-    depth, base, acceptance = (config.get(name) for name in ("draft_depth", "base_model", "acceptance"))
+    defaults = {name: config.get(name) for name in ("draft_depth", "base_model", "acceptance", "hidden_state")}
+    depth, base, acceptance, hidden_state = defaults.values()
     for name, valid, expected in (
         ("draft_depth", type(depth) is int and 1 <= depth <= MAX_DRAFT_DEPTH, f"from 1 to {MAX_DRAFT_DEPTH}"),
         ("base_model", isinstance(base, str) and base.isprintable(), "a name"),
         ("acceptance", _is_acceptance(acceptance), "a row of shares from 0 to 1 for each depth"),
+        ("hidden_state", hidden_state in (AFTER_NORM, BEFORE_NORM), f"{AFTER_NORM} or {BEFORE_NORM}"),
     ):
         if not valid and config.get(name) is not None:
             raise CheckpointError(f"{where}/config.json: {name} must be {expected}, got {_shorten(config[name])}")
-    return {"draft_depth": depth, "base_model": base, "acceptance": acceptance}
+    return defaults
 
 
 def _is_acceptance(value: Any) -> bool:
@@ -316,9 +294,9 @@ def _parameters(module: nn.Module) -> Arrays:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
-def expected_shapes(args: DrafterArgs) -> dict[str, tuple[int, ...]]:
-    """Apple's name -> shape of every tensor of a drafter of these sizes that is not quantized."""
-    return {name: array.shape for name, array in _parameters(Drafter(args)).items()}  # never evaluated
+def expected_shapes(args: recurrent.DrafterArgs) -> dict[str, tuple[int, ...]]:
+    """Apple's name -> shape of every tensor of a recurrent drafter of these sizes that is not quantized."""
+    return {name: array.shape for name, array in _parameters(recurrent.Drafter(args)).items()}  # never evaluated
 
 
 def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:

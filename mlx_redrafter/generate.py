@@ -26,14 +26,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoints import check_fit
 from .drafters.context import ContextIndex
-from .drafters.recurrent import Drafter
+from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.decode import Planner, decode, on_stream, prefill
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
 from .engine.stats import Stats
-from .engine.supported_models import check_draftable, check_verifiable, explain_chains, model_name
+from .engine.supported_models import check_draftable, check_verifiable, explain_chains, has_final_norm, model_name
 from .engine.target import Target
 from .engine.wired_limit import wired_limit
 from .errors import RedrafterError, UnsupportedModelError
@@ -246,7 +246,8 @@ def stream_responses(
                 started = time.perf_counter()
             if drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
                 warned = True
-                _warn_if_useless(step.stats)
+                if step.stats.accepted == step.stats.context_accepted:
+                    warnings.warn(explain_useless(drafter, step.stats.drafter_rounds), stacklevel=3)
             text = ""
             if step.token in tokenizer.eos_token_ids:
                 break
@@ -287,6 +288,7 @@ def _decode_steps(
     target, chooser = _open_target(model, tokens, options)
     is_own = options.prompt_cache is None and options.max_kv_size is None
     drafting = _open_drafting(model, drafter, options, None if is_own else target.cache)
+    target.before_norm = drafting.drafter is not None and drafting.drafter.args.before_norm
     reading: dict[str, Any] = {
         "history": options.history,
         "prefill_step_size": options.prefill_step_size,
@@ -378,10 +380,13 @@ def _open_drafting(
         RedrafterError: the drafter does not fit the model, or the plan does not fit the drafter.
         UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
     """
-    if drafter is not None and not isinstance(drafter, Drafter) and not hasattr(drafter, "advance"):
+    if drafter is not None and not hasattr(drafter, "begin"):
         raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
     if drafter is not None:
         check_fit(drafter, model)
+        if drafter.args.before_norm and not has_final_norm(model):
+            reason = "the drafter reads the hidden state before the final norm, which is no module of this model"
+            raise UnsupportedModelError(f"cannot draft for {model_name(model)}: {reason}")
     plan, shape = options.resolve_plan(drafter), options.plan_shape()
     if shape is None:
         return _Drafting(None, Planner(None))
@@ -540,13 +545,14 @@ def decode_prompts(
     return PromptRuns(stats, tuple(texts), seconds)
 
 
-def _warn_if_useless(stats: Stats) -> None:
-    if stats.accepted == stats.context_accepted:
-        warnings.warn(
-            f"the drafter has guessed no token right in {USELESS_ROUNDS} rounds. "
-            "Is it trained for this model, and are its weights sound in this dtype?",
-            stacklevel=4,
-        )
+def explain_useless(drafter: Drafter, rounds: int) -> str:
+    """What may be wrong with a drafter that has guessed nothing right in so many rounds."""
+    given, other = ("before", "after") if drafter.args.before_norm else ("after", "before")
+    return (
+        f"the drafter has guessed no token right in {rounds} rounds. Is it trained for this model, and are its weights "
+        f"sound in this dtype? It was given the hidden state {given} the final norm: if it was trained on the one "
+        f"{other} it, its config.json must say hidden_state {other}_norm"
+    )
 
 
 class _CallableModule(ModuleType):

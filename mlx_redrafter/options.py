@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import mlx.core as mx
 
 from .engine.kv_cache import Cache
-from .engine.plan import DRAFT_DEPTH, Plan, make_plan
+from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, Plan, make_plan
 from .engine.round import Processor
 from .engine.sampling import Sampler, make_sampler
 from .engine.target import MIN_RING_SIZE, KVQuantization
@@ -198,7 +198,7 @@ class Options:
         With logits processors no node may be pruned: each node's depth must be known beforehand.
 
         Raises:
-            RedrafterError: a plan out of range for the drafter's vocabulary.
+            RedrafterError: a plan out of range for the drafter's vocabulary, or deeper than it can draft.
         """
         shape = self.plan_shape()
         if shape is None or drafter is None:
@@ -207,13 +207,17 @@ class Options:
             return AUTO
         width, depth, size = shape
         depth = default_depth(drafter) if depth is None else depth
+        most = drafter.args.max_depth
+        if most is not None and depth > most:
+            raise RedrafterError(f"draft_depth must be from 1 to {most} with this drafter, got {depth}")
         plan = make_plan(width, depth, size, drafter.args.vocab_size)
         return Plan(width, depth, 1 + width * depth) if self.logits_processors and width > 1 else plan
 
 
 def default_depth(drafter: Any) -> int:
     """K for a drafter when nothing else is asked for."""
-    return drafter.args.draft_depth or DRAFT_DEPTH
+    args = drafter.args
+    return min(args.draft_depth or DRAFT_DEPTH, args.max_depth or MAX_DRAFT_DEPTH)
 
 
 OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(

@@ -6,12 +6,14 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from heads import KINDS, make_head
 from mlx.utils import tree_flatten
 from small import save_target, small_drafter, small_llama
 from toys import make_model, make_tokenizer
@@ -75,7 +77,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "config a list": (file(CONFIG, b"[1]"), "DIR/config.json must hold an object, got list"),
     "another model's config": (
         config(model_type="llama"),
-        r"expected a drafter \(model_type 'recurrent_drafting_drafter'\) in DIR, got model_type 'llama'",
+        r"expected a drafter \(model_type 'recurrent_drafting_drafter', 'medusa', .*\) in DIR, got model_type 'llama'",
     ),
     "no weights": (file(WEIGHTS, None), r"no model\*.safetensors in DIR"),
     "last byte cut off": (cut(-1), "cannot load the drafter in DIR: .*exceeding the size of the file.*"),
@@ -92,6 +94,10 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "base model a number": (config(base_model=3), r"DIR/config.json: base_model must be a name, got 3"),
     "draft depth 0": (config(draft_depth=0), r"DIR/config.json: draft_depth must be from 1 to 256, got 0"),
+    "another hidden state": (
+        config(hidden_state="inner"),
+        r"DIR/config.json: hidden_state must be after_norm or before_norm, got 'inner'",
+    ),
     "acceptance above 1": (config(acceptance=[[1.5]]), r"DIR/config.json: acceptance must be a row of shares .*"),
     "another hidden size": (config(hidden_size=33), "DIR/config.json says hidden_size 33, its tensors say 32"),
     "another kind of state": (config(rnn=False), "DIR/config.json says rnn False, its tensors say True"),
@@ -172,6 +178,19 @@ def test_saved_drafter_loads_unchanged(exit_dim: int, layers: int, rnn: bool, tm
     assert same(load_drafter(tmp_path), drafter)
     saved = json.loads((tmp_path / CONFIG).read_text())
     assert saved["model_type"] == "recurrent_drafting_drafter" and saved["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_loads_as_it_was_saved(kind: str, tmp_path: Path) -> None:
+    drafter = make_head(kind)
+    drafter.args = replace(drafter.args, hidden_state="before_norm", acceptance=[[0.5, 0.1]])
+    save_drafter(tmp_path, drafter)
+    assert same(load_drafter(tmp_path), drafter)
+    # Negative control: another stage than the tensors have.
+    if drafter.args.max_depth and kind not in ("tied mlp_speculator", "arctic_lstm"):
+        for size in ("num_heads", "n_predict"):
+            config(**{size: 5})(tmp_path)
+        assert_refused(tmp_path, "cannot load the drafter in DIR: .*")
 
 
 def test_weights_are_saved_in_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter.drafters.context import Forecast, Proposal
+from mlx_redrafter.drafters.protocol import Advance, Embed
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.supported_models import find_parts
@@ -122,6 +123,16 @@ def assert_same_steps(steps: Sequence[Step], plain: Sequence[Step], *, tolerance
         assert mx.abs(mine.logprobs - theirs.logprobs).max().item() < tolerance
 
 
+def begin(drafter: Any, hidden: mx.array, embed: Embed) -> Advance:
+    """A draft by a drafter of two stages, `advance` and `logits`."""
+
+    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+        state = drafter.advance(embed(tokens), state)
+        return drafter.logits(hidden, state), state
+
+    return advance
+
+
 class Scripted:
     """A drafter that knows the target's text, and is right exactly where its script says so.
 
@@ -151,6 +162,10 @@ class Scripted:
         self._rows = find_parts(model).embedding(self._tokens)
         self.args = DrafterArgs(self._hidden.shape[-1], vocab, 2 * self._hidden.shape[-1], 0)
         mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """See `Drafter.begin`."""
+        return begin(self, hidden, embed)
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """(W, L) tokens so far."""
@@ -211,6 +226,10 @@ class RandomDrafter:
         self.args = DrafterArgs(64, vocab, 128, 0)
         self._weight = mx.random.normal((64, vocab), key=mx.random.key(0))
         self._score, self._threshold = score, threshold
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """See `Drafter.begin`."""
+        return begin(self, hidden, embed)
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """(W, D) the last embedding."""

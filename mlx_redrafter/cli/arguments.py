@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..checkpoints import load_pair
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..errors import RedrafterError
 from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
 from .main import Parser

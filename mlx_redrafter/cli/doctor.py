@@ -19,14 +19,22 @@ from mlx.utils import tree_flatten
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, load_pair
-from ..drafters.recurrent import Drafter
+from ..drafters import recurrent
+from ..drafters.protocol import Drafter
 from ..engine.plan import Plan, chain_plan
 from ..engine.supported_models import check_draftable, compute_dtype, model_name
 from ..engine.target import Target
 from ..errors import RedrafterError
 from ..planning.costs import CostTable, is_disturbed, load_costs
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
-from ..planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, expected_tokens, predict_all, starting_plan
+from ..planning.planner import (
+    UNKNOWN_ACCEPTANCE,
+    Acceptance,
+    expected_tokens,
+    find_acceptance,
+    predict_all,
+    starting_plan,
+)
 from ..planning.sizing import choose_size
 from .arguments import make_parser
 
@@ -67,19 +75,19 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, dtype=compute_dtype(model))
-        drafter, stand_in = Drafter(choice.args), choice.reason
+        drafter, stand_in = recurrent.Drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
     mx.reset_peak_memory()
     args, not_finite = drafter.args, find_not_finite(model, drafter)
     costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
-    acceptance = ((0.0,),) if not_finite else args.acceptance or UNKNOWN_ACCEPTANCE
+    acceptance = ((0.0,),) if not_finite else find_acceptance(drafter)
     rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
         "target": describe_model(model, model_name(model), compute_dtype(model)),
         "drafter": {
-            **describe_model(drafter, f"exit_dim {args.exit_dim}, blocks {args.num_draft_layers}", drafter.dtype),
+            **describe_model(drafter, args.describe(), drafter.dtype),
             "stand_in": stand_in,
             "acceptance": [list(row) for row in acceptance],
             "acceptance_assumed": args.acceptance is None,
@@ -120,10 +128,11 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
 def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
     """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
     target, tokens = Target(model), mx.arange(16) % drafter.args.vocab_size
+    target.before_norm = drafter.args.before_norm
     hidden = target.forward(tokens, want_hidden=True)[1]
     assert hidden is not None
-    embedded = target.embed(tokens).astype(drafter.dtype)
-    guesses = drafter.logits(hidden.astype(drafter.dtype), drafter.advance(embedded, drafter.advance(embedded, None)))
+    advance = drafter.begin(hidden, target.embed)
+    guesses, _ = advance(tokens, advance(tokens, None)[1])
     parts = {"target": hidden, "drafter": mx.maximum(guesses, 0)}  # a token that is never guessed may have -inf
     return next((name for name, values in parts.items() if not mx.isfinite(values).all().item()), None)
 

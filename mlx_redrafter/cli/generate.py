@@ -19,10 +19,10 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..engine.sampling import Sampler
 from ..errors import RedrafterError
-from ..generate import GenerationResponse, draw_seed, is_text, stream_generate, summary
+from ..generate import USELESS_ROUNDS, GenerationResponse, draw_seed, explain_useless, is_text, stream_generate, summary
 from ..options import AUTO, OFF, Options
 from ..planning.machine import PACKAGES
 from ..session.chat_template import render
@@ -73,6 +73,10 @@ def run() -> int:
             print(NOTHING_DRAFTED, file=sys.stderr)
         if verdict:
             print(describe(verdict, len(decoded.tokens)), file=sys.stderr)
+            last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
+            is_useless = last.drafted > last.context_drafted and last.accepted == last.context_accepted
+            if drafter is not None and is_useless and rounds < USELESS_ROUNDS:
+                print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds a warning has said so
     return 0 if verdict is None or verdict["identical"] else 1
 
 

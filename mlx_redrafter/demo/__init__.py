@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoints import evaluate, load, load_drafter
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 
 DIRECTORY = Path(__file__).parent
 

@@ -12,57 +12,81 @@ Parameter names are those of its checkpoints, so that its files load as they are
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from ..errors import CheckpointError
+from . import protocol
+from .protocol import MAX_SIZE, Advance, Embed, State
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 
 
 @dataclass(frozen=True)
-class DrafterArgs:
-    """What a drafter's `config.json` says of it, in its names.
+class DrafterArgs(protocol.DrafterArgs):
+    """What a recurrent drafter's `config.json` says of it, in its names.
 
     Attributes:
-        hidden_size: D, the target's.
-        vocab_size: V, the target's.
         exit_dim: X, the width of the residual blocks and the head; 2 * D needs no input projection.
         num_draft_layers: how many residual blocks stand before the head.
         rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
-        draft_depth: how many tokens it should draft when nothing else is asked for; None when it does not say.
-        base_model: the target it was trained for, a path or hub id; None when it does not say.
-        draft_vocab_size: how many tokens it can guess, which `draft_ids` names; None for all.
-        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right when it was
-            trained; None when it does not say.
     """
 
-    hidden_size: int
-    vocab_size: int
     exit_dim: int
     num_draft_layers: int
     rnn: bool = True
-    model_type: str = MODEL_TYPE
-    draft_depth: int | None = None
-    base_model: str | None = None
-    draft_vocab_size: int | None = None
-    acceptance: list[list[float]] | None = None
+    model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    @property
-    def n_guesses(self) -> int:
-        """V', how many tokens it can guess: the rows of its head."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-    def to_dict(self) -> dict[str, Any]:
-        """The keys of a `config.json` that have a value."""
-        return {key: value for key, value in vars(self).items() if value is not None}
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{'' if self.rnn else ', no rnn'}"
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> DrafterArgs:
-        """The arguments named in a `config.json`; other keys are ignored."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in config.items() if key in names})
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, all from the shapes of its tensors.
+
+        Args:
+            config: its `quantization` says how packed tensors are packed; its sizes are ignored.
+            where: the checkpoint's name, for errors.
+
+        Raises:
+            CheckpointError: not a recurrent drafter.
+        """
+        quantization = config.get("quantization") or {}
+        layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
+        head = shapes.get(f"lm_head.{layers}.weight")
+        if head is None:
+            raise CheckpointError(
+                f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}"
+            )
+
+        def input_size(name: str) -> int:
+            """The length of a layer's rows once they are unpacked."""
+            if f"{name}.scales" not in shapes:
+                return shapes[f"{name}.weight"][-1]
+            own = quantization.get(name)
+            group_size: int = (own if isinstance(own, dict) else quantization).get("group_size", 64)
+            return shapes[f"{name}.scales"][-1] * group_size
+
+        block = shapes.get("lm_head.0.linear.weight")
+        exit_dim = block[0] if layers and block else input_size(f"lm_head.{layers}")
+        if rnn := "rnn_w.weight" in shapes:
+            hidden_size = shapes["rnn_w.weight"][0]
+        else:
+            hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
+        args = cls(hidden_size, head[0], exit_dim, layers, rnn)
+        if "draft_ids" in shapes:  # the head has fewer rows than the target has tokens: no tensor gives that number
+            vocab_size = config.get("vocab_size")
+            if type(vocab_size) is not int or not head[0] <= vocab_size <= MAX_SIZE:
+                got = f"at least {head[0]}, got {vocab_size!r:.40}"
+                raise CheckpointError(f"{where}: with draft_ids, config.json must say vocab_size, {got}")
+            args = replace(args, vocab_size=vocab_size, draft_vocab_size=head[0])
+        return args
 
 
 class ResidualBlock(nn.Module):
@@ -76,12 +100,13 @@ class ResidualBlock(nn.Module):
         return y + nn.silu(self.linear(y))
 
 
-class Drafter(nn.Module):
+class Drafter(protocol.Drafter):
     """The drafter's weights and its two stages; it keeps nothing between calls."""
 
+    args: DrafterArgs
+
     def __init__(self, args: DrafterArgs) -> None:
-        super().__init__()
-        self.args = args
+        super().__init__(args)
         if args.exit_dim != 2 * args.hidden_size:
             self.input_proj = nn.Linear(2 * args.hidden_size, args.exit_dim)
         blocks: list[nn.Module] = [ResidualBlock(args.exit_dim) for _ in range(args.num_draft_layers)]
@@ -89,9 +114,17 @@ class Drafter(nn.Module):
         if args.rnn:
             self.rnn_u = nn.Linear(args.hidden_size, args.hidden_size)
             self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
-        if args.draft_vocab_size is not None:
-            self.draft_ids = mx.arange(args.n_guesses, dtype=mx.int32)
-            self.freeze(recurse=False, keys=["draft_ids"])
+        self.hold_draft_ids()
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """Begins a draft, see `protocol.Drafter.begin`."""
+        hidden = hidden.astype(self.dtype)
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            state = self.advance(embed(tokens).astype(self.dtype), state)
+            return self.logits(hidden, state), state
+
+        return advance
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """The state after one more token.
@@ -111,11 +144,7 @@ class Drafter(nn.Module):
             hidden: (..., D) the target's hidden state; broadcast against `state`.
             state: (..., D).
         """
-        guesses = self.lm_head[-1](self.features(hidden, state)).astype(mx.float32)
-        if "draft_ids" not in self:
-            return guesses
-        everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
-        return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)
+        return self.scatter(self.lm_head[-1](self.features(hidden, state)))
 
     def features(self, hidden: mx.array, state: mx.array) -> mx.array:
         """(..., X) what the head is applied to; arguments as for `logits`."""
@@ -133,8 +162,12 @@ class Drafter(nn.Module):
         return state, self.features(hidden, state)
 
     @property
-    def dtype(self) -> mx.Dtype:
-        """The dtype its states are computed in."""
-        head = self.lm_head[-1]
-        dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
-        return dtype if mx.issubdtype(dtype, mx.floating) else mx.float32
+    def output_layers(self) -> list[nn.Module]:
+        """Its output matrix."""
+        return self.lm_head[-1:]
+
+    def part_of(self, name: str) -> str:
+        """Which part the layer of this name is."""
+        if name.startswith("rnn_"):
+            return "rnn"
+        return "head" if name == f"lm_head.{self.args.num_draft_layers}" else "blocks"

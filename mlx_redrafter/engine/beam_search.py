@@ -1,17 +1,16 @@
-"""Beam search over a recurrent drafter, with back-pointers. Pure: arrays in, arrays out."""
+"""Beam search over a drafter, with back-pointers. Pure: arrays in, arrays out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
+from ..drafters.protocol import Advance, State
 from .types import Beams
 
 BLOCK = 128
-
-Advance = Callable[[mx.array, mx.array | None], tuple[mx.array, mx.array]]
-"""(tokens (W,), state (W, ...) or None) -> (logits (W, V) float32, the state after those tokens)."""
 
 
 def top_w(values: mx.array, width: int) -> mx.array:
@@ -39,6 +38,11 @@ def top_w(values: mx.array, width: int) -> mx.array:
     return places[mx.argsort(-entries)[:width]].astype(mx.int32)
 
 
+def take_rows(state: State, rows: mx.array) -> State:
+    """The state of these hypotheses."""
+    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, mx.array) else leaf, state)
+
+
 def draft_chain(
     advance: Advance, token: mx.array, depth: int, *, adjust: Callable[[mx.array, int], mx.array] | None = None
 ) -> mx.array:
@@ -63,7 +67,7 @@ def search(
     """The `width` most likely continuations of `depth` tokens, as beams.
 
     Args:
-        advance: one step of the drafter.
+        advance: one step of the drafter, see `Drafter.begin`.
         token: () the root.
         width: W.
         depth: K.
@@ -86,6 +90,6 @@ def search(
         # see a child that is likelier than its parent, nor a score that is not a number.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
-        state = state[parents]
+        state = take_rows(state, parents)
         levels.append((tokens, parents, total))
     return Beams(*(mx.stack(list(column)) for column in zip(*levels, strict=True)))

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..drafters.context import ContextIndex, Forecast, Proposal
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .round import Chooser, Draft, Outcome, add_context, extend, make_draft, step, verify
 from .target import Target

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from . import beam_search
 from .accept import accept, accept_chain
 from .plan import Plan
@@ -87,19 +87,12 @@ def make_draft(
         position: () int32, the absolute position after the root.
         ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
     """
-    hidden = tip.hidden.astype(drafter.dtype)
-
-    def predict_next(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        state = drafter.advance(target.embed(tokens).astype(drafter.dtype), state)
-        return drafter.logits(hidden, state), state
-
+    advance = drafter.begin(tip.hidden, target.embed)
     draws = sampler.draws(position, plan.depth + 1, drafter.args.vocab_size)
     adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
     if plan.width == 1:
-        return Draft(
-            chain(tip.token, beam_search.draft_chain(predict_next, tip.token, plan.depth, adjust=adjust)), draws
-        )
-    beams = beam_search.search(predict_next, tip.token, plan.width, plan.depth, adjust=adjust)
+        return Draft(chain(tip.token, beam_search.draft_chain(advance, tip.token, plan.depth, adjust=adjust)), draws)
+    beams = beam_search.search(advance, tip.token, plan.width, plan.depth, adjust=adjust)
     tree = grow(tip.token, beams)
     return Draft(tree if ordered else prune(tree, beams, plan.size), draws)
 

@@ -126,6 +126,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     )
 
 
+def has_final_norm(model: nn.Module) -> bool:
+    """Whether a model's final norm is a module, so that the hidden state before it can be read."""
+    return find_parts(model).final_norm.name in NORMS
+
+
 def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
     """The path from `model` to every module below it, breadth first; not into layers, nor into images or audio."""
     level: list[list[Slot]] = [[]]
@@ -171,18 +176,19 @@ def model_name(model: nn.Module) -> str:
 
 
 class OutputRecorder(nn.Module):
-    """Passes its module's output on, and keeps it when the thread that made the recorder calls."""
+    """Passes its module's output on, and keeps it, or its input, when the thread that made the recorder calls."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, want_input: bool = False) -> None:
         super().__init__()
         self.module = module
+        self._want_input = want_input
         self.outputs: list[mx.array] = []
         self._thread = threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
         out = self.module(*args, **kwargs)
         if threading.get_ident() == self._thread:
-            self.outputs.append(out)
+            self.outputs.append(args[0] if self._want_input else out)
         return out
 
     def __getattr__(self, name: str) -> Any:
@@ -191,15 +197,15 @@ class OutputRecorder(nn.Module):
         return getattr(self["module"], name) if "module" in self else super().__getattr__(name)
 
 
-def capture_output(slot: Slot, call: Callable[[], T]) -> tuple[T, list[mx.array]]:
-    """(what `call` returns, what the child in `slot` returned meanwhile).
+def capture_output(slot: Slot, call: Callable[[], T], *, want_input: bool = False) -> tuple[T, list[mx.array]]:
+    """(what `call` returns, what the child in `slot` returned meanwhile, or with `want_input` was given).
 
     The dictionary entry is replaced, not the attribute set: a module's order of parameters stays as it was.
     """
     with MODEL_LOCK:
         parent, name = slot
         child = parent[name]
-        recorder = OutputRecorder(child)
+        recorder = OutputRecorder(child, want_input=want_input)
         try:
             parent[name] = recorder
             return call(), recorder.outputs

@@ -33,7 +33,7 @@ class Forward(NamedTuple):
 
     Attributes:
         logits: (T, V) as the model computes them.
-        hidden: (T, D) after the final norm; None when it was not asked for.
+        hidden: (T, D) after the final norm, or before it; None when it was not asked for.
     """
 
     logits: mx.array
@@ -57,6 +57,7 @@ class Target:
     Attributes:
         cache: the prompt cache.
         length: how many tokens of the text the cache holds, those to replay included.
+        before_norm: whether hidden states are those from before the final norm; else from after it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Target:
         max_kv_size: int | None = None,
     ) -> None:
         self._model = model
+        self.before_norm = False
         self.cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
@@ -138,7 +140,9 @@ class Target:
     def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool) -> Forward:
         if not want_hidden:
             return Forward(self._model(tokens[None], cache=cache)[0, -count:], None)
-        logits, hidden = capture_output(self._parts.final_norm, lambda: self._model(tokens[None], cache=cache))
+        logits, hidden = capture_output(
+            self._parts.final_norm, lambda: self._model(tokens[None], cache=cache), want_input=self.before_norm
+        )
         return Forward(logits[0, -count:], hidden[-1][0, -count:])
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:

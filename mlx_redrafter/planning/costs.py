@@ -28,7 +28,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..atomic_files import write_text
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.plan import Plan, chain_plan
 from ..engine.round import Chooser, Draft, Outcome, make_draft, step, verify

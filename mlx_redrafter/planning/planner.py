@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..drafters.context import Forecast, Proposal
-    from ..drafters.recurrent import Drafter
+    from ..drafters.protocol import Drafter
 
 Reach = tuple[float, ...]
 """(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
@@ -310,6 +310,14 @@ def starting_plan(costs: CostTable, acceptance: Acceptance, length: int) -> Plan
     return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
 
 
+def find_acceptance(drafter: Drafter) -> Acceptance:
+    """What a drafter's config says, or is assumed; nothing is right deeper than it can draft."""
+    rows, most = drafter.args.acceptance or UNKNOWN_ACCEPTANCE, drafter.args.max_depth
+    if most is None:
+        return rows
+    return [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
+
+
 def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
     """A planner for one text of a pair of models, which is measured if it never was; without plans where none can pay.
 
@@ -318,7 +326,7 @@ def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only
         chains_only: whether this text is to have none all the same.
     """
     costs = load_costs(model, drafter, trees=trees)
-    acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
+    acceptance = find_acceptance(drafter)
     can_merge = trees and not chains_only
     return AutoPlanner(costs.chains_only() if chains_only else costs, acceptance, can_merge=can_merge)
 

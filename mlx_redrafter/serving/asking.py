@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.server import GenerationArguments, _make_logits_processors
 
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..engine.plan import MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from ..options import PLAN_OPTIONS, Options
 from .bodies import LARGEST, Refusal

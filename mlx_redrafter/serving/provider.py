@@ -15,7 +15,7 @@ from mlx_lm.server import ModelProvider
 
 from ..checkpoints import WEIGHTS, check_directory, check_tokenizer, find_model, load_drafter, read_object
 from ..demo import DIRECTORY
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..engine.request_checks import check_request
 from ..engine.supported_models import check_draftable
 from ..errors import CheckpointError, one_line

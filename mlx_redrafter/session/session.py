@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoints import evaluate
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, stream_generate

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoints import load_pair
 from ..demo import demo_prompts
+from ..drafters import protocol
 from ..drafters.recurrent import Drafter, DrafterArgs
 from ..engine.stats import Stats
 from ..engine.supported_models import check_draftable
@@ -82,7 +83,7 @@ class ShapeResult(NamedTuple):
 
 def compare_shapes(
     model: nn.Module,
-    drafter: Drafter,
+    drafter: protocol.Drafter,
     prompts: Sequence[Sequence[int]],
     shapes: Sequence[Sequence[int]],
     options: Options,

@@ -75,6 +75,12 @@ def test_compare_passes_equal_tokens(pair: Pair, run: Run) -> None:
     assert verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]
 
 
+def test_compare_names_the_hidden_state_of_a_useless_drafter(pair: Pair, run: Run) -> None:
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare")
+    _, _, err = run("generate", *flags, "--draft-depth", "1", "--seed", "1")
+    assert "guessed no token right in 9 rounds" in err and "given the hidden state after the final norm" in err
+
+
 def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
         for count, response in enumerate(real(*args, drafter=drafter, **options)):

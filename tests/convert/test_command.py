@@ -47,7 +47,8 @@ def test_report_tells_what_the_bits_cost(tmp_path: Path, monkeypatch: pytest.Mon
         status, out, notes = command(*flags, "--q-bits", str(bits), "--mlx-path", tmp_path / f"out{bits}")
         assert (status, notes) == (0, "")
         pattern = (
-            r"\S+: hidden size 384, vocabulary 2048, exit_dim \d+, 1 block, rnn\n"
+            r"\S+: recurrent_drafting_drafter, hidden size 384, vocabulary 2048, exit_dim \d+, blocks 1; "
+            r"reads the hidden state after the final norm\n"
             r"size: \d+\.\d\d MB before, (\d+\.\d\d) MB after, (\d+\.\d+) bits per weight\n"
             r"outputs: differ by at most (\S+) \(largest logit \S+\) on random inputs\n"
             rf"tokens per round: (\d\.\d\d) before, (\d\.\d\d) after, greedy, {re.escape(str(target))}\n"

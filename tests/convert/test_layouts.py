@@ -113,12 +113,11 @@ def without_last_rank(directory: Path) -> None:
     (directory / "rank3.safetensors").unlink()
 
 
-MEDUSA = {f"{head}.{name}": mx.ones((4, 4)) for head in range(3) for name in ("0.linear.weight", "1.weight")}
+HEADS = {f"{head}.{name}": mx.ones((4, 4)) for head in range(3) for name in ("0.linear.weight", "1.weight")}
 
 REFUSED: dict[str, tuple[Write, str]] = {
     # Other things than a drafter.
-    "Medusa": (holding(lambda _: MEDUSA), "IN holds Medusa heads, not a recurrent drafter"),
-    "Hydra": (holding(lambda _: prefixed("hydra_head.", MEDUSA)), "IN holds Hydra heads, .*"),
+    "Hydra": (holding(lambda _: prefixed("hydra_head.", HEADS)), "IN holds Hydra heads, which are not supported"),
     "EAGLE": (
         holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
         "IN holds an EAGLE head, .*",

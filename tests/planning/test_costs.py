@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from families import make_family
 from sessions import make_drafter
@@ -146,6 +147,8 @@ def test_measurements_end_with_learned_positions(
     positions: int, contexts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, drafter = make_pair(name="gpt2")
+    table = mx.zeros((positions, model.model.wpe.weight.shape[1]))
+    monkeypatch.setitem(model.model.wpe, "weight", table)
     monkeypatch.setattr(model.args, "n_positions", positions)
     assert measure_costs(model, drafter, trees=False).contexts == contexts
 

@@ -1,0 +1,93 @@
+"""The Arctic LSTM speculator: an LSTM over the drafted tokens, which begins with the target's hidden state.
+
+    s_0 = R(h) / sqrt(2) with scale_input, else h; c_0 = 0       R(x) = x / sqrt(mean(x^2) + 1e-6)
+    f, i, o, k = proj(s_t) + a * emb[token]         one embedding for all four; the first step has a proj of its own
+    c_{t+1} = sigmoid(f) * c_t + sigmoid(i) * GELU(cell_ln(k))
+    s_{t+1} = sigmoid(o) * GELU(state_ln(c_{t+1}))
+    logits  = head(s_{t+1})
+
+The weight a and the norms are the MLP speculator's. The four projections are one matrix here.
+
+Source: Snowflake's ArcticTraining, projects/arctic_lstm_speculator/speculator/speculator.py, method "sum_lstm".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import mlp_speculator, protocol
+from .mlp_speculator import BiasedRMSNorm, scale
+from .protocol import Advance, Embed, State
+
+MODEL_TYPE = "arctic_lstm"
+
+GATES = ("forget", "input", "output", "cell")
+"""In the order of the rows of a projection."""
+
+
+@dataclass(frozen=True)
+class DrafterArgs(mlp_speculator.DrafterArgs):
+    """What the `config.json` of an Arctic LSTM says: as an MLP speculator's; its weights are always tied."""
+
+    tie_weights: bool = True
+    model_type: str = field(default=MODEL_TYPE, kw_only=True)
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"inner_dim {self.inner_dim}, n_predict {self.n_predict}"
+
+
+class Drafter(protocol.Drafter):
+    """The LSTM's weights; it keeps nothing between calls."""
+
+    args: DrafterArgs
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__(args)
+        inner = args.inner_dim
+        self.emb = nn.Embedding(args.vocab_size, inner)
+        self.proj = [nn.Linear(size, len(GATES) * inner, bias=False) for size in (args.hidden_size, inner)]
+        self.cell_ln, self.state_ln = BiasedRMSNorm(inner), BiasedRMSNorm(inner)
+        self.head = nn.Linear(inner, args.n_guesses, bias=False)
+        self.hold_draft_ids()
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """Begins a draft, see `protocol.Drafter.begin`. The state is (s, c)."""
+        hidden = hidden.astype(self.dtype)
+        start = scale(hidden) if self.args.scale_input else hidden
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            embedded = self.args.embedding_weight * self.emb(tokens)
+            if state is None:
+                state = self.step(self.proj[0](start), embedded, None)
+            else:
+                state = self.step(self.proj[1](state[0]), embedded, state[1])
+            return self.scatter(self.head(state[0])), state
+
+        return advance
+
+    def step(self, projected: mx.array, embedded: mx.array, cell: mx.array | None) -> tuple[mx.array, mx.array]:
+        """(the next state, the next cell), (..., I) each.
+
+        Args:
+            projected: (..., 4 * I) the state, projected.
+            embedded: (..., I) the token's embedding, weighted.
+            cell: (..., I), None for zeros.
+        """
+        gates = mx.unflatten(projected, -1, (len(GATES), -1)) + embedded[..., None, :]
+        kept, taken, given = (mx.sigmoid(gates[..., gate, :]) for gate in range(3))
+        new = nn.gelu(self.cell_ln(gates[..., 3, :])) * taken
+        cell = new if cell is None else cell * kept + new
+        return nn.gelu(self.state_ln(cell)) * given, cell
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """Its output matrix."""
+        return [self.head]
+
+    def part_of(self, name: str) -> str:
+        """Which part the layer of this name is."""
+        return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]

@@ -1,0 +1,90 @@
+"""Medusa: one head for each depth of a draft. All see the same hidden state, and none sees the tokens before it.
+
+    x_0     = h                                     h: the target's hidden state
+    x_{j+1} = x_j + SiLU(linear_{k,j}(x_j))         num_layers times, in head k
+    logits  = output_k(x)                           head k guesses the token at depth k + 1
+
+The target's own choice comes first, then what head 0 guesses.
+
+Source: FasterDecoding/Medusa, medusa/model/medusa_model.py; arXiv 2401.10774.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import protocol
+from .protocol import Advance, Embed, State
+from .recurrent import ResidualBlock
+
+MODEL_TYPE = "medusa"
+
+
+@dataclass(frozen=True)
+class DrafterArgs(protocol.DrafterArgs):
+    """What the `config.json` of Medusa heads says.
+
+    Attributes:
+        num_heads: K, how many heads.
+        num_layers: how many residual blocks each has.
+        tie_output: whether all heads share one output matrix, as where they use the target's.
+    """
+
+    num_heads: int
+    num_layers: int
+    tie_output: bool = False
+    model_type: str = field(default=MODEL_TYPE, kw_only=True)
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens it can draft at most."""
+        return self.num_heads
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"heads {self.num_heads}, blocks {self.num_layers}{', one output matrix' if self.tie_output else ''}"
+
+
+class Drafter(protocol.Drafter):
+    """The heads. Deeper than there are heads it repeats the last one: no plan asks for that."""
+
+    args: DrafterArgs
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__(args)
+        width = args.hidden_size
+        self.blocks = [[ResidualBlock(width) for _ in range(args.num_layers)] for _ in range(args.num_heads)]
+        outputs = 1 if args.tie_output else args.num_heads
+        self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(outputs)]
+        self.hold_draft_ids()
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """Begins a draft, see `protocol.Drafter.begin`. The state is the depth."""
+        hidden = hidden.astype(self.dtype)
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            depth = 0 if state is None else state
+            logits = self.logits(hidden, depth)
+            return mx.broadcast_to(logits, (*tokens.shape, logits.shape[-1])), depth + 1
+
+        return advance
+
+    def logits(self, hidden: mx.array, depth: int) -> mx.array:
+        """(..., V) float32 logits of the token at depth `depth` + 1 after hidden states (..., D)."""
+        for block in self.blocks[min(depth, len(self.blocks) - 1)]:
+            hidden = block(hidden)
+        return self.scatter(self.output[min(depth, len(self.output) - 1)](hidden))
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """Its output matrices."""
+        layers: list[Any] = self.output
+        return layers
+
+    def part_of(self, name: str) -> str:
+        """Which part the layer of this name is."""
+        return "head" if name.startswith("output.") else "blocks"

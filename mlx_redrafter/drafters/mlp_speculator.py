@@ -1,0 +1,125 @@
+"""The MLP speculator: a stage for each depth of a draft, with token embeddings of its own.
+
+    s_0     = h, or R(h) / sqrt(2) with scale_input             R(x) = x / sqrt(mean(x^2) + 1e-6)
+    s_{i+1} = GELU(ln_i * R(proj_i(s_i) + a * emb_i[t_i]) + bias_i)       t_0: the root, t_1, ...: the drafted tokens
+    logits  = head_i(s_{i+1})                                   of the token after t_i
+
+    a = sqrt((1 - q^2) * inner_dim / 2) / q, q = 2^(-1 / (2 * n_predict)): the state fades over a draft's depth.
+
+With tie_weights all stages share one embedding, norm and head, and all but the first one projection.
+
+Source: IBM's foundation-model-stack/fms-extras, fms_extras/models/speculator.py; the method "sum_rnn" of Snowflake's
+ArcticTraining, projects/arctic_lstm_speculator, is the same. arXiv 2404.19124.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import protocol
+from .protocol import Advance, Embed, State
+
+MODEL_TYPE = "mlp_speculator"
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DrafterArgs(protocol.DrafterArgs):
+    """What the `config.json` of an MLP speculator says.
+
+    Attributes:
+        inner_dim: I, the width of its states.
+        n_predict: N, how many stages, and tokens it was trained to draft.
+        tie_weights: whether the stages share their weights.
+        scale_input: whether the hidden state is normed and scaled first.
+    """
+
+    inner_dim: int
+    n_predict: int
+    tie_weights: bool = False
+    scale_input: bool = False
+    model_type: str = field(default=MODEL_TYPE, kw_only=True)
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens it can draft at most."""
+        return self.n_predict
+
+    @property
+    def embedding_weight(self) -> float:
+        """a, the weight of an embedding beside the projected state."""
+        fade = 2 ** (-0.5 / self.n_predict)
+        return math.sqrt((1 - fade**2) * self.inner_dim / 2) / fade
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"inner_dim {self.inner_dim}, stages {self.n_predict}{', tied' if self.tie_weights else ''}"
+
+
+def scale(hidden: mx.array) -> mx.array:
+    """R(h) / sqrt(2)."""
+    return mx.fast.rms_norm(hidden, None, EPS) / math.sqrt(2)
+
+
+class BiasedRMSNorm(nn.Module):
+    """weight * R(x) + bias: the original's layer norm, which subtracts no mean."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.weight, self.bias = mx.ones((dims,)), mx.zeros((dims,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, self.weight, EPS) + self.bias
+
+
+class Drafter(protocol.Drafter):
+    """The stages. Deeper than there are stages it repeats the last one: no plan asks for that."""
+
+    args: DrafterArgs
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__(args)
+        stages, inner = 1 if args.tie_weights else args.n_predict, args.inner_dim
+        inputs = [args.hidden_size] + [inner] * (min(2, args.n_predict) if args.tie_weights else args.n_predict)
+        self.emb = [nn.Embedding(args.vocab_size, inner) for _ in range(stages)]
+        self.proj = [nn.Linear(size, inner, bias=False) for size in inputs[:-1]]
+        self.ln = [BiasedRMSNorm(inner) for _ in range(stages)]
+        self.head = [nn.Linear(inner, args.n_guesses, bias=False) for _ in range(stages)]
+        self.hold_draft_ids()
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """Begins a draft, see `protocol.Drafter.begin`. The state is (the depth, s)."""
+        hidden = hidden.astype(self.dtype)
+        start = 0, scale(hidden) if self.args.scale_input else hidden
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            depth, inner = start if state is None else state
+            inner = self.step(tokens, inner, depth)
+            return self.scatter(_at(self.head, depth)(inner)), (depth + 1, inner)
+
+        return advance
+
+    def step(self, tokens: mx.array, state: mx.array, depth: int) -> mx.array:
+        """(..., I) the state after `tokens` (...), the draft's at this depth; 0 is the root's."""
+        embedded = self.args.embedding_weight * _at(self.emb, depth)(tokens)
+        return nn.gelu(_at(self.ln, depth)(_at(self.proj, depth)(state) + embedded))
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """Its output matrices."""
+        layers: list[Any] = self.head
+        return layers
+
+    def part_of(self, name: str) -> str:
+        """Which part the layer of this name is."""
+        return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
+
+
+def _at(stages: list[Any], depth: int) -> Any:
+    return stages[min(depth, len(stages) - 1)]

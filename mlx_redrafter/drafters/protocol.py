@@ -1,0 +1,174 @@
+"""What every kind of drafter provides, and what they share.
+
+A kind is a module of this package with a `MODEL_TYPE`, a `DrafterArgs` and a `Drafter`; `KINDS` in `drafters` has a
+line for it. Nothing outside this package and `convert` asks which kind a drafter is.
+
+All of them guess from one hidden state of the target, and keep nothing between drafts. A head with a KV cache of its
+own (EAGLE, multi-token-prediction layers) would also have to be told which hidden states and tokens a round has kept:
+`Target.keep_path` knows the tokens, the rows of `verify` are the states. Nothing of that is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import CheckpointError
+
+State = Any
+"""What a draft has read so far: None before its first token, then a tree of arrays, one row for each hypothesis.
+
+Leaves that are no arrays, as the depth of the draft, are the same for all rows.
+"""
+
+Advance = Callable[[mx.array, State], tuple[mx.array, State]]
+"""(tokens (W,), state or None) -> (logits (W, V) float32 of what follows them, the state after them)."""
+
+Embed = Callable[[mx.array], mx.array]
+"""(tokens (W,)) -> (W, D), the target's raw embedding rows."""
+
+AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
+"""Which of the target's hidden states: what its final norm gives, or what it is given."""
+
+MAX_SIZE, MAX_COUNT = 2**24, 256
+"""More than any width or vocabulary, and any number of heads or layers: larger ones in a config are errors."""
+
+
+@dataclass(frozen=True)
+class DrafterArgs:
+    """What the `config.json` of every drafter says, in its names.
+
+    Attributes:
+        hidden_size: D, the target's.
+        vocab_size: V, the target's.
+        model_type: the kind.
+        draft_depth: how many tokens it should draft when nothing else is asked for; None when it does not say.
+        base_model: the target it was trained for, a path or hub id; None when it does not say.
+        draft_vocab_size: how many tokens it can guess, which `draft_ids` names; None for all.
+        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right when it was
+            trained; None when it does not say.
+        hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one hardly
+            any guess is right.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    _: KW_ONLY
+    model_type: str
+    draft_depth: int | None = None
+    base_model: str | None = None
+    draft_vocab_size: int | None = None
+    acceptance: list[list[float]] | None = None
+    hidden_state: str | None = None
+
+    @property
+    def n_guesses(self) -> int:
+        """V', how many tokens it can guess: the rows of its head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def max_depth(self) -> int | None:
+        """How many tokens it can draft at most; None for any number."""
+        return None
+
+    @property
+    def before_norm(self) -> bool:
+        """Whether it reads the target's hidden state from before the final norm."""
+        return self.hidden_state == BEFORE_NORM
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of a `config.json` that have a value."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        """The arguments named in a `config.json`; other keys are ignored."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in config.items() if key in names})
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from a config and from the shapes of its tensors, which its weights are compared with.
+
+        Args:
+            where: the checkpoint's name, for errors.
+
+        Raises:
+            CheckpointError: a size is missing or none.
+        """
+        sizes = {}
+        for field in fields(cls):
+            value = config.get(field.name, field.default)
+            if value is MISSING:
+                advice = "python -m mlx_redrafter.convert reads heads as they are published"
+                raise CheckpointError(f"{where}/config.json does not say {field.name}: {advice}")
+            if field.type == "bool" and type(value) is not bool:
+                raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
+            most = MAX_SIZE if field.name.endswith(("_size", "_dim")) else MAX_COUNT
+            if field.type == "int" and not (type(value) is int and 0 < value <= most):
+                raise CheckpointError(f"{where}/config.json: expected {field.name} from 1 to {most}, got {value!r:.40}")
+            if field.type in ("int", "bool"):
+                sizes[field.name] = value
+        if "draft_ids" in shapes:
+            sizes["draft_vocab_size"] = shapes["draft_ids"][0]
+        return cls(**sizes)
+
+
+class Drafter(nn.Module):
+    """A drafter's weights and how it drafts.
+
+    Attributes:
+        args: what its config says.
+        draft_ids: (V',) int32, the token of each row of its head; only where it can guess some tokens alone.
+    """
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__()
+        self.args = args
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """Begins a draft: returns what reads one token after the other, and guesses what follows.
+
+        Args:
+            hidden: (D,) the target's hidden state at the position that chose the first token, or (W, D).
+            embed: the target's embedding.
+        """
+        raise NotImplementedError
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """Its output matrices, each without a bias and of as many rows as it has guesses."""
+        raise NotImplementedError
+
+    def part_of(self, name: str) -> str:
+        """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding"."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype its states are computed in."""
+        head: Any = self.output_layers[0]
+        dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
+        return dtype if mx.issubdtype(dtype, mx.floating) else mx.float32
+
+    def hold_draft_ids(self) -> None:
+        """Makes room for `draft_ids`, which are not trained, where the args say that it can guess some tokens alone."""
+        if self.args.draft_vocab_size is not None:
+            self.draft_ids = mx.arange(self.args.draft_vocab_size, dtype=mx.int32)
+            self.freeze(recurse=False, keys=["draft_ids"])
+
+    def scatter(self, guesses: mx.array) -> mx.array:
+        """(..., V) float32 logits from those of its head (..., V'); minus infinity for a token it cannot guess."""
+        guesses = guesses.astype(mx.float32)
+        if "draft_ids" not in self:
+            return guesses
+        everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
+        return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)

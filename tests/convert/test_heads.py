@@ -1,0 +1,319 @@
+"""Heads in the layouts of their authors: what ours say of the same states is what the authors' code says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from checkpoints import Trap, base, command, prefixed, refused, save
+from heads import NAMES, Arrays, draft_logits, make_head, publish, read_golden
+from mlx.utils import tree_flatten
+from small import save_target, small_llama
+from toys import make_tokenizer
+
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters import arctic_lstm
+from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.errors import CheckpointError, RedrafterError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose output matrix is that of the golden heads of version 2."""
+    model = small_llama(hidden=48, vocab=97, tie_word_embeddings=False)
+    model.lm_head.weight = read_golden("medusa_v2")[1]["target.lm_head.weight"]
+    directory = tmp_path_factory.mktemp("target")
+    save_target(directory, model, make_tokenizer()._tokenizer)
+    return directory
+
+
+def said_of(drafter: Drafter, golden: Arrays) -> np.ndarray:
+    """(N, 2, P, V) its logits where the golden file has logits."""
+    hidden, expected = golden["hidden_states"], golden["logits"]
+    stages, texts, places = expected.shape[:3]
+    tokens = golden.get("tokens", mx.zeros((texts, places + stages), mx.int32))
+    read = mx.stack([tokens[:, i : i + places].reshape(-1) for i in range(stages)], axis=1)
+    return np.array(draft_logits(drafter, hidden.reshape(texts * places, -1), read).reshape(expected.shape))
+
+
+def assert_golden(path: Path, name: str) -> None:
+    """What is loaded from there says what the original says."""
+    golden = read_golden(name)[1]
+    np.testing.assert_allclose(said_of(load_drafter(path), golden), golden["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_original(name: str, target: Path, tmp_path: Path) -> None:
+    base_model = str(target) if name == "medusa_v2" else None
+    done = convert(publish(name, tmp_path / "in"), tmp_path / "out", base_model=base_model)
+    assert_golden(done.path, name)
+    assert done.args.hidden_state == "after_norm" and done.difference[0] == 0
+    # Negative controls: tokens of another text, and the head on states that are scaled otherwise.
+    golden = read_golden(name)[1]
+    if "tokens" in golden:
+        assert not np.allclose(
+            said_of(load_drafter(done.path), golden | {"tokens": golden["tokens"][::-1]}), golden["logits"], atol=1e-2
+        )
+    other = golden | {"hidden_states": golden["hidden_states"][::-1]}
+    assert not np.allclose(said_of(load_drafter(done.path), other), golden["logits"], atol=1e-2)
+
+
+def test_a_published_head_must_be_converted_first(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not say hidden_size: python -m mlx_redrafter\.convert reads"):
+        load_drafter(publish("mlp_speculator", tmp_path / "in"))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "medusa" not in name])
+def test_greedy_draft_is_that_of_the_original(name: str, tmp_path: Path) -> None:
+    drafter, golden = load_drafter(convert(publish(name, tmp_path / "in"), tmp_path / "out").path), read_golden(name)[1]
+    places = golden["hidden_states"].shape[1]
+    advance, state = drafter.begin(golden["hidden_states"][:, -1], lambda tokens: tokens), None
+    token = golden["tokens"][:, places - 1]
+    for expected in golden["greedy_tokens"].T:
+        logits, state = advance(token, state)
+        token = mx.argmax(logits, axis=-1)
+        assert token.tolist() == expected.tolist()
+
+
+def test_the_hidden_state_it_reads_is_recorded(tmp_path: Path) -> None:
+    source = publish("medusa", tmp_path / "in")
+    status, out, _ = command("--hf-path", source, "--mlx-path", tmp_path / "out", "--hidden-state", "before_norm")
+    assert status == 0 and "medusa, hidden size 48, vocabulary 97, heads 3, blocks 1; reads" in out
+    assert "reads the hidden state before the final norm" in out
+    assert load_drafter(tmp_path / "out").args.before_norm
+
+
+def vllm(arrays: Arrays) -> Arrays:
+    """Medusa heads under vLLM's names."""
+    renamed = {re.sub(r"^(\d)\.(\d)\.linear\.", r"blocks.\1.layers.\2.", name): x for name, x in arrays.items()}
+    return {re.sub(r"^(\d)\.\d\.weight", r"lm_heads.\1.weight", name): x for name, x in renamed.items()}
+
+
+def all_names(arrays: Arrays) -> Arrays:
+    """Tied tensors under every name that they are published with."""
+    copies = {}
+    for name, array in arrays.items():
+        for stage in range(1, 4):
+            if re.search(r"(?<!_)\b(emb|ln|head)\.0\b", name):
+                copies[re.sub(r"\b(emb|ln|head)\.0\b", rf"\1.{stage}", name)] = array
+            elif stage > 1 and "proj.1" in name and "_proj" not in name:
+                copies[name.replace("proj.1", f"proj.{stage}")] = array
+    copies |= {f"{gate}_emb.0.weight": arrays["forget_emb.0.weight"] for gate in ("input", "cell", "output")
+               if "forget_emb.0.weight" in arrays}  # fmt: skip
+    return arrays | copies
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("medusa", lambda arrays: prefixed("medusa_head.", arrays) | base()),
+        ("medusa_2layers", lambda arrays: prefixed("module.medusa_head.", arrays)),
+        ("medusa_2layers", vllm),
+        ("mlp_speculator", lambda arrays: {k.removeprefix("speculator."): v for k, v in arrays.items()}),
+        ("mlp_speculator_tied", all_names),
+        ("arctic_sum_rnn", all_names),
+        ("arctic_lstm", lambda arrays: prefixed("speculator.", arrays)),
+    ],
+)
+def test_other_names_of_a_kind_are_read(name: str, change: Any, tmp_path: Path) -> None:
+    directory = publish(name, tmp_path / "in", arrays=change(read_golden(name)[0]))
+    assert_golden(convert(directory, tmp_path / "out").path, name)
+
+
+def test_an_lstm_with_every_name_is_read(tmp_path: Path) -> None:
+    arrays = all_names(read_golden("arctic_lstm")[0])
+    assert {"input_emb.0.weight", "head.2.weight"} <= arrays.keys()
+    assert_golden(convert(publish("arctic_lstm", tmp_path / "in", arrays=arrays), tmp_path / "out").path, "arctic_lstm")
+
+
+def test_blocks_without_biases_have_none(tmp_path: Path) -> None:
+    arrays = {k: x for k, x in vllm(read_golden("medusa")[0]).items() if not k.endswith(".bias")}
+    drafter = load_drafter(convert(publish("medusa", tmp_path / "in", arrays=arrays), tmp_path / "out").path)
+    biases = [x for name, x in tree_flatten(drafter.parameters()) if name.endswith(".bias")]
+    assert len(biases) == 3 and not any(x.any().item() for x in biases)
+
+
+def test_a_single_medusa_head_is_read(tmp_path: Path) -> None:
+    arrays, golden, _ = read_golden("medusa")
+    one = publish("medusa", tmp_path / "in", arrays={name: x for name, x in arrays.items() if name.startswith("0.")})
+    drafter = load_drafter(convert(one, tmp_path / "out").path)
+    assert drafter.args.max_depth == 1
+    np.testing.assert_allclose(said_of(drafter, golden)[0], golden["logits"][0], atol=1e-4, rtol=0)
+
+
+def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).permutation(97)[:20]
+    arrays = vllm(read_golden("medusa")[0])
+    whole = convert(publish("medusa", tmp_path / "in", arrays=arrays), tmp_path / "out").path
+    arrays = {k: x[mx.array(ids)] if "lm_heads" in k else x for k, x in arrays.items()} | {"token_map": mx.array(ids)}
+    some = convert(publish("medusa", tmp_path / "some", arrays=arrays, vocab_size=97), tmp_path / "out2").path
+    golden = read_golden("medusa")[1]
+    found = said_of(load_drafter(some), golden)
+    np.testing.assert_array_equal(found[..., ids], said_of(load_drafter(whole), golden)[..., ids])
+    assert np.isinf(np.delete(found, ids, axis=-1)).all()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["medusa", "medusa_2layers", "mlp_speculator_tied", "arctic_lstm", "arctic_sum_rnn"])
+def test_pickled_heads_with_shared_storage_are_read(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    directory = publish(name, tmp_path / "in")
+    made = {key: torch.from_numpy(np.array(array)) for key, array in read_golden(name)[0].items()}
+    if name == "mlp_speculator_tied":
+        made["speculator.emb.1.weight"] = made["speculator.emb.0.weight"]
+    (file,) = directory.glob("*.safetensors")
+    torch.save(made, file.with_name("medusa_lm_head.pt" if "medusa" in name else "pytorch_model.bin"))
+    file.unlink()
+    assert_golden(convert(directory, tmp_path / "out").path, name)
+
+
+def changed(name: str, drop: str = "nothing", arrays: Arrays | None = None, **config: Any) -> Any:
+    """Writes a published head without some tensors, with others, and with another config."""
+    weights = {key: array for key, array in read_golden(name)[0].items() if drop not in key} | (arrays or {})
+    return lambda directory: publish(name, directory, arrays=weights, **config)
+
+
+ODD: dict[str, Arrays] = {
+    "two layers": {"proj.0.1.weight": mx.ones((32, 32))},
+    "narrow": {"input_proj.0.weight": mx.ones((40, 47))},
+    "NaN": {"head.0.weight": mx.full((97, 40), mx.nan)},
+    "integers": {"0.1.weight": mx.ones((97, 48), mx.int8)},
+    "unknown": {"x.weight": mx.ones(3)},
+}
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no output matrix": (changed("medusa", "1.1.weight"), "half a head: IN: expected output.1.weight of shape .*"),
+    "a block without its bias": (changed("medusa", "1.0.linear.bias"), "half a head: IN: expected blocks.1.0.*"),
+    "half a block": (changed("medusa", "0.0.linear.weight"), "half a head: IN holds no matrix blocks.0.0.linear.*"),
+    "heads that use the target's matrix": (changed("medusa_v2"), "IN holds Medusa heads that use .*--base-model"),
+    "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN: no head of this kind has a tensor x.weight"),
+    "a Medusa config alone": (changed("medusa", "", ODD["unknown"]), "IN/config.json is that of Medusa heads, .*"),
+    "a speculator's alone": (changed("arctic_lstm", "", ODD["unknown"]), "IN/config.json is that of a speculator, .*"),
+    "no number of stages": (changed("mlp_speculator", n_predict=None), "IN/.*: expected n_predict from 1 .* None"),
+    "too many stages": (changed("mlp_speculator", n_predict=10**9), "IN/.*: expected n_predict from 1 to 256, .*"),
+    "fewer stages than it says": (changed("mlp_speculator", n_predict=4), "half a head: IN: expected emb.3.* None"),
+    "untied gates": (changed("arctic_lstm", tie_lstm_embs=False), "IN: expected tie_lstm_embs true .*, got False"),
+    "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN: no .* proj.0.1.weight"),
+    "no cell": (changed("arctic_lstm", "cell_proj.1"), "half a head: IN holds no matrix proj.1.weight cell; .*"),
+    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "half a head: IN: expected proj.0.weight .*"),
+    "NaN": (changed("arctic_lstm", arrays=ODD["NaN"]), "IN: head.weight holds NaN or infinity"),
+    "integers": (changed("medusa", arrays=ODD["integers"]), "IN: expected output.0.weight in F64, .*"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_half_a_head_is_refused(case: str, tmp_path: Path) -> None:
+    write, pattern = REFUSED[case]
+    write(tmp_path / "in")
+    refused(tmp_path / "in", pattern.replace("IN", re.escape(str(tmp_path / "in"))), tmp_path / "result")
+
+
+def test_another_base_model_is_refused_with_both_numbers(target: Path, tmp_path: Path) -> None:
+    narrow = publish("arctic_sum_rnn", tmp_path / "in")
+    pattern = f"{re.escape(str(narrow))} expects hidden size 44, the target has 48"
+    refused(narrow, pattern, tmp_path / "result", "--base-model", str(target))
+    for name, rows, expected in (
+        ("medusa_v2", 40, "hidden size 40, .* 48"),
+        ("medusa", 96, "vocabulary size 96, .* 97"),
+    ):
+        arrays = {}
+        for key, array in read_golden(name)[0].items():
+            if rows == 40:
+                array = array[:40, :40] if array.ndim == 2 else array[:40]
+            elif key.endswith(".1.weight"):
+                array = array[:rows]
+            arrays[key] = array
+        directory = publish(name, tmp_path / f"{name} in", arrays=arrays)
+        with pytest.raises(CheckpointError, match=f"expects {expected}"):
+            convert(directory, tmp_path / "out", base_model=str(target))
+
+
+def write_counts(file: Path, counts: Any) -> Path:
+    file.write_text(json.dumps(counts))
+    return file
+
+
+@pytest.mark.parametrize("name", ["medusa", "mlp_speculator", "mlp_speculator_tied", "arctic_lstm"])
+def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).permutation(97)
+    source, golden = publish(name, tmp_path / "in"), read_golden(name)[1]
+    as_list = write_counts(tmp_path / "ids.json", ids.tolist())
+    as_counts = write_counts(tmp_path / "counts.json", {str(token): 1000 - at for at, token in enumerate(ids.tolist())})
+    for at, file in enumerate((as_list, as_counts)):
+        done = convert(source, tmp_path / f"out{at}", draft_vocab_size=20, token_counts=file)
+        found = said_of(load_drafter(done.path), golden)
+        np.testing.assert_allclose(found[..., ids[:20]], golden["logits"][..., mx.array(ids[:20])], atol=1e-4)
+        assert np.isinf(np.delete(found, ids[:20], axis=-1)).all() and done.difference[0] == 0
+        assert done.args.draft_vocab_size == 20
+    with pytest.raises(CheckpointError, match="20 tokens only already"):
+        convert(done.path, tmp_path / "again", draft_vocab_size=10, token_counts=as_list)
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "pattern"),
+    [
+        ([1, 2, 3], 4, "from 1 to the 3 tokens in .*, got 4"),
+        ([1, 2, 97], 2, "expected token ids from 0 to 96, got 1 to 97"),
+        ([1, 2, 1], 2, "names a token twice"),
+        ({"a": 3}, 1, "cannot read token counts from .*"),
+        ([1.5, {}], 1, "cannot read token counts from .*"),
+    ],
+)
+def test_wrong_token_counts_are_refused(counts: Any, size: int, pattern: str, tmp_path: Path) -> None:
+    source, file = publish("medusa", tmp_path / "in"), write_counts(tmp_path / "counts.json", counts)
+    with pytest.raises(RedrafterError, match=pattern):
+        convert(source, tmp_path / "out", draft_vocab_size=size, token_counts=file)
+    with pytest.raises(RedrafterError, match="needs both"):
+        convert(source, tmp_path / "out", draft_vocab_size=2)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "mlp_speculator", "arctic_lstm"])
+def test_a_head_is_quantized_and_dequantized(kind: str, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    drafter = make_head(kind, 64, 96, inner_dim=64)
+    save(source / "model.safetensors", dict(tree_flatten(drafter.parameters())))
+    (source / "config.json").write_text(json.dumps(drafter.args.to_dict()))
+    done = convert(source, tmp_path / "out", True, 32, 8, head_bits=4)
+    bits = {name: layer.bits for name, layer in load_drafter(done.path).named_modules() if hasattr(layer, "bits")}
+    assert set(bits.values()) == {4, 8} and all(
+        (each == 4) == drafter.part_of(name).startswith("head") for name, each in bits.items()
+    )
+    assert bool([name for name in bits if name.startswith("emb")]) is (kind != "medusa")
+    assert 0 < done.difference[0] < done.difference[1]
+    back = load_drafter(convert(done.path, tmp_path / "back", dequantize=True).path)
+    assert not [layer for _, layer in back.named_modules() if hasattr(layer, "bits")]
+    tokens, hidden = mx.array([[1, 2]]), mx.random.normal((1, 64))
+    assert mx.allclose(
+        draft_logits(back, hidden, tokens), draft_logits(load_drafter(done.path), hidden, tokens), atol=1e-3
+    )
+
+
+def test_an_8b_lstm_fits_beside_its_model() -> None:
+    """The numbers in docs/checkpoints.md: from the shapes alone, nothing is computed."""
+    args = arctic_lstm.DrafterArgs(4096, 128256, inner_dim=4096, n_predict=3, scale_input=True)
+    whole = arctic_lstm.Drafter(args)
+    assert sum(x.size for _, x in tree_flatten(whole.parameters())) == pytest.approx(1.185e9, rel=1e-3)
+    some = arctic_lstm.Drafter(replace(args, draft_vocab_size=32768))
+    some.set_dtype(mx.bfloat16)
+    nn.quantize(some, 64, 4)
+    assert sum(x.nbytes for _, x in tree_flatten(some.parameters())) == pytest.approx(446e6, rel=5e-3)
+
+
+def test_pickles_are_not_executed(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    directory, mark = publish("medusa", tmp_path / "in"), tmp_path / "executed"
+    (directory / "medusa_lm_head.safetensors").unlink()
+    (directory / "medusa_lm_head.pt").write_bytes(pickle.dumps({"0.1.weight": Trap(Path.touch, mark)}))
+    with pytest.raises(CheckpointError, match="is refused"):
+        convert(directory, tmp_path / "out")
+    assert not mark.exists()
