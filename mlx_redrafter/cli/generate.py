@@ -32,7 +32,7 @@ from .main import Parser
 DEMO_PROMPT = "def main("
 NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"
 WARM_UP_TOKENS = 16
-"""What `--compare` decodes on each side before it measures."""
+"""How much `--compare` reads and decodes on each side before it measures."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
 """On stderr, in a terminal; it appears after a second and goes at the end."""
 Stream = partial[Generator[GenerationResponse, None, None]]
@@ -207,22 +207,24 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); each side is warmed up first."""
-    plain_stream = partial(stream, drafter=None, context=False)
-    for side in (plain_stream, stream):
-        decode(side, max_tokens=WARM_UP_TOKENS)
-    plain = decode(plain_stream, label="plain decoding")
-    drafted = decode(stream, show=show, label=None if show else "drafting", expected=plain.tokens)
-    at, difference = first_difference(plain.tokens, drafted.tokens), None
+    plain = {"drafter": None, "context": False}
+    plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
+    for side in ({}, plain):
+        start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
+        decode(start, max_tokens=WARM_UP_TOKENS)
+    expected = decode(plain_stream, label="plain decoding")
+    drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
+    at, difference = first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
         difference = Difference(at, 0.0, 0.0, rounding=False)  # as it stays where one text is only longer
-        if drafted.row is not None and at < len(plain.tokens):
+        if drafted.row is not None and at < len(expected.tokens):
             rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
-            chosen = (plain.tokens[at], drafted.tokens[at])
+            chosen = (expected.tokens[at], drafted.tokens[at])
             difference = judge_difference(at, rows, chosen, sampler, prompt_tokens + at)
     return drafted, {
-        "plain_generation_tps": plain.last.generation_tps,
+        "plain_generation_tps": expected.last.generation_tps,
         "generation_tps": drafted.last.generation_tps,
-        "ratio": drafted.last.generation_tps / plain.last.generation_tps,
+        "ratio": drafted.last.generation_tps / expected.last.generation_tps,
         "identical": difference is None,
         "difference": None if difference is None else difference._asdict(),
     }
