@@ -78,7 +78,7 @@ class Planner:
         """
         return self._plan or (CONTEXT_ONLY if forecast else None)
 
-    def add_context(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
+    def extend_plan(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
         """The plan, with as much of a proposal as is to be verified; without a depth the drafter's draft is discarded.
 
         Args:
@@ -210,7 +210,7 @@ def decode(
         started = perf_counter()
         with on_stream():
             if following is None and context is not None and (proposal := context.propose()):
-                plan = planner.add_context(plan, proposal, target.length, target.replayed)
+                plan = planner.extend_plan(plan, proposal, target.length, target.replayed)
                 if plan is not None and plan.context:
                     draft = add_context(draft if plan.depth else None, root, proposal.tokens[: plan.context])
             if following is not None:

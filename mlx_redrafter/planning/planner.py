@@ -180,7 +180,7 @@ class AutoPlanner(Planner):
         self._in_flight = plan
         return plan
 
-    def add_context(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
+    def extend_plan(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
         """See the base class."""
         slowdown, own = self.slowdown, self._scale_reach(plan)
         base = plan if plan and self.can_merge else CONTEXT_ONLY
