@@ -166,7 +166,7 @@ def measure_costs(workload: Workload) -> Record:
         "kind": "costs",
         "costs": costs._asdict(),
         "acceptance": [list(row) for row in acceptance],
-        "plans": [list(plan[:3]) for plan in candidate_plans(costs, acceptance)],
+        "plans": [list(plan.shape) for plan in candidate_plans(costs, acceptance)],
     }
 
 

@@ -90,7 +90,7 @@ class RoundModel(NamedTuple):
 
 def count_terms(plan: Plan, cliff: int) -> tuple[float, ...]:
     """(6,) how often each number of `PRIOR` counts in a round."""
-    width, depth, rows, _ = plan
+    width, depth, rows = plan.shape
     past = rows >= cliff
     return (1, rows - 2, past, past * (rows - cliff), depth * (width == 1), depth * (width > 1))
 
@@ -161,7 +161,7 @@ def prune(plan: Plan, tokens: float) -> Iterator[tuple[Plan, float]]:
 
     It makes the part of the whole one's `tokens` that is expected of a drafter whose acceptance is unknown.
     """
-    width, depth, whole, _ = plan
+    width, depth, whole = plan.shape
     full = expected_tokens(UNKNOWN_ACCEPTANCE, plan)
     for size in [whole] if width == 1 else range(max(width, depth) + 1, min(whole, CLIFF - 1) + 1):
         pruned = Plan(width, depth, size)
@@ -191,7 +191,7 @@ def predict_changes(published: Sequence[Published]) -> Iterator[dict[str, Any]]:
             yield {
                 "chip": f"{each.chip} {each.dtype}",
                 "change": change,
-                "predicted plan": list(plan[:3]),
+                "predicted plan": list(plan.shape),
                 "predicted tokens/s": speed,
                 "predicted x plain": speed * each.plain_ms / 1e3,
             }
@@ -261,7 +261,7 @@ def predict_plan(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "source": SOURCE,
         "chip": f"{each.chip} {each.dtype}",
-        "plan": list(plan[:3]),
+        "plan": list(plan.shape),
         "tokens per round": tokens,
         "published plain tokens/s": 1e3 / each.plain_ms,
         "predicted verify ms": verify,

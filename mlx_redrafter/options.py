@@ -187,7 +187,8 @@ class Options:
             raise RedrafterError(f"give either plan or {name}, got plan {plan!r} and {name} {value}")
         if isinstance(plan, str) and plan == OFF:
             return None
-        numbers: list[Any] = list(plan[: 3 if isinstance(plan, Plan) else None]) if isinstance(plan, Sequence) else []
+        plan = plan.shape if isinstance(plan, Plan) else plan
+        numbers: list[Any] = list(plan) if isinstance(plan, Sequence) else []
         if len(numbers) not in (2, 3) or not all(isinstance(number, Integral) for number in numbers):
             raise RedrafterError(f"plan must be 'auto', 'off', (W, K) or (W, K, N), got {plan!r}")
         return int(numbers[0]), int(numbers[1]), int(numbers[2]) if len(numbers) == 3 else None

@@ -34,6 +34,11 @@ class Plan(NamedTuple):
     context: int = 0
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """(W, K, N), the drafter's part, as options and records have it."""
+        return self[:3]
+
+    @property
     def whole(self) -> bool:
         """Whether every node of the drafter's tree is verified."""
         return self.size == 1 + self.width * self.depth
