@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import mlp_speculator, protocol
-from .mlp_speculator import BiasedRMSNorm, scale
+from .mlp_speculator import BiasedRMSNorm, find_part
 from .protocol import Advance, Embed, State
 
 MODEL_TYPE = "arctic_lstm"
@@ -56,8 +56,7 @@ class Drafter(protocol.Drafter):
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """Begins a draft, see `protocol.Drafter.begin`. The state is (s, c)."""
-        hidden = hidden.astype(self.dtype)
-        start = scale(hidden) if self.args.scale_input else hidden
+        start = self.args.start(hidden.astype(self.dtype))
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             embedded = self.args.embedding_weight * self.emb(tokens)
@@ -90,4 +89,4 @@ class Drafter(protocol.Drafter):
 
     def part_of(self, name: str) -> str:
         """Which part the layer of this name is."""
-        return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
+        return find_part(name)

@@ -57,14 +57,13 @@ class DrafterArgs(protocol.DrafterArgs):
         fade = 2 ** (-0.5 / self.n_predict)
         return math.sqrt((1 - fade**2) * self.inner_dim / 2) / fade
 
+    def start(self, hidden: mx.array) -> mx.array:
+        """s_0 of a hidden state (..., D)."""
+        return mx.fast.rms_norm(hidden, None, EPS) / math.sqrt(2) if self.scale_input else hidden
+
     def describe(self) -> str:
         """Its own sizes, in a few words."""
         return f"inner_dim {self.inner_dim}, stages {self.n_predict}{', tied' if self.tie_weights else ''}"
-
-
-def scale(hidden: mx.array) -> mx.array:
-    """R(h) / sqrt(2)."""
-    return mx.fast.rms_norm(hidden, None, EPS) / math.sqrt(2)
 
 
 class BiasedRMSNorm(nn.Module):
@@ -95,8 +94,7 @@ class Drafter(protocol.Drafter):
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """Begins a draft, see `protocol.Drafter.begin`. The state is (the depth, s)."""
-        hidden = hidden.astype(self.dtype)
-        start = 0, scale(hidden) if self.args.scale_input else hidden
+        start = 0, self.args.start(hidden.astype(self.dtype))
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             depth, inner = start if state is None else state
@@ -118,7 +116,12 @@ class Drafter(protocol.Drafter):
 
     def part_of(self, name: str) -> str:
         """Which part the layer of this name is."""
-        return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
+        return find_part(name)
+
+
+def find_part(name: str) -> str:
+    """`Drafter.part_of`, also of the Arctic LSTM."""
+    return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
 
 
 def _at(stages: list[Any], depth: int) -> Any:
