@@ -198,7 +198,7 @@ class ScriptedContext:
         self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Goes on behind the prompt."""
+        """Goes on after the prompt."""
         self._at += len(tokens)
 
     append = read
