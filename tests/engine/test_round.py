@@ -1,4 +1,4 @@
-"""What a round costs the host: how often it reads from the device, and how many operations it enqueues. No clocks."""
+"""One round: its host reads, the operations that it enqueues, and what logits processors are given. No clocks."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 from small import small_drafter, small_llama
+from toys import assert_same_steps, ids, make_model, make_prompt, run, scripted, with_plain
 
 from mlx_redrafter.engine import decode as loop
-from mlx_redrafter.engine.plan import make_plan
-from mlx_redrafter.engine.round import Chooser, make_draft, step, verify
-from mlx_redrafter.engine.sampling import make_sampler
-from mlx_redrafter.engine.target import Target
-from mlx_redrafter.engine.types import Tip
+from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 
-PROMPT = [1, 2, 3, 4, 5]
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__dlpack__", "__repr__",
          "__format__")  # fmt: skip
 """The methods of an array that make the host wait for its value."""
 
 CHAIN, TREE, PRUNED = (1, 4), (4, 5), (4, 5, 9)
-SAMPLED = {"temp": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3}
 CHOICES: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "sampled": SAMPLED,
+    "sampled": {"temp": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3},
     "with XTC": {"temp": 1.0, "xtc_probability": 0.5, "seed": 3},
     "with a processor": {"logits_processors": [lambda history, logits: logits + history[-1] * 0.01]},
     "with a caller's sampler": {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)},
@@ -37,25 +36,37 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reads from the device so far, in order; `mx.eval` and `mx.synchronize` count as such."""
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reads from the device so far, `mx.eval` among them, and between them what is built and what is enqueued."""
     found: list[str] = []
 
-    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def record(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             found.append(name)
             return original(*args, **kwargs)
 
-        return call
+        monkeypatch.setattr(owner, name, call)
 
     for name in READS:
-        monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
-    for name in ("eval", "synchronize"):
-        monkeypatch.setattr(mx, name, counted(name, getattr(mx, name)))
+        record(mx.array, name)
+    for owner, name in ((mx, "eval"), (mx, "synchronize"), (mx, "async_eval"), (loop, "make_draft"), (loop, "verify")):
+        record(owner, name)
     return found
 
 
-def run_rounds(steps: Iterator[Step], count: int, events: list[str]) -> None:
+def reads(events: list[str]) -> list[str]:
+    return [name for name in events if name not in ("async_eval", "make_draft", "verify")]
+
+
+def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
+    """Endless decoding by small models with heads wide enough for a quantized cache."""
+    options = {"max_tokens": -1, "plan": plan} | options
+    return decode_tokens([1, 2, 3, 4, 5], small_llama(head_dim=32), small_drafter(), Options(**options))
+
+
+def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
     """Runs up to the first token of round `count` after the first token; what rounds 1 to `count` do is recorded."""
     assert next(steps).stats.rounds == 0
     events.clear()
@@ -63,118 +74,150 @@ def run_rounds(steps: Iterator[Step], count: int, events: list[str]) -> None:
     steps.close()
 
 
-def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
-    """Endless decoding by small models with heads wide enough for a quantized cache."""
-    return decode_tokens(
-        PROMPT, small_llama(head_dim=32), small_drafter(), Options(max_tokens=-1, plan=plan, **options)
-    )
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE, (4, 5, 2), (4, 5, 7), (4, 5, 20)], ids=str)
-def test_a_round_reads_once(plan: Any, choice: str, reads: list[str]) -> None:
-    run_rounds(start(plan, **CHOICES[choice]), 12, reads)
-    assert len(reads) == 12, reads
+def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
+    run_rounds(start(plan, **CHOICES[choice]), 12, events)
+    assert len(reads(events)) == 12, events
 
 
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
-def test_a_reported_tree_is_evaluated_without_more_reads(plan: Any, reads: list[str], tmp_path: Path) -> None:
-    left: list[int] = []
-    steps = start(plan, on_round=lambda tree, *_: left.append(count_nodes(list(tree), tmp_path / "graph")))
-    run_rounds(steps, 8, reads)
-    assert len(reads) == 8, reads
-    assert left == [0] * 8
-
-
-def test_reads_within_a_round_are_counted(reads: list[str]) -> None:
+def test_reads_within_a_round_are_counted(events: list[str]) -> None:
     # Negative control: a sampler that looks at its choice, once for each of the 5 nodes of each of 4 rounds.
-    run_rounds(start(CHAIN, sampler=lambda logprobs: mx.array([int(mx.argmax(logprobs, axis=-1))])), 4, reads)
-    assert reads.count("__int__") == 20 and len(reads) == 24
+    run_rounds(start(CHAIN, sampler=lambda logprobs: mx.array([int(mx.argmax(logprobs, axis=-1))])), 4, events)
+    assert events.count("__int__") == 20 and len(reads(events)) == 24
 
 
-@pytest.fixture
-def events(reads: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Reads, and between them what is built and what is enqueued."""
-    for owner, attribute in ((loop, "make_draft"), (loop, "verify"), (mx, "async_eval")):
-        original = getattr(owner, attribute)
-        call = lambda *a, name=attribute, original=original, **k: (reads.append(name), original(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(owner, attribute, call)
-    return reads
-
-
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
-def test_next_draft_is_enqueued_before_the_read(plan: Any, events: list[str]) -> None:
+@pytest.mark.parametrize("plan", ["off", CHAIN, TREE], ids=str)
+def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]) -> None:
     run_rounds(start(plan), 5, events)
-    assert events[-1] in READS
-    assert events == ["verify", "async_eval", "make_draft", "async_eval", events[-1]] * 5
+    enqueued = ["async_eval"] if plan == "off" else ["verify", "async_eval", "make_draft", "async_eval"]
+    assert events[-1] in READS and events == [*enqueued, events[-1]] * 5
 
 
-def test_next_plain_step_is_enqueued_before_the_read(events: list[str]) -> None:
-    run_rounds(start(), 5, events)
-    assert events[-1] in READS and events == ["async_eval", events[-1]] * 5
-
-
-class Stage:
-    """A target after a prompt, a drafter and a plan: all that one round needs."""
-
-    def __init__(self, plan: tuple[int, ...], **options: Any) -> None:
-        self.drafter = small_drafter()
-        self.chooser = Chooser(make_sampler(**{"seed": 0, **options}))
-        self.plan = make_plan(*plan[:2], plan[2] if len(plan) > 2 else None, 64)
-        self.target = Target(small_llama())
-        outcome = step(self.target, mx.array(PROMPT), self.chooser, None, want_hidden=True)
-        mx.eval(outcome)
-        self.target.evaluate()
-        assert outcome.tip is not None
-        self.tip = outcome.tip
-        self.position = mx.array(len(PROMPT) + 1)
-
-    def round(self, hidden: mx.array, token: mx.array, position: mx.array) -> list[mx.array]:
-        """Everything that one round enqueues."""
-        tip, sampler = Tip(hidden, token), self.chooser.sampler
-        draft = make_draft(self.drafter, self.target, sampler, tip, position, self.plan, ordered=False)
-        outcome = verify(self.target, draft, self.chooser, None, self.plan, self.plan.depth)
-        assert outcome.tip is not None
-        return [outcome.report, *outcome.logprobs, *outcome.tip]
-
-    def forward(self) -> list[mx.array]:
-        """The target's own forward over as many tokens."""
-        return [self.target.forward(mx.zeros((self.plan.size,), mx.int32), want_hidden=False).logits]
-
-
-def count_nodes(arrays: list[mx.array], path: Path) -> int:
+def count_nodes(arrays: Any, path: Path) -> int:
     """How many operations stand between evaluated arrays and these."""
     mx.export_to_dot(str(path), *arrays)
     return path.read_text().count("shape=rectangle")
 
 
-def test_operations_are_counted_once_each(tmp_path: Path) -> None:
-    x = mx.array([1.0, 2.0])
-    mx.eval(x)
-    shared = mx.exp(x)
-    assert count_nodes([shared], tmp_path / "graph") == 1
-    assert count_nodes([shared, mx.sin(shared) + mx.cos(shared)], tmp_path / "graph") == 4
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
+def test_a_reported_tree_is_evaluated_without_more_reads(plan: Any, events: list[str], tmp_path: Path) -> None:
+    left: list[int] = []
+    steps = start(plan, on_round=lambda tree, *_: left.append(count_nodes(list(tree), tmp_path / "graph")))
+    run_rounds(steps, 8, events)
+    assert len(reads(events)) == 8, events
+    assert left == [0] * 8
 
 
-# What a round enqueues beside the target's own forward over its N nodes. Each bound is the count of the day it was
-# written and about a twentieth: a change that costs more should say so here.
+# What a round enqueues, the target's own forward included. Each bound is the count of the day it was written and about
+# a twentieth: a change that costs more should say so here.
 @pytest.mark.parametrize(
     ("plan", "options", "bound"),
     [
-        (CHAIN, {}, 118),  # 112
-        (TREE, {}, 359),  # 342
-        (PRUNED, {}, 366),  # 349
-        (CHAIN, {"temp": 0.8}, 185),  # 176
-        (TREE, {"temp": 0.8}, 432),  # 412
+        (CHAIN, {}, 440),  # 423
+        (TREE, {}, 684),  # 658
+        (PRUNED, {}, 691),  # 665
+        (CHAIN, {"temp": 0.8}, 511),  # 491
+        (TREE, {"temp": 0.8}, 766),  # 738
     ],
 )
-def test_a_round_enqueues_no_more_operations_than_recorded(
-    plan: tuple[int, ...], options: dict[str, Any], bound: int, tmp_path: Path
+def test_a_round_enqueues_no_more_than_recorded(
+    plan: tuple[int, ...], options: dict[str, Any], bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counts: list[int] = []
+    original = mx.async_eval
+
+    def count(*trees: Any) -> None:
+        arrays = [array for _, array in tree_flatten(trees) if isinstance(array, mx.array)]
+        counts.append(count_nodes(arrays, tmp_path / "graph"))
+        original(*trees)
+
     # On the CPU wherever the tests run: elsewhere MLX has other operations for rope, norms and attention.
-    with mx.stream(mx.cpu):
-        stage, other = Stage(plan, **options), Stage(plan, **options)
-        whole = count_nodes(stage.round(*stage.tip, stage.position), tmp_path / "graph")
-        own = count_nodes(other.forward(), tmp_path / "graph")
-    print(f"{plan} {options}: {whole} operations a round, {own} of them the target's, {whole - own} beside")
-    assert 0.8 * bound < whole - own <= bound
+    monkeypatch.setattr(loop, "on_stream", lambda: mx.stream(mx.cpu))
+    monkeypatch.setattr(mx, "async_eval", count)
+    run_rounds(start(plan, **options), 5, counts)
+    assert 0.8 * bound < sum(counts) / 5 <= bound
+
+
+# Logits processors see, on the accepted path, exactly the histories that plain decoding gives them.
+
+BIAS = make_logits_processors(logit_bias={5: 8.0, 9: 8.0, 20: 8.0})
+PENALTY = make_logits_processors(repetition_penalty=3.0)
+PROCESSORS: dict[str, list[Any]] = {
+    "repetition": make_logits_processors(repetition_penalty=2.0, repetition_context_size=3),
+    "frequency": make_logits_processors(frequency_penalty=3.0, frequency_context_size=8),
+    "presence and bias": make_logits_processors(presence_penalty=2.0, logit_bias={3: 5.0, 7: -100.0, 11: 4.0}),
+    "penalty, then bias": PENALTY + BIAS,
+    "bias, then penalty": BIAS + PENALTY,
+}
+SHAPES = [(1, 4), (2, 3), (3, 4)]
+
+
+class Recorder:
+    """A processor that records every history, and changes the logits so that a wrong one would matter."""
+
+    def __init__(self) -> None:
+        self.histories: list[tuple[int, ...]] = []
+
+    def __call__(self, history: mx.array, logits: mx.array) -> mx.array:
+        assert history.ndim == 1 and logits.shape[0] == 1 and logits.ndim == 2
+        seen = tuple(history.tolist())
+        self.histories.append(seen)
+        return logits + 6 * mx.sin(mx.arange(logits.shape[-1]) * (1 + seen[-1] + 2 * sum(seen[-4:]) + len(seen)))
+
+
+def decode_with_mlx_lm(prompt: list[int], count: int, **options: Any) -> list[int]:
+    return [token for token, _ in mlx_lm_generate_step(mx.array(prompt), make_model(), max_tokens=count, **options)]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_mlx_lms_processors_give_the_plain_tokens(name: str) -> None:
+    model, processors = make_model(), PROCESSORS[name]
+    for shape, options in zip(SHAPES, ({}, {"temp": 0.8, "seed": 2}, {}), strict=True):
+        prompt = make_prompt(7, seed=shape[0])
+        without = ids(run(model, prompt, max_tokens=24, **options))
+        more: dict[str, Any] = options | {"logits_processors": processors}
+        plain, drafter = with_plain(model, prompt, 24, "mixed", width=shape[0], **more)
+        steps = run(model, prompt, drafter, max_tokens=24, plan=shape, **more)
+        assert_same_steps(steps, plain)
+        assert ids(plain) != without, "the processors matter"
+        assert steps[-1].stats.accepted > 0
+        if not options:
+            assert decode_with_mlx_lm(prompt, 24, logits_processors=processors) == ids(plain)
+
+
+@pytest.mark.parametrize(("length", "chunk"), [(1, 1), (2, 1), (7, 3), (7, 2048)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_node_gets_its_paths_history(shape: tuple[int, int], length: int, chunk: int) -> None:
+    """In two turns on one cache: a turn's histories begin with its own prompt, as mlx-lm's do."""
+    model, count, text = make_model(), 16, []
+    cache, other = make_prompt_cache(model), make_prompt_cache(model)
+    for prompt in (make_prompt(length), make_prompt(3, seed=2)):
+        theirs, ours, before = Recorder(), Recorder(), len(text)
+        options = {"prefill_step_size": chunk, "max_tokens": count}
+        expected = decode_with_mlx_lm(
+            prompt, count, logits_processors=[theirs], prompt_cache=cache, prefill_step_size=chunk
+        )
+        text += [*prompt, *expected]
+        drafter = scripted(model, text, "mixed", width=shape[0], seed=1)
+        steps = run(model, prompt, drafter, logits_processors=[ours], prompt_cache=other, plan=shape, **options)
+        assert ids(steps) == expected and steps[-1].stats.accepted > 0
+        turn = text[before:]
+        needed = [tuple(turn[: len(prompt) + n]) for n in range(count)]
+        assert theirs.histories[:count] == needed and set(needed) <= set(ours.histories)
+        for history in set(ours.histories) - set(needed):
+            same = next((n for n, pair in enumerate(zip(history, turn, strict=False)) if pair[0] != pair[1]), len(turn))
+            assert same >= len(prompt) and len(history) - same <= shape[1], "plain text, and then what was drafted"
+        nodes = 1 + shape[0] * shape[1]
+        assert len(ours.histories) == 1 + steps[-1].stats.rounds * nodes, "each node of each round once"
+
+
+def test_histories_without_the_path_give_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Negative control: the processors see zeros where a node's path is.
+    model, prompt = make_model(), make_prompt(6)
+    options: dict[str, Any] = {"logits_processors": [Recorder()]}
+    plain, drafter = with_plain(model, prompt, 24, "right", width=2, **options)
+    assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) == ids(plain)
+    extend = rounds.extend
+    monkeypatch.setattr(rounds, "extend", lambda history, tokens: extend(history, mx.zeros_like(tokens)))
+    assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) != ids(plain)
