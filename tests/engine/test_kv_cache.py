@@ -1,0 +1,164 @@
+"""What a generation leaves: a cache that plain decoding would have left, and the model as it was."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import follow_plain, make_family
+from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from toys import (
+    BEAMS,
+    Scripted,
+    assert_same_cache,
+    ids,
+    make_model,
+    make_prompt,
+    make_tokenizer,
+    run,
+    scripted,
+    snapshot,
+    with_plain,
+)
+
+from mlx_redrafter import RedrafterError, generate_step, stream_generate
+from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine.supported_models import capture_output, find_parts
+
+PROMPT = make_prompt(9)
+BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}
+# (module of mlx-lm, plan, max_kv_size, quantization): caches that can be trimmed, rings, states, and both.
+CACHES: dict[str, tuple[str, tuple[int, ...], int | None, dict[str, int]]] = {
+    "trimmable, chain": ("qwen2", (1, 4), None, {}),
+    "trimmable": ("qwen2", (3, 4), None, {}),
+    "trimmable, pruned": ("qwen2", (3, 4, 9), None, {}),
+    "trimmable, 8 bits": ("qwen2", (3, 4), None, BITS),
+    "trimmable, 8 bits at once": ("qwen2", (3, 4), None, BITS | {"quantized_kv_start": 0}),
+    "rings": ("qwen2", (3, 4), 12, {}),
+    "windows": ("gemma3_text", (3, 4), None, {}),
+    "chunks": ("llama4", (3, 4), None, {}),
+    "states": ("mamba", (1, 4), None, {}),
+    "states, 8 bits": ("mamba", (1, 4), None, BITS),
+    "hybrid": ("qwen3_5", (1, 4), None, {}),
+    "hybrid, 8 bits": ("qwen3_5", (1, 4), None, BITS),
+}
+
+
+def decode_with_mlx_lm(
+    model: nn.Module, tokens: tuple[int, ...], cache: kv_cache.Cache, **options: Any
+) -> kv_cache.Cache:
+    """The cache after the prompt and these tokens, as mlx-lm itself decodes them one by one."""
+    forced = iter([*tokens, 0])
+    steps = mlx_lm_generate_step(
+        mx.array(PROMPT), model, max_tokens=len(tokens), prompt_cache=cache,
+        sampler=lambda logprobs: mx.array([next(forced)]), **options,
+    )  # fmt: skip
+    assert tuple(token for token, _ in steps) == tokens
+    return cache
+
+
+@functools.cache
+def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
+    """(model, its plain tokens, a drafter that is right at half of them)."""
+    name, plan, size, bits = CACHES[kind]
+    model = make_family(name)
+    plain, drafter = follow_plain(model, PROMPT, 16, "mixed", width=plan[0], max_kv_size=size, **bits)
+    return model, tuple(ids(plain)), drafter
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_cache_holds_the_taken_tokens_wherever_closed(kind: str) -> None:
+    (model, plain, drafter), (_, plan, size, bits) = prepare(kind), CACHES[kind]
+    before, inside = snapshot(model), 0
+    for count in range(1, 16):
+        cache = make_prompt_cache(model, size)
+        ends = count % 3 == 0  # by itself; else it is closed, or abandoned
+        limit = {"max_tokens": count} if ends else {}
+        steps = generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=plan, **bits, **limit)
+        found = [next(steps) for _ in range(count)]
+        if ends:
+            assert list(steps) == []
+        elif count == 5:
+            del steps
+            gc.collect()
+        else:
+            steps.close()
+            inside += found[-1][2]  # its last token was drafted: the round has more
+        assert tuple(token for token, _, _ in found) == plain[:count]
+        expected = decode_with_mlx_lm(model, plain[:count], make_prompt_cache(model, size), **bits)
+        assert_same_cache(cache, expected, tolerance=2e-3)
+        if count > 12:  # another turn
+            turns = [run(model, [1, 2, 3], max_tokens=5, prompt_cache=each, **bits) for each in (cache, expected)]
+            assert ids(turns[0]) == ids(turns[1])
+    assert inside > 1
+    assert snapshot(model) == before
+
+
+def test_without_tokens_the_cache_holds_the_prompt() -> None:
+    model, _, drafter = prepare("trimmable")
+    cache = make_prompt_cache(model)
+    generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4)).close()
+    assert cache[0].offset == 0, "a generator that was never started has done nothing"
+    assert list(generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4), max_tokens=0)) == []
+    assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
+
+
+@pytest.mark.parametrize("beam", BEAMS)
+def test_end_tokens_are_in_the_cache(beam: str) -> None:
+    model = make_model()
+    plain, drafter = with_plain(model, PROMPT, 14, "mixed", width=BEAMS[beam]["beam_width"], luck=1)
+    for eos in set(ids(plain)):
+        cache, tokenizer = make_prompt_cache(model), make_tokenizer([eos])
+        options = BEAMS[beam] | {"max_tokens": 14, "prompt_cache": cache}
+        tokens = [each.token for each in stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options)]
+        assert tokens == ids(plain)[: ids(plain).index(eos) + 1]
+        assert_same_cache(cache, decode_with_mlx_lm(model, tuple(tokens), make_prompt_cache(model)))
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 3}, BITS], ids=["greedy", "sampled", "8 bits"])
+@pytest.mark.parametrize("beam", BEAMS)
+def test_three_turns_on_one_cache(beam: str, options: dict[str, Any]) -> None:
+    model, width = make_model(), BEAMS[beam]["beam_width"]
+    cache, other, text = make_prompt_cache(model), make_prompt_cache(model), []
+    for turn, (length, count) in enumerate([(5, 7), (1, 10), (4, 12)]):
+        prompt = make_prompt(length, seed=turn)
+        plain = ids(run(model, prompt, prompt_cache=other, max_tokens=count, **options))
+        text += prompt + plain
+        drafter = scripted(model, text, "mixed", width=width, seed=turn)
+        steps = run(model, prompt, drafter, prompt_cache=cache, max_tokens=count, **BEAMS[beam], **options)
+        assert ids(steps) == plain
+        assert steps[-1].stats.accepted > 0
+        assert cache[0].offset == len(text)
+        assert_same_cache(cache, other)
+
+
+def test_other_caches_and_wrapped_modules_are_noticed() -> None:
+    # Negative control.
+    model = make_model()
+    cache = decode_with_mlx_lm(model, (1, 2, 3), make_prompt_cache(model))
+    for tokens, options in (((1, 2, 4), {}), ((1, 2), {}), ((1, 2, 3), BITS | {"quantized_kv_start": 0})):
+        with pytest.raises(AssertionError):
+            assert_same_cache(cache, decode_with_mlx_lm(model, tokens, make_prompt_cache(model), **options))
+    before = snapshot(model)
+    assert capture_output(find_parts(model).final_norm, lambda: snapshot(model))[0] != before == snapshot(model)
+
+
+@pytest.mark.parametrize("plan", [(1, 6), (3, 4), (1, 10)], ids=str)
+@pytest.mark.parametrize("size", [8, 12])
+@pytest.mark.parametrize("count", [1, 5])
+def test_deep_drafts_after_short_prompts_in_rings(count: int, size: int, plan: tuple[int, int]) -> None:
+    """The first rows of a ring stay visible to every node, those of the tree's own first nodes too."""
+    model, prompt = make_family("qwen2"), make_prompt(count)
+    plain, drafter = follow_plain(model, prompt, 30, "right", width=plan[0], max_kv_size=size)
+    assert ids(run(model, prompt, drafter, max_tokens=30, max_kv_size=size, plan=plan)) == ids(plain)
+
+
+def test_history_must_be_what_the_cache_holds() -> None:
+    for cache in (None, make_prompt_cache(make_model())):
+        with pytest.raises(RedrafterError, match="the prompt cache holds 0 tokens, its history is 3"):
+            next(generate_step(PROMPT, make_model(), history=[1, 2, 3], prompt_cache=cache))
