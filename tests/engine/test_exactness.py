@@ -44,25 +44,19 @@ SAMPLING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_every_beam_shape_gives_the_plain_tokens(width: int, depth: int, script: str) -> None:
-    model, prompt = make_model(), make_prompt(11, seed=width)
+def test_every_shape_gives_the_plain_tokens(width: int, depth: int, script: str) -> None:
+    model, prompt, size = make_model(), make_prompt(11, seed=width), 1 + width * depth
     plain, drafter = with_plain(model, prompt, 15, script, width=width, luck=depth)
-    steps = run(model, prompt, drafter, max_tokens=15, beam_width=width, draft_depth=depth)
-    assert_same_steps(steps, plain)
-    stats = steps[-1].stats
-    assert stats.accepted == sum(step.from_draft for step in steps)
-    if script == "right":
-        assert stats.rounds == -(-14 // (depth + 1)), "every round but the last accepts the whole draft"
-    if script == "wrong":
-        assert stats.accepted == 0 and stats.rounds == 14
-
-
-@pytest.mark.parametrize(("width", "depth"), [(2, 3), (3, 3)])
-def test_every_tree_size_gives_the_plain_tokens(width: int, depth: int) -> None:
-    model, prompt = make_model("qwen3"), make_prompt(9)
-    plain, drafter = with_plain(model, prompt, 16, "mixed", width=width, luck=3)
-    for size in range(2, 2 + width * depth):
-        assert_same_steps(run(model, prompt, drafter, max_tokens=16, plan=(width, depth, size)), plain)
+    for pruned in range(2, 1 + size) if script == "mixed" else [size]:
+        plan = (width, depth) if width == 1 else (width, depth, pruned)
+        steps = run(model, prompt, drafter, max_tokens=15, plan=plan)
+        assert_same_steps(steps, plain)
+        stats = steps[-1].stats
+        assert stats.accepted == sum(step.from_draft for step in steps)
+        if script == "right":
+            assert stats.rounds == -(-14 // (depth + 1)), "every round but the last accepts the whole draft"
+        if script == "wrong":
+            assert stats.accepted == 0 and stats.rounds == 14
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -105,7 +99,7 @@ def test_any_prompt_length_and_prefill_step_size(length: int, chunk: int) -> Non
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("late", [-3, -1, 0, 1, 2, 3, 5, 10])
+@pytest.mark.parametrize("late", [-3, 0, 1, 2, 5, 10])
 def test_kv_cache_is_quantized_at_mlx_lms_token(late: int, bits: int) -> None:
     model, prompt = make_model(), make_prompt(8, seed=1)
     options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 8 + late}
@@ -163,12 +157,8 @@ def test_a_broken_engine_gives_other_tokens(
     assert ids(run(model, prompt, drafter, max_tokens=30, plan=(3, 3))) != ids(plain)
 
 
-@pytest.mark.parametrize(
-    ("score", "threshold"),
-    [
-        *((score, threshold) for score in (-inf, nan, inf) for threshold in (-100.0, 2.0)),
-    ],
-)
+@pytest.mark.parametrize("score", [-inf, nan, inf])
+@pytest.mark.parametrize("threshold", [-100.0, 2.0])
 def test_infinite_or_nan_scores_change_no_tokens(score: float, threshold: float) -> None:
     model, prompt = make_model(vocab=300), make_prompt(6)
     drafter = RandomDrafter(300, score, threshold)
