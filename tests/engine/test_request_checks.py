@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
@@ -37,21 +36,15 @@ class Foreign(KVCache):
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "the prompt is empty: expected at least one token"),
     ({"prompt": [1.5]}, r"the prompt must be one sequence of token ids, got shape \(1,\) of mlx.core.float32"),
-    ({"prompt": [True, False]}, r"the prompt must be .*, got shape \(2,\) of mlx.core.bool"),
     ({"prompt": [[1, 2]]}, r"the prompt must be .*, got shape \(1, 2\) of mlx.core.int64"),
-    ({"prompt": mx.array(3)}, r"the prompt must be .*, got shape \(\) of mlx.core.int32"),
     ({"prompt": "the cat"}, "the prompt must be one sequence of token ids, got str 'the cat'"),
-    ({"prompt": ["the", "cat"]}, r"the prompt must be .*, got \['the', 'cat'\]"),
     ({"prompt": [[1], [1, 2]]}, r"the prompt must be .*, got \[\[1\], \[1, 2\]\]"),
-    ({"prompt": None}, "token ids, got NoneType"),
     ({"prompt": [2**32 + 5]}, "token ids, got 4294967301"),
-    ({"prompt": mx.array([5 - 2**32], mx.int64)}, "token ids, got -?4294967291"),
     ({"prompt": [64]}, "token ids must be from 0 to 63, got 64"),
     ({"prompt": [-1]}, "token ids must be from 0 to 63, got -1"),
     ({"temp": 1.0, "top_k": 64}, "top_k must be below the vocabulary's 64, got 64"),
     ({"temp": 1.0, "min_p": 0.1, "min_tokens_to_keep": 65}, "min_tokens_to_keep must be"),
     ({**XTC, "xtc_special_tokens": [64]}, "xtc_special_tokens must be token ids from 0 to 63, got 64"),
-    ({**XTC, "xtc_special_tokens": [10**20]}, "xtc_special_tokens must be token ids from 0 to 63, got 1000"),
     ({"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0}, "kv_group_size must divide the head size 16"),
     ({"prompt_cache": [KVCache(), Foreign()]}, "the prompt cache must be of mlx-lm's own caches, got Foreign"),
     ({"prompt_cache": [KVCache()]}, "the prompt cache must have 2 layers as the model has, got 1"),
@@ -68,14 +61,8 @@ def test_bad_requests_are_refused_before_reading(options: dict[str, Any], reason
     with pytest.raises(RedrafterError, match=reason) as raised:
         decode(drafted=drafted, **({"prompt_cache": cache} | report | options))
     assert "\n" not in str(raised.value) and progress == [] and cache[0].offset == 0
-
-
-@pytest.mark.parametrize("drafted", [False, True])
-def test_good_requests_are_served_with_progress(drafted: bool) -> None:
-    # Negative control.
-    progress: list[tuple[int, int]] = []
-    assert len(decode(drafted=drafted, prompt_progress_callback=lambda *done: progress.append(done))) == 4
-    assert progress[-1] == (3, 3)
+    # Negative control: a good request is served, with progress.
+    assert len(decode(drafted=drafted, **report)) == 4 and progress[-1] == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -108,25 +95,21 @@ class Nameless(nn.Module):
         return self.layers[0](self.rows(mx.eye(64)[tokens]))
 
 
-UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "no table": (
-        Nameless,
-        "cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, .*Nameless has none",
-    ),
-    "another cache": (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_models_decode_plainly_only(name: str) -> None:
-    make, pattern = UNSUPPORTED[name]
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (Nameless, "cannot draft for this model: expected model.embed_tokens .*, .*Nameless has none"),
+        (make_foreign, r"cannot draft for llama: its cache \(Foreign\) is not known"),
+    ],
+)
+def test_unsupported_models_decode_plainly_only(make: Callable[[], nn.Module], pattern: str) -> None:
     model = randomised(make(), 0)
     for width in (1, 4):
         with pytest.raises(UnsupportedModelError, match=pattern):
             decode(model, beam_width=width)
     text = list(PROMPT)
     for token in decode(model, drafted=False):
-        seen = text[-1:] if name == "no table" else text
+        seen = text[-1:] if make is Nameless else text
         assert token == mx.argmax(model(mx.array([seen]))[0, -1]).item()
         text.append(token)
 
@@ -142,17 +125,13 @@ class WithoutRopeModule(llama.Attention):
         self.rope = rope
 
 
-def test_a_llama_without_rope_modules_takes_trees() -> None:
+def test_positions_outside_a_cache_allow_chains_only() -> None:
     model = small_llama()
     expected = decode(model, beam_width=4)
-    for layer in model.layers:
-        rope = layer.self_attn.rope
+    ropes = [layer.self_attn.rope for layer in model.layers]
+    for layer, rope in zip(model.layers, ropes, strict=True):
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0, rope=rope: rope(x, offset))
-    assert decode(model, beam_width=4) == decode(model, drafted=False) == expected
-
-
-def test_a_llama_without_positions_takes_chains() -> None:
-    model = small_llama()
+    assert decode(model, beam_width=4) == expected, "its rope need not be a module"
     for layer in model.layers:
         layer.self_attn = WithoutRopeModule(layer.self_attn, lambda x, offset=0: x)
     reason = "drafting chains, not trees, for llama: its positions do not come from its cache"
@@ -168,11 +147,9 @@ def test_a_llama_without_positions_takes_chains() -> None:
     [
         ({"prompt": np.array(PROMPT)}, {}),
         ({"temp": 1.0, "top_k": np.int64(5)}, {"temp": 1.0, "top_k": 5}),
-        ({"temp": 1.0, "top_p": Fraction(1, 2)}, {"temp": 1.0, "top_p": 0.5}),
         ({"temp": 0.8, "top_p": 1e-320}, {"temp": 0.8, "top_k": 1}),
         ({**XTC, "xtc_special_tokens": np.array([1, 2])}, {**XTC, "xtc_special_tokens": [1, 2]}),
         ({**XTC, "xtc_special_tokens": None}, {**XTC, "xtc_special_tokens": []}),
-        ({"beam_width": 2, "tree_size": np.int64(4)}, {"beam_width": 2, "tree_size": 4}),
     ],
     ids=str,
 )
@@ -180,9 +157,8 @@ def test_equivalent_options_give_equal_tokens(given: dict[str, Any], plain: dict
     assert decode(drafted=drafted, seed=1, **given) == decode(drafted=drafted, seed=1, **plain)
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_adapted_embeddings_are_served(drafted: bool) -> None:
+def test_adapted_embeddings_are_served() -> None:
     model = small_llama(tie_word_embeddings=False)
     plain = decode(model, drafted=False)
     model.model.embed_tokens = LoRAEmbedding.from_base(model.model.embed_tokens, r=4)
-    assert decode(model, drafted=drafted) == plain, "a new adapter changes nothing"
+    assert decode(model) == decode(model, drafted=False) == plain, "a new adapter changes nothing"
