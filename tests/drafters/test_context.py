@@ -6,6 +6,7 @@ import random
 import sys
 import tracemalloc
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,9 +38,11 @@ def index(prompt: list[int], decoded: list[int] | None = None) -> ContextIndex:
     return made
 
 
-def proposed(prompt: list[int], decoded: list[int] | None = None) -> list[int]:
+def reach(prompt: list[int], decoded: list[int]) -> float:
+    """How likely the first token of the proposal is right."""
     proposal = index(prompt, decoded).propose()
-    return [] if proposal is None else proposal.tokens
+    assert proposal is not None
+    return proposal.reach[0]
 
 
 def longest_earlier_match(tokens: list[int]) -> int:
@@ -53,40 +56,34 @@ def longest_earlier_match(tokens: list[int]) -> int:
     return best
 
 
-def test_proposes_what_followed_the_same_tokens() -> None:
-    assert proposed([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]) == [5, 6, 7, 8]
-    assert proposed([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4], "no longer than the match"
-    assert proposed([1, 2, 3, 4, 5, 6]) == proposed([7]) == proposed([]) == []
+@pytest.mark.parametrize(
+    ("text", "proposed"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [5, 6, 7, 8]),
+        ([1, 2, 3, 4, 5, 9, 1, 2], [3, 4]),  # no longer than the match
+        ([1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4], [50, 60, 9, 3]),  # of the longest match
+        ([1, 2, 30, 8, 1, 2, 40, 7, 1, 2], [40, 7]),  # of the latest of equal ones
+        ([5, 1, 2, 3] + [1, 2, 3] * 4, [1, 2, 3] * 4),  # beyond the end of a loop
+        ([7] * 40, [7] * MAX_PROPOSAL),
+        ([1, 2, 3, 4, 5, 6], None),
+        ([7], None),
+        ([], None),
+    ],
+)
+def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None) -> None:
+    proposal = index(text).propose()
+    assert (proposal and proposal.tokens) == proposed
 
 
-def test_prefers_the_longer_match() -> None:
-    text = [1, 2, 3, 4, 50, 60, 9, 3, 4, 70, 80, 9, 1, 2, 3, 4]
-    assert proposed(text) == [50, 60, 9, 3], "3 4 alone was followed by 70 later"
-
-
-def test_prefers_the_latest_of_equal_matches() -> None:
-    assert proposed([1, 2, 30, 8, 1, 2, 40, 7, 1, 2]) == [40, 7]
-
-
-def test_a_loop_is_proposed_beyond_its_end() -> None:
-    assert proposed([5, 1, 2, 3] + [1, 2, 3] * 4) == [1, 2, 3] * 4
-    assert len(proposed([7] * 40)) == MAX_PROPOSAL
-
-
-def test_a_followed_match_grows_with_each_token() -> None:
-    made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
-    assert made.match == 2
-    made.append([3, 4, 5])
-    proposal = made.propose()
-    assert made.match == 5 and proposal is not None and proposal.tokens == [6, 7, 8, 9, 1]
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
     generator = random.Random(seed)
     text = [generator.randrange(4) for _ in range(150)]
     made, cut = ContextIndex(), generator.randrange(100)
-    made.read(text[:cut])
+    for start in range(0, cut, 37):
+        made.read(text[start : min(cut, start + 37)])
+    whole = index(text[:cut]).propose()
+    assert made.propose() == whole, "it may be read in pieces"
     for length in range(cut, len(text)):
         made.append([text[length]])
         so_far, proposal = text[: length + 1], made.propose()
@@ -94,36 +91,14 @@ def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
         assert (proposal is None) is (made.match < 2)
         if proposal is not None:
             assert len(proposal.tokens) == len(proposal.reach) == min(made.match, MAX_PROPOSAL)
-            assert all(1 > one >= other > 0 for one, other in zip(proposal.reach, proposal.reach[1:], strict=False))
+            assert all(1 > one >= other > 0 for one, other in pairwise(proposal.reach))
 
 
-def test_reading_in_pieces_finds_the_same() -> None:
-    generator = random.Random(1)
-    text = [generator.randrange(6) for _ in range(400)]
-    whole, pieces = index(text), ContextIndex()
-    for start in range(0, 400, 37):
-        pieces.read(text[start : start + 37])
-    assert whole.propose() == pieces.propose() and len(whole) == len(pieces) == 400
-
-
-def test_right_matches_raise_the_estimate_and_wrong_ones_lower_it() -> None:
-    def reach(tokens: list[int]) -> float:
-        proposal = index([], tokens).propose()
-        assert proposal is not None
-        return proposal.reach[0]
-
+def test_decoded_tokens_teach_how_likely_matches_are() -> None:
     copied = [0, 1] + [2, 3, 4, 5] * 20
     misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
-    assert reach(copied) > 0.9 and reach(misled) < 0.1
-
-
-def test_a_prompt_teaches_nothing_about_acceptance() -> None:
-    misled = [token for i in range(50) for token in (1, 2, 10 + i)] + [1, 2]
-    proposal = index(misled).propose()
-    assert proposal is not None and proposal.reach[0] == pytest.approx(context.PRIOR_RATES[0])
-
-
-def test_forecasts_are_the_chance_to_go_on() -> None:
+    assert reach([], copied) > 0.9 and reach([], misled) < 0.1
+    assert reach(misled, []) == pytest.approx(context.PRIOR_RATES[0]), "a prompt teaches nothing"
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     forecast, proposal = made.forecast(2), made.propose()
     assert forecast is not None and proposal is not None
@@ -132,19 +107,7 @@ def test_forecasts_are_the_chance_to_go_on() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "MAX_TOKENS", 1000)
     generator = random.Random(3)
-    made = index([generator.randrange(1000) for _ in range(5000)])
-    for _ in range(3000):
-        made.append([generator.randrange(1000)])
-        assert len(made) <= 1000
-    made.append([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
-    proposal = made.propose()
-    assert proposal is not None and proposal.tokens[:2] == [5, 6]
-
-
-def test_an_index_takes_less_than_half_a_kilobyte_a_token() -> None:
-    generator = random.Random(4)
     tokens = [generator.randrange(100_000) for _ in range(20_000)]
     tracemalloc.start()
     try:
@@ -152,6 +115,14 @@ def test_an_index_takes_less_than_half_a_kilobyte_a_token() -> None:
         assert tracemalloc.get_traced_memory()[0] < 500 * len(made)
     finally:
         tracemalloc.stop()
+    monkeypatch.setattr(context, "MAX_TOKENS", 1000)
+    made = index(tokens)
+    for token in tokens[:3000]:
+        made.append([token])
+        assert len(made) <= 1000
+    made.append([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
+    proposal = made.propose()
+    assert proposal is not None and proposal.tokens[:2] == [5, 6]
 
 
 # Decoding with an index.
@@ -192,7 +163,7 @@ def test_text_is_plain_decodings(plan: str, right: float, options: dict[str, Any
 
 @pytest.mark.parametrize("plan", ["with a chain", "with a tree"])
 def test_context_never_costs_tokens_per_round(plan: str, use_index: Any) -> None:
-    for seed in range(5):
+    for seed in range(3):
         model, prompt = make_model(), make_prompt(8 + seed)
         _, drafter = with_plain(model, prompt, 80, "mixed", width=PLANS[plan]["plan"][0], luck=seed)
         text = [*prompt, *ids(decode_plainly(model, tuple(prompt), 80))]
@@ -228,7 +199,7 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
 
 
 def test_a_continued_cache_is_drafted_from_its_history() -> None:
-    model, cache = make_model(), (make_prompt_cache(make_model()))
+    model, cache = make_model(), make_prompt_cache(make_model())
     history = make_prompt(30) * 2
     run(model, history, max_tokens=0, prompt_cache=cache)
     plain = decode_plainly(model, (*history, 3, 4), 40)

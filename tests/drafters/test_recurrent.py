@@ -1,4 +1,4 @@
-"""The recurrent drafter against Apple's PyTorch code and a second implementation in NumPy; its draft vocabulary."""
+"""The recurrent drafter against Apple's PyTorch code; its draft vocabulary."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from small import hypotheses, partial_drafter, small_drafter, small_llama
 from toys import ids, make_prompt, run
 
@@ -24,8 +25,6 @@ NAMES = ("no-blocks", "rnn", "rnn-input-proj", "sum")
 VARIANTS = {
     "rnn": {"exit_dim": 64, "layers": 2, "rnn": True},
     "input_proj": {"exit_dim": 32, "layers": 1, "rnn": True},
-    "sum": {"exit_dim": 64, "layers": 2, "rnn": False},
-    "no blocks": {"exit_dim": 64, "layers": 0, "rnn": True},
     "sum, input_proj, no blocks": {"exit_dim": 32, "layers": 0, "rnn": False},
 }
 
@@ -97,88 +96,6 @@ def test_golden_files_tell_a_wrong_drafter(tmp_path: Path) -> None:
     assert not np.allclose(drafter.logits(golden["hidden"], state), golden["chain_logits"][:, 0], atol=1e-3)
 
 
-class Reference:
-    """The drafter in float64, written from its formulas with no regard for speed; weights (out, in)."""
-
-    def __init__(self, drafter: Drafter, embedding: mx.array, hidden: mx.array) -> None:
-        self.weights = dense_weights(drafter)
-        self.embedding, self.hidden = np.array(embedding, np.float64), np.array(hidden, np.float64)
-
-    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
-
-    def log_probs(self, tokens: list[int]) -> np.ndarray:
-        """(V,) after `tokens`, the first of which is the root."""
-        state = np.zeros_like(self.hidden)
-        for token in tokens:
-            if "rnn_w.weight" in self.weights:
-                state = silu(self.linear("rnn_w", self.embedding[token]) + self.linear("rnn_u", state))
-            else:
-                state = state + self.embedding[token]
-        y = np.concatenate([self.hidden, state])
-        if "input_proj.weight" in self.weights:
-            y = self.linear("input_proj", y)
-        layer = 0
-        while f"lm_head.{layer}.linear.weight" in self.weights:
-            y = y + silu(self.linear(f"lm_head.{layer}.linear", y))
-            layer += 1
-        logits = self.linear(f"lm_head.{layer}", y)
-        return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
-
-    def search(self, token: int, width: int, depth: int) -> list[tuple[list[int], float]]:
-        """The best `width` of all continuations of the best `width`, sorted in full, level after level."""
-        beams: list[tuple[list[int], float]] = [([], 0.0)]
-        for _ in range(depth):
-            grown = [
-                ([*tokens, following], score + log_prob)
-                for tokens, score in beams
-                for following, log_prob in enumerate(self.log_probs([token, *tokens]))
-            ]
-            grown.sort(key=lambda beam: -beam[1])
-            gaps = -np.diff([score for _, score in grown[: width + 1]])
-            assert gaps.min() > 1e-4, "choose another seed: float32 cannot tell these hypotheses apart"
-            beams = grown[:width]
-        return beams
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
-def dense_weights(drafter: Drafter) -> dict[str, np.ndarray]:
-    """Every weight in float64; quantized ones unpacked."""
-    found = {}
-    for name, module in drafter.named_modules():
-        if "weight" not in module:
-            continue
-        weight = module.weight
-        if "scales" in module:
-            sizes = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-            weight = mx.dequantize(weight, module.scales, module.get("biases"), **sizes)
-        found[f"{name}.weight"] = np.array(weight.astype(mx.float32), np.float64)
-        if "bias" in module:
-            found[f"{name}.bias"] = np.array(module.bias.astype(mx.float32), np.float64)
-    return found
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_drafter_and_search_agree_with_numpy(variant: str, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    width, depth, vocab = int(rng.integers(1, 6)), int(rng.integers(1, 5)), int(rng.integers(20, 300))
-    drafter = small_drafter(vocab=vocab, seed=seed, **VARIANTS[variant])
-    embedding, hidden = mx.array(rng.normal(size=(vocab, 32))), mx.array(rng.normal(size=32))
-    embedding, hidden = embedding.astype(mx.float32), hidden.astype(mx.float32)
-    beams = draft(drafter, embedding, hidden, mx.array(3), width, depth, None)
-    expected = Reference(drafter, embedding, hidden).search(3, width, depth)
-    scores = [score for _, score in expected]
-    assert hypotheses(beams) == [tokens for tokens, _ in expected]
-    np.testing.assert_allclose(beams.scores[-1], scores, atol=1e-4)
-    # Negative control: the same search from another root finds something else.
-    other = draft(drafter, embedding, hidden, mx.array(4), width, depth, None)
-    assert not np.allclose(other.scores[-1], scores, atol=1e-4)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("mode", "bits"), [("affine", 4), ("affine", 8), ("mxfp4", 4)])
 def test_a_quantized_drafter_is_saved_and_loaded(variant: str, mode: str, bits: int, tmp_path: Path) -> None:
@@ -197,9 +114,16 @@ def test_a_quantized_drafter_is_saved_and_loaded(variant: str, mode: str, bits: 
     assert "scales" in loaded.lm_head[-1] and loaded.args == drafter.args
     assert mx.array_equal(logits(loaded), logits(drafter))
     # It is that of its own rounded weights, and clearly not that of the weights before rounding.
-    log_probs = logits(loaded) - mx.logsumexp(logits(loaded))
-    np.testing.assert_allclose(log_probs, Reference(loaded, embedding, hidden).log_probs([4, 9]), atol=1e-4)
-    assert not np.allclose(logits(loaded), plain, atol=1e-4)
+    rounded = dict(tree_flatten(small_drafter(**VARIANTS[variant]).parameters()))
+    for name, module in loaded.named_modules():
+        if "scales" in module:
+            rounded[f"{name}.weight"] = mx.dequantize(
+                module.weight, module.scales, module.get("biases"), **quantization
+            )
+    dense = small_drafter(**VARIANTS[variant])
+    dense.load_weights(list(rounded.items()))
+    assert mx.allclose(logits(loaded), logits(dense), atol=1e-3)
+    assert not mx.allclose(logits(loaded), plain, atol=1e-3)
 
 
 VOCAB = 64
