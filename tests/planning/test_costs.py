@@ -88,25 +88,13 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     assert costs._replace(again=0.0).round_ms(plan, 64, 5) == alone
 
 
-def test_a_table_knows_what_was_measured() -> None:
+def test_unsound_tables_are_refused() -> None:
     costs = make_costs()
     assert costs.has(Plan(2, 3, 7)) and not costs.chains_only().has(Plan(2, 3, 7))
-    assert not costs.has(chain_plan(16)) and not costs.has(Plan(3, 2, 7))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"plain": (1.0,)},
-        {"plain": (1.0, float("nan"))},
-        {"widths": (1, 2)},
-        {"verify": ((1.0,) * 16, (-1.0,) * 16)},
-        {"contexts": ()},
-    ],
-)
-def test_a_table_that_is_not_sound_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(RedrafterError, match="costs must be a table"):
-        make_costs()._replace(**change).check()  # type: ignore[arg-type]
+    assert not costs.has(chain_plan(16)) and not costs.has(Plan(3, 2, 7)), "it knows what was measured"
+    for change in ({"plain": (1.0, float("nan"))}, {"widths": (1, 2)}, {"verify": ((1.0,) * 16, (-1.0,) * 16)}):
+        with pytest.raises(RedrafterError, match="costs must be a table"):
+            costs._replace(**change).check()
 
 
 def test_times_that_contradict_each_other_are_disturbed() -> None:
@@ -122,22 +110,22 @@ def test_times_that_contradict_each_other_are_disturbed() -> None:
 
 def test_calls_take_turns_until_time_is_up() -> None:
     order: list[str] = []
-    calls = {name: lambda name=name: order.append(name) for name in "ab"}  # type: ignore[misc]
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
     times = time_calls(calls, 0.0, min_turns=3, between=lambda: order.append("-"))
     assert "".join(order) == "a-b-" * 3 and {len(each) for each in times.values()} == {3}
     assert {len(each) for each in time_calls(calls, 60.0, max_turns=2).values()} == {2}
-    started = time.perf_counter()
     slow = time_calls({"sleep": lambda: time.sleep(0.02), "nothing": lambda: None}, 0.1)
     assert lower_quartile(slow["sleep"]) > 19 > 10 > lower_quartile(slow["nothing"])
-    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize(("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)])
-def test_every_part_is_measured(name: str | None, trees: bool) -> None:
+def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measure_costs(*make_pair(name=name), trees=trees)
     assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.again > 0) <= (name == "falcon_h1")
+    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
 
 
 @pytest.mark.parametrize(
@@ -151,11 +139,6 @@ def test_measurements_end_with_learned_positions(
     monkeypatch.setitem(model.model.wpe, "weight", table)
     monkeypatch.setattr(model.args, "n_positions", positions)
     assert measure_costs(model, drafter, trees=False).contexts == contexts
-
-
-def test_slow_models_are_measured_with_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
-    assert measure_costs(*make_pair(), trees=True).counts == (1, 2, 3, 4, 5)
 
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
@@ -180,7 +163,7 @@ def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     assert not make_planner(*make_pair([[0.0]]), trees=True).plans, "nothing can pay"
 
 
-@pytest.mark.parametrize("damage", ["nothing", "half", "negative", "no costs", "a list"])
+@pytest.mark.parametrize("damage", ["half", "negative", "no costs", "a list"])
 def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], caches: Path) -> None:
     pair = make_pair()
     load_costs(*pair, trees=True)
@@ -190,7 +173,7 @@ def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], cac
         fields["costs"]["plain"][0] = -1
     elif damage == "no costs":
         del fields["costs"]["level"]
-    plain_texts = {"nothing": "", "half": text[: len(text) // 2], "a list": "[1]"}
+    plain_texts = {"half": text[: len(text) // 2], "a list": "[1]"}
     file.write_text(plain_texts.get(damage, json.dumps(fields)))
     assert load_costs(*forget(pair), trees=True).plain == (2.0,) and len(measured) == 2
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "and kept"
