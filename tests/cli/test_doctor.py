@@ -14,7 +14,7 @@ from mlx.utils import tree_map
 from sessions import make_drafter
 from small import small_drafter, small_llama
 from toys import make_model, snapshot
-from worlds import CURVES, make_costs
+from worlds import make_costs
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report, make_acceptance
@@ -60,9 +60,7 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
     [
         ("flat", GOOD, "A drafter pays on this machine from 1.04 tokens per round on", "about 3.14 times"),
         ("flat", [[0.01]], "Drafting does not pay here: a drafter pays from 1.04", "about 0.93 times"),
-        ("every row", GOOD, "Drafting does not pay here: a drafter pays from more than 4.52", "about 0.91 times"),
-        ("flat", None, "A drafter pays ", "This drafter is random"),
-        ("every row", None, "Drafting does not pay here", "This drafter is random"),
+        ("every row", None, "Drafting does not pay here: a drafter pays from more than 4.52", "This drafter is random"),
     ],
 )
 def test_verdict_comes_first(
@@ -74,17 +72,14 @@ def test_verdict_comes_first(
     report = diagnose(model, acceptance and make_drafter(model, acceptance=acceptance))
     text = format_report(report)
     assert text.startswith(verdict) and times in text and snapshot(model) == before
-    assert ("this drafter is expected" in text) is (acceptance is not None)
     assert report["notes"] == [] and report["drafter"]["acceptance_assumed"] is (acceptance is None)
 
 
-@pytest.mark.parametrize("widths", [(1, 2, 4), (1,)])
-@pytest.mark.parametrize("curve", CURVES)
-def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str, widths: tuple[int, ...]) -> None:
-    costs = make_costs(curve)
-    measured.costs = costs if len(widths) > 1 else costs.chains_only()
+@pytest.mark.parametrize("curve", ["gentle", "a cliff at 6"])
+def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str) -> None:
+    measured.costs = costs = make_costs(curve)
     outlooks = diagnose(make_model())["outlooks"]
-    sizes = [(width, depth, size) for width in widths for depth in range(1, 16) for size in range(1 + depth, 17)]
+    sizes = [(width, depth, size) for width in (1, 2, 4) for depth in range(1, 16) for size in range(1 + depth, 17)]
     plans = [Plan(*each) for each in sizes if each[0] < each[2] <= 1 + each[0] * each[1]]
     for outlook in outlooks:
         tokens, length, offer = outlook["tokens_per_round"], outlook["context"], outlook["offer"]
@@ -100,7 +95,6 @@ def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str, width
     ("facts", "expected"),
     [
         ({"blas": "libblas.so.3"}, ["no fast BLAS", "quantized weights without the BLAS", "config has no acceptance"]),
-        ({"blas": "libopenblasp.so"}, ["quantized weights without the BLAS", "config has no acceptance"]),
         ({"blas": "libblas.so.3", "system": "Darwin"}, ["config has no acceptance"]),
         ({}, ["config has no acceptance"]),
     ],
@@ -138,10 +132,11 @@ def test_models_without_trees_are_offered_chains(measured: Measured) -> None:
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
 
 
-def test_text_agrees_with_json(measured: Measured, run: Any) -> None:
+def test_text_agrees_with_json_and_refreshes(measured: Measured, run: Any) -> None:
     status, out, _ = run("doctor")
     assert status == 0 and out.isascii()
     report = json.loads(run("doctor", "--json")[1])
+    assert len(measured.trees) == 1
     rows = {cells[0]: line for line in out.splitlines() if (cells := line.split())}
     assert [int(name) for name in rows if name.isdigit()] == list(range(1, 17))
     assert "1.92 (1.92)" in rows["6"] and "2.30 (1.92)" in rows["6"] and "1.20 (1.00)" in rows["plain"]
@@ -149,15 +144,9 @@ def test_text_agrees_with_json(measured: Measured, run: Any) -> None:
         offer = outlook["offer"]
         cell = f"{offer['ratio']:.2f} ({describe_plan(Plan(*offer['plan']))})"
         assert cell in rows[f"{outlook['tokens_per_round']:.2f}"]
-    for each in report["pays_from"]:
-        assert f"{each['tokens_per_round']:.2f}" in rows["pays"]
     assert [tuple(each.values())[:3] for each in report["cliffs"]] == [(64, 6, 5), (1024, 6, 5)]
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
-
-
-def test_refresh_measures_again(measured: Measured, run: Any) -> None:
-    for flags, count in (((), 1), ((), 1), (("--refresh",), 2)):
-        assert run("doctor", *flags)[0] == 0 and len(measured.trees) == count
+    assert run("doctor", "--refresh")[0] == 0 and len(measured.trees) == 2
 
 
 def test_a_users_own_models_are_examined(
@@ -181,7 +170,6 @@ def test_a_users_own_models_are_examined(
         (["--plot", "curve.pdf"], "expected a name that ends in .png, in a folder that exists, got curve.pdf"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--model", "{tmp}/nothing"], "nothing"),
-        (["--drafter", "{tmp}/nothing"], "nothing"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(
@@ -194,10 +182,6 @@ def test_bad_flags_are_refused_in_one_line(
 
 def test_the_plot_is_a_png_of_the_costs(measured: Measured, run: Any, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    for curve in ("flat", "every row"):
-        measured.costs = make_costs(curve)
-        status, out, _ = run("doctor", "--plot", str(tmp_path / f"{curve}.png"), "--json", "--refresh")
-        assert status == 0 and json.loads(out)
-    pictures = [image.imread(path) for path in sorted(tmp_path.glob("*.png"))]
-    assert (pictures[0] != pictures[1]).any() and pictures[0].shape[1] > 800
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["caches", "every row.png", "flat.png"]
+    assert run("doctor", "--plot", str(tmp_path / "costs.png"))[0] == 0
+    assert image.imread(tmp_path / "costs.png").shape[1] > 800
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["caches", "costs.png"]

@@ -18,6 +18,8 @@ from mlx_redrafter.options import OPTION_FLAGS, Options
 
 Run = Any
 Pair = tuple[str, str]
+PLAN = ("--draft-depth", "3")
+"""One that needs no measurement."""
 
 
 def run_json(run: Run, *flags: str) -> dict[str, Any]:
@@ -42,46 +44,38 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     status, alone, err = run(*common)
     assert status == 0 and "no --drafter given: drafting from the context alone" in err
     status, plain, err = run(*common, "--no-context")
-    assert status == 0 and "Rounds" not in err and plain == alone
+    assert status == 0 and "Rounds" not in err and plain == alone and len(plain) > 1
     status, drafted, err = run(*common, "--drafter", pair[1], "--beam-width", "3")
-    assert status == 0 and "tokens per round" in err and "nothing was drafted" not in err
-    assert plain == drafted and len(plain) > 1
+    assert status == 0 and "tokens per round" in err and plain == drafted
     assert run(*common, "--verbose", "F") == (0, plain, "")
+    assert run(*common[:-6], "-m", "5", "--prompt", "-", "--verbose", "F", stdin=b"a\nb") == run(
+        *common[:-6], "-m", "5", "--prompt", "a\\nb", "--verbose", "F"
+    )
 
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
-    plan = ("--draft-depth", "3")
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--temp", "1", *plan)
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--temp", "1", *PLAN)
     # A drawn seed may end the text early.
     records = [run_json(run, *flags) for _ in range(6)]
     record = next(each for each in records if each["finish_reason"] == "length")
     assert record["accepted"] + record["rounds"] + 1 == record["generation_tokens"] == len(record["tokens"]) == 16
     assert record["drafted"] == 3 * (record["rounds"] - record["plain_steps"])
-    assert record["tokens_per_round"] == pytest.approx(1 + record["accepted"] / record["rounds"])
-    assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device"} <= set(record)
+    assert {"text", "prompt_tps", "generation_tps", "peak_memory", "device", "versions"} <= set(record)
     assert record["settings"]["draft_depth"] == 3 and record["settings"]["model"] == pair[0]
-    assert set(record["versions"]) == {"python", "mlx", "mlx-lm", "mlx_redrafter"}
     again = run_json(run, *flags, "--seed", str(record["seed"]))
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
 
 
-def test_compare_passes_equal_tokens(pair: Pair, run: Run) -> None:
+def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Too few tokens for a warning about useless drafters.
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--compare", "--draft-depth", "3")
-    status, out, err = run("generate", *flags, "--temp", "0.8")
+    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)
+    status, out, err = run("generate", *flags)
     assert status == 0 and "tokens identical" in err and "times" in err and len(out) > 1
+    assert "guessed no token right in 9 rounds" in err and "given the hidden state after the final norm" in err
     verdict = run_json(run, *flags)["compare"]
     assert verdict["identical"] and verdict["difference"] is None
     assert verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]
 
-
-def test_compare_names_the_hidden_state_of_a_useless_drafter(pair: Pair, run: Run) -> None:
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare")
-    _, _, err = run("generate", *flags, "--draft-depth", "1", "--seed", "1")
-    assert "guessed no token right in 9 rounds" in err and "given the hidden state after the final norm" in err
-
-
-def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def corrupt(*args: Any, drafter: Any = None, **options: Any) -> Any:
         for count, response in enumerate(real(*args, drafter=drafter, **options)):
             response.token ^= drafter is not None and count == 5
@@ -89,13 +83,11 @@ def test_compare_fails_on_a_wrong_token(pair: Pair, run: Run, monkeypatch: pytes
 
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
-    flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "16", "--draft-depth", "3")
-    status, out, err = run("generate", *flags, "--compare")
+    status, out, err = run("generate", *flags)
     assert status == 1 and "token 5 differs: " in err and "more than rounding explains: please report it" in err
-    status, out, _ = run("generate", *flags, "--compare", "--json")
+    status, out, _ = run("generate", *flags, "--json")
     difference = json.loads(out)["compare"]["difference"]
-    assert status == 1 and set(difference) == {"token", "distance", "margin", "rounding"}
-    assert difference["token"] == 5 and difference["rounding"] is False
+    assert status == 1 and difference["token"] == 5 and difference["rounding"] is False
 
 
 @pytest.mark.parametrize(
@@ -127,11 +119,6 @@ def test_ties_of_noisy_scores_are_rounding(options: dict[str, float]) -> None:
         assert judge_difference(4, rows, (0, 1), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
-
-
-def test_the_prompt_comes_from_stdin(pair: Pair, run: Run) -> None:
-    common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F")
-    assert run(*common, "--prompt", "-", stdin=b"a\nb") == run(*common, "--prompt", "a\\nb")
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:
@@ -172,10 +159,8 @@ def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run
     ("flags", "reason"),
     [
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
-        (("--prompt", ""), "the prompt is empty"),
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--stop", ""), "a stop string must be"),
-        (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
         (("--drafter", "/no/such"), "no such directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--top-k", "100000"), "top_k must be below"),
