@@ -16,8 +16,6 @@ from mlx_redrafter import RedrafterError, generate, generate_step, stream_genera
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.options import AUTO, OPTION_FLAGS, Options, add_options
 
-FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
-
 
 def pick(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
@@ -27,24 +25,18 @@ def pick(logprobs: mx.array) -> mx.array:
     ("options", "message"),
     [
         ({"max_tokens": -2}, "max_tokens must be -1 (no limit) or at least 1, got -2"),
-        ({"temp": None}, "temp must be at least 0, got None"),
-        ({"temp": float("inf")}, "temp must be 0, or from 1e-30 to 1e+30, got inf"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
         ({"temp": float("nan")}, "temp must be at least 0, got nan"),
         ({"temp": 1e-31}, "temp must be 0, or from 1e-30 to 1e+30, got 1e-31"),
-        ({"temp": "hot"}, "temp must be at least 0, got 'hot'"),
         ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
         ({"top_k": True}, "top_k must be an integer, got True"),
         ({"xtc_special_tokens": [1.5]}, "xtc_special_tokens must be token ids, got [1.5]"),
         ({"kv_bits": 7}, "kv_bits must be one of 2, 3, 4, 5, 6, 8, got 7"),
         ({"plan": "fast"}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got 'fast'"),
-        ({"plan": (2, 3.5)}, "plan must be 'auto', 'off', (W, K) or (W, K, N), got (2, 3.5)"),
         ({"plan": "off", "beam_width": 2}, "give either plan or beam_width, got plan 'off' and beam_width 2"),
         ({"sampler": 3}, "sampler must be a function, got int"),
         ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got both (top_k=3)"),
         ({"logits_processors": [3]}, "logits_processors must be a list of functions, got [3]"),
-        ({"history": "ab"}, "history must be token ids, got 'ab'"),
-        ({"on_round": 3}, "on_round must be a function, got 3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -65,14 +57,11 @@ def test_ends_of_every_range_are_taken(flag: Any) -> None:
             Options(**{flag.name: value})
 
 
-def test_options_are_checked_whenever_they_change() -> None:
-    with pytest.raises(RedrafterError, match="top_k"):
-        replace(Options(temp=0.5), top_k=-1)
-
-
-def test_numpy_numbers_become_pythons() -> None:
-    options = Options(top_k=np.int64(3), temp=np.float32(0.5), seed=np.int32(7))  # type: ignore[arg-type]
+def test_options_change_checked_and_as_python_numbers() -> None:
+    options = Options(top_k=np.int64(3), temp=np.float32(0.5), seed=np.int32(7))
     assert [type(x) for x in (options.top_k, options.temp, options.seed)] == [int, float, int]
+    with pytest.raises(RedrafterError, match="top_k"):
+        replace(options, top_k=-1)
 
 
 @pytest.mark.parametrize("function", [generate_step, stream_generate, generate], ids=lambda f: f.__name__)
@@ -85,15 +74,14 @@ def test_signatures_show_every_option(function: Any) -> None:
 
 
 def test_flags_derive_from_the_options() -> None:
-    parser = argparse.ArgumentParser()
+    parser, flags = argparse.ArgumentParser(), [flag for flag in OPTION_FLAGS if flag.name != "seed"]
     add_options(parser, without={"seed"})
     defaults = vars(parser.parse_args([]))
-    assert defaults == {name: flag.default for name, flag in FLAGS.items() if name != "seed"}
-    assert Options(**defaults) == Options()
+    assert defaults == {flag.name: flag.default for flag in flags} and Options(**defaults) == Options()
     parsed = parser.parse_args(["-m", "5", "--top-p", "0.5", "--kv-bits", "4", "--plan", "off"])
     assert (parsed.max_tokens, parsed.top_p, parsed.kv_bits, parsed.plan) == (5, 0.5, 4, "off")
     text = " ".join(parser.format_help().split())
-    assert all(flag.help in text for flag in FLAGS.values() if flag.name != "seed")
+    assert all(flag.help in text for flag in flags)
 
 
 @pytest.mark.parametrize(

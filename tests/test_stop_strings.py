@@ -59,7 +59,7 @@ def test_text_that_may_stop_is_held_back() -> None:
     assert (fed, stops.rest(), stops.rest()) == (["the ", "", "", "car ", ""], "ca", "")
 
 
-@pytest.mark.parametrize("stops", [[""], ["cat", ""], [3]])
-def test_an_empty_stop_string_is_refused(stops: list[str]) -> None:
-    with pytest.raises(RedrafterError, match=r"^a stop string must be a text that is not empty, got \[.*\]$"):
-        StopStrings(stops)
+def test_an_empty_stop_string_is_refused() -> None:
+    for stops in ([""], ["cat", ""], [3]):
+        with pytest.raises(RedrafterError, match=r"^a stop string must be a text that is not empty, got \[.*\]$"):
+            StopStrings(stops)
