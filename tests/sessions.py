@@ -68,17 +68,3 @@ def assert_fresh(session: Session, answer: Answer, **options: Any) -> None:
 def forbid(token: int) -> Callable[[mx.array, mx.array], mx.array]:
     """A logits processor."""
     return lambda history, logits: mx.where(mx.arange(logits.shape[-1]) == token, -mx.inf, logits)
-
-
-def interrupt_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, interrupted by Ctrl-C at the call of that number, from 1."""
-    calls = 0
-
-    def counted(*args: Any, **keywords: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise KeyboardInterrupt
-        return function(*args, **keywords)
-
-    return counted

@@ -1,7 +1,8 @@
-"""The demo's recipe on models too small to learn anything: its stages fit together, and go on where they stopped."""
+"""The examples run: the demo's recipe on models too small to learn anything, sessions, docs/embedding.md's Python."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import numpy as np
 import pytest
 from small import small_llama
 
+from examples import side_by_side, terminal_ui, timer
 from examples.demo import drafter, report
-from mlx_redrafter import load_demo, load_drafter
+from mlx_redrafter import Session, load_demo, load_drafter
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.settings import TrainingArgs
 
 VOCAB = 32
+PROMPT = "class Stack:\n"
+PAGE = Path(__file__).parents[1] / "docs" / "embedding.md"
+BLOCKS = re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -41,15 +46,48 @@ def test_texts_are_the_targets_own_and_are_written_once(tmp_path: Path) -> None:
 def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12)
-    drafter.train(
-        model, drafter.given_texts(tokens), args, TrainingArgs(iters=2, draft_depth=3, batch_size=2), tmp_path
-    )
+    settings = TrainingArgs(iters=2, draft_depth=3, batch_size=2)
+    drafter.train(model, drafter.given_texts(tokens), args, settings, tmp_path)
     drafter.describe(model, tokens, [[1, 2, 3]], set(), tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
     assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12
+    prompts = report.prompts(load_demo()[1], 5)
+    assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
 
 
-def test_prompts_are_as_many_held_out_functions_as_are_asked_for() -> None:
-    tokenizer = load_demo()[1]
-    found = report.prompts(tokenizer, 5)
-    assert len(found) == 5 and all("def " in text.splitlines()[0] for text in found.values())
+def words(text: str) -> str:
+    """Its letters, digits and underscores: what no panel changes."""
+    return re.sub(r"\W", "", text)
+
+
+def test_answer_streams_into_a_panel(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal_ui.main(["--max-tokens", "30"])
+    answer = Session(*load_demo(), max_tokens=30, draft_depth=3).send(PROMPT)
+    assert words(answer.text) in words(capsys.readouterr().out)
+
+
+def test_two_sessions_go_on_from_one_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    side_by_side.main(["--max-tokens", "12"])
+    shown = capsys.readouterr().out
+    session = Session(*load_demo(), temp=0.8, draft_depth=3)
+    session.send(PROMPT, max_tokens=20, seed=0)
+    answers = [session.fork().send("\n", max_tokens=12, seed=seed).text for seed in side_by_side.SEEDS]
+    assert answers[0] != answers[1]
+    for answer in answers:  # a narrow panel breaks lines, but no short words
+        assert all(word in shown for word in re.findall(r"\w+", answer) if len(word) < 20)
+
+
+def test_timer_ends_each_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    timer.main(["--seconds", "0.5"])
+    found = re.findall(r"cancelled after (\d+) tokens; (\d+) in the", capsys.readouterr().out)
+    (first, _), (second, held) = ((int(made), int(held)) for made, held in found)
+    assert first > 0 < second and held > first + second, "the second answer follows the first"
+
+
+@pytest.mark.parametrize(("block", "expected"), zip(BLOCKS, ("tokens per round", " [length]", ""), strict=True))
+def test_python_of_the_page_runs(
+    block: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})
+    assert expected in capsys.readouterr().out

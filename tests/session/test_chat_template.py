@@ -47,7 +47,7 @@ def sentencepiece(kind: str, template: str | None = None) -> Any:
 def test_sentencepiece_adds_no_space_before_a_turn(kind: str, template: str | None) -> None:
     tokenizer = sentencepiece(kind, template)
     before, answer = [{"role": "user", "content": "def ma"}], "in"
-    for text in ("cd", " cd", "():", "i am", "\nab", ".", "  two"):
+    for text in ("cd", " cd", "():", "\nab", ".", "  two"):
         new = [{"role": "user", "content": text}]
         read = [*encode_conversation(tokenizer, before), *encode_continuation(tokenizer, answer)]
         ids = encode_turn(tokenizer, before, new, read[-1])
@@ -107,23 +107,18 @@ def test_template_arguments_of_a_turn_override_the_sessions() -> None:
     assert send(session, "d")[0].endswith("UdzAh")
 
 
-def test_changed_tools_are_read_again() -> None:
+def test_changed_tools_are_read_again(tmp_path: Path) -> None:
     session = make_thinker(tools=[look])
     assert send(session, "a")[0] == "tUazA"
     assert send(session, "b")[1] < 7
     text, count = send(session, "c", tools=[look, look])
     assert text.startswith("ttUazA") and count == len(text)
     assert send(session, "d", tools=[look, look])[1] < 7, "only once"
-    assert send(session, "e")[0].startswith("tUazA")
-    assert send(session.fork(), "f")[1] < 7
-
-
-def test_saved_session_restores_its_template_arguments(tmp_path: Path) -> None:
-    session = make_thinker()
-    assert send(session, "a", tools=[look], chat_template_config={"think": True})[0] == "tUazAh"
     session.save(tmp_path / "talk.safetensors")
     loaded = Session.load(tmp_path / "talk.safetensors", session.model, session.tokenizer, max_tokens=4)
-    assert send(loaded, "b")[0].startswith("Uaz"), "without the tools, so read again"
+    assert send(loaded, "e")[0].startswith("Uaz"), "without the tools, so read again"
+    assert send(session, "e")[0].startswith("tUazA")
+    assert send(session.fork(), "f")[1] < 7
 
 
 @pytest.mark.parametrize(
