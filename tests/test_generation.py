@@ -16,7 +16,6 @@ from toys import (
     BEAMS,
     SCRIPTS,
     VOCAB,
-    RandomDrafter,
     ids,
     make_model,
     make_prompt,
@@ -46,7 +45,9 @@ def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"context": False}, {"drafter": RandomDrafter(VOCAB), "plan": (2, 3)}], ids=["plain", "drafted"]
+    "options",
+    [{"context": False}, {"drafter": small_drafter(hidden=64, vocab=VOCAB), "plan": (2, 3)}],
+    ids=["plain", "drafted"],
 )
 def test_responses_are_mlx_lms_and_more(options: dict[str, Any]) -> None:
     theirs = list(mlx_lm_stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=40))
@@ -76,7 +77,7 @@ def test_prompts_are_text_ids_or_arrays() -> None:
 
 def test_a_drawn_seed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = stream(temp=1.0), stream(temp=1.0)
-    again = stream(temp=1.0, seed=first[0].seed, drafter=RandomDrafter(VOCAB), plan=(2, 3))
+    again = stream(temp=1.0, seed=first[0].seed, drafter=small_drafter(hidden=64, vocab=VOCAB), plan=(2, 3))
     assert [r.token for r in first] == [r.token for r in again] != [r.token for r in other]
     assert first[0].seed == again[-1].seed != other[0].seed
     draws: list[int] = []
@@ -229,5 +230,5 @@ def test_an_error_of_a_callback_comes_through(where: str) -> None:
 
     callback = {where: [fail] if where == "logits_processors" else fail}
     with pytest.raises(KeyError, match="enough"):
-        run(make_model(), PROMPT, RandomDrafter(VOCAB), plan=(1, 2), **callback)
+        run(make_model(), PROMPT, small_drafter(hidden=64, vocab=VOCAB), plan=(1, 2), **callback)
     assert len(calls) == 3

@@ -11,7 +11,6 @@ import random
 import string
 from collections.abc import Sequence
 from importlib import import_module
-from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -123,16 +122,6 @@ def assert_same_steps(steps: Sequence[Step], plain: Sequence[Step], *, tolerance
         assert mx.abs(mine.logprobs - theirs.logprobs).max().item() < tolerance
 
 
-def begin(drafter: Any, hidden: mx.array, embed: Embed) -> Advance:
-    """A draft by a drafter of two stages, `advance` and `logits`."""
-
-    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        state = drafter.advance(embed(tokens), state)
-        return drafter.logits(hidden, state), state
-
-    return advance
-
-
 class Scripted:
     """A drafter that knows the target's text, and is right exactly where its script says so.
 
@@ -165,7 +154,12 @@ class Scripted:
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """See `Drafter.begin`."""
-        return begin(self, hidden, embed)
+
+        def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+            state = self.advance(embed(tokens), state)
+            return self.logits(hidden, state), state
+
+        return advance
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """(W, L) tokens so far."""
@@ -215,30 +209,6 @@ class ScriptedContext:
     def forecast(self, count: int) -> Forecast | None:
         """Always hopeful, but now and then."""
         return Forecast(0.9, [0.9]) if self._random.random() < 0.8 else None
-
-
-class RandomDrafter:
-    """A drafter of random weights, whose scores above `threshold` are `score` instead."""
-
-    dtype = mx.float32
-
-    def __init__(self, vocab: int, score: float = 0.0, threshold: float = inf) -> None:
-        self.args = DrafterArgs(64, vocab, 128, 0)
-        self._weight = mx.random.normal((64, vocab), key=mx.random.key(0))
-        self._score, self._threshold = score, threshold
-
-    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """See `Drafter.begin`."""
-        return begin(self, hidden, embed)
-
-    def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
-        """(W, D) the last embedding."""
-        return embedding
-
-    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(W, V) scores."""
-        logits = state @ self._weight
-        return mx.where(logits > self._threshold, self._score, logits)
 
 
 SCRIPTS = ("right", "wrong", "mixed")

@@ -17,12 +17,11 @@ from toys import make_model, snapshot
 from worlds import make_costs
 
 from mlx_redrafter.checkpoints import save_drafter
-from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report, make_acceptance
+from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.planning import costs as cost_table
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import expected_tokens
 
 GOOD = [[0.9, 0.02], [0.8, 0.03]]
 
@@ -73,22 +72,6 @@ def test_verdict_comes_first(
     text = format_report(report)
     assert text.startswith(verdict) and times in text and snapshot(model) == before
     assert report["notes"] == [] and report["drafter"]["acceptance_assumed"] is (acceptance is None)
-
-
-@pytest.mark.parametrize("curve", ["gentle", "a cliff at 6"])
-def test_outlooks_are_those_of_brute_force(measured: Measured, curve: str) -> None:
-    measured.costs = costs = make_costs(curve)
-    outlooks = diagnose(make_model())["outlooks"]
-    sizes = [(width, depth, size) for width in (1, 2, 4) for depth in range(1, 16) for size in range(1 + depth, 17)]
-    plans = [Plan(*each) for each in sizes if each[0] < each[2] <= 1 + each[0] * each[1]]
-    for outlook in outlooks:
-        tokens, length, offer = outlook["tokens_per_round"], outlook["context"], outlook["offer"]
-        rate = next(step / 1000 for step in range(1000) if sum((step / 1000) ** d for d in range(5)) >= tokens)
-        made = {plan: expected_tokens(make_acceptance(rate), plan) for plan in plans}
-        best = max(made[plan] * costs.plain_ms(length) / costs.round_ms(plan, length) for plan in plans)
-        assert offer["ratio"] == pytest.approx(best, rel=5e-3)
-        assert offer["ratio"] == offer["tokens_per_round"] / offer["plain_steps"]
-    assert [row["tokens_per_round"] for row in outlooks[::2]] == [2.0, 2.5, 3.0, 3.5]
 
 
 @pytest.mark.parametrize(

@@ -161,20 +161,6 @@ def test_text_is_plain_decodings(plan: str, right: float, options: dict[str, Any
     assert ("drafter" in sources) is not alone
 
 
-@pytest.mark.parametrize("plan", ["with a chain", "with a tree"])
-def test_context_never_costs_tokens_per_round(plan: str, use_index: Any) -> None:
-    for seed in range(3):
-        model, prompt = make_model(), make_prompt(8 + seed)
-        _, drafter = with_plain(model, prompt, 80, "mixed", width=PLANS[plan]["plan"][0], luck=seed)
-        text = [*prompt, *ids(decode_plainly(model, tuple(prompt), 80))]
-        use_index(partial(ScriptedContext, text, 0.8, seed))
-        with_it, without = (
-            run(model, prompt, drafter, max_tokens=60, context=context, **PLANS[plan]) for context in (True, False)
-        )
-        assert ids(with_it) == ids(without)
-        assert with_it[-1].stats.rounds <= without[-1].stats.rounds
-
-
 def test_a_processor_sees_its_own_path(use_index: Any) -> None:
     model, prompt = make_model(), make_prompt(9)
     options: dict[str, Any] = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}

@@ -6,10 +6,12 @@ import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from families import make_family
 from heads import KINDS, make_head
 from mlx_lm.models.cache import make_prompt_cache
+from small import partial_drafter, small_drafter
 from toys import assert_same_cache, assert_same_steps, make_model, make_prompt, run
 
 from mlx_redrafter.drafters.protocol import Advance, Drafter, Embed
@@ -24,12 +26,16 @@ FEW = 8
 """A vocabulary so small that random drafters are often right."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "draft vocabulary"])
 @pytest.mark.parametrize("name", ["few tokens", "qwen3", "mamba2", "gemma3n"])
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
     model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
     hidden, vocab = model_sizes(model)
-    drafter = make_head(kind, hidden, vocab)
+    if kind == "draft vocabulary":
+        whole = small_drafter(hidden=hidden, vocab=vocab, exit_dim=2 * hidden)
+        drafter = partial_drafter(whole, np.random.default_rng(1).permutation(vocab)[:5])
+    else:
+        drafter = make_head(kind, hidden, vocab)
     for size, plan, temp in ((5, (3, 3), 0.0), (19, (1, 4), 0.9), (7, (3, 4, 9), 0.9)):
         prompt = make_prompt(size, vocab=min(vocab, 50))
         options = {"max_tokens": 16, "temp": temp, "top_p": 0.95, "seed": 3}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from small import hypotheses, partial_drafter, small_drafter, small_llama
-from toys import ids, make_prompt, run
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
@@ -141,34 +139,6 @@ def test_other_tokens_have_logits_of_minus_infinity() -> None:
     assert mx.allclose(logits[..., mx.array(GUESSED)], expected[..., mx.array(GUESSED)], atol=1e-5)
     assert (np.array(logits)[..., others] == -np.inf).all()
     assert drafter.logits(hidden[0, 0], state[0]).shape == (3, VOCAB), "the hidden state is broadcast"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temp": 0.9, "top_k": 20},
-        {"temp": 1.0, "top_p": 0.8, "min_p": 0.05},
-        {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1, "xtc_special_tokens": [7]},
-    ],
-    ids=str,
-)
-def test_a_draft_vocabulary_gives_the_plain_text(options: dict[str, Any]) -> None:
-    model, prompt = small_llama(), make_prompt(9, vocab=VOCAB)
-    plain = run(model, prompt, max_tokens=20, seed=3, **options)
-    for size in (2, 12, VOCAB):
-        drafter = partial_drafter(small_drafter(), np.random.default_rng(1).permutation(VOCAB)[:size])
-        for plan in ((1, 4), (4, 5, 9), (20, 2)):
-            steps = run(model, prompt, drafter, max_tokens=20, seed=3, plan=plan, **options)
-            assert ids(steps) == ids(plain), (size, plan)
-
-
-def test_only_tokens_of_the_draft_vocabulary_are_drafted() -> None:
-    model, prompt = small_llama(seed=4), make_prompt(9, vocab=VOCAB)
-    known = np.unique(ids(run(model, prompt, max_tokens=30)))[:3]
-    steps = run(model, prompt, partial_drafter(small_drafter(), known), max_tokens=30, plan=(3, 1))
-    drafted = {step.token for step in steps if step.from_draft}
-    assert drafted and drafted <= set(known.tolist())
 
 
 def test_a_draft_vocabulary_is_saved_and_loaded(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from small import hypotheses, random_advance
 
 from mlx_redrafter.engine.beam_search import BLOCK, draft_chain, search, top_w
-from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.types import Beams
 
 
@@ -58,19 +57,6 @@ def test_beams_are_ordered_distinct_and_below_parents(width: int, depth: int, vo
     for seed in range(4):
         for scale in (1.0, 30.0):  # undecided and certain
             check_beams(search(random_advance(seed, vocab, scale), mx.array(1 + seed % 2), width, depth))
-
-
-def test_beams_hold_where_sampling_leaves_few_tokens() -> None:
-    vocab = 5 * BLOCK + 1
-    sampler = make_sampler(seed=1, temp=1.0, top_k=1)
-    draws = sampler.draws(mx.array(5), 3, vocab)
-    last = mx.where(mx.arange(vocab) == vocab - 1, 50.0, 0.0)
-    assert draws is not None
-
-    def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
-        return mx.broadcast_to(last, (tokens.shape[0], vocab)), mx.zeros((tokens.shape[0], 1))
-
-    check_beams(search(advance, mx.array(1), 3, 2, adjust=lambda logits, level: sampler.adjust(logits, draws, level)))
 
 
 def test_checks_refuse_wrong_tops_and_beams() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from small import small_drafter
 from toys import (
     SCRIPTS,
-    RandomDrafter,
     assert_same_steps,
     ids,
     make_model,
@@ -161,7 +161,14 @@ def test_a_broken_engine_gives_other_tokens(
 @pytest.mark.parametrize("threshold", [-100.0, 2.0])
 def test_infinite_or_nan_scores_change_no_tokens(score: float, threshold: float) -> None:
     model, prompt = make_model(vocab=300), make_prompt(6)
-    drafter = RandomDrafter(300, score, threshold)
+    drafter = small_drafter(hidden=64, vocab=300)
+    real = drafter.logits
+
+    def logits(hidden: mx.array, state: mx.array) -> mx.array:
+        scores = real(hidden, state)
+        return mx.where(scores > threshold, score, scores)
+
+    drafter.logits = logits
     for options in ({}, {"temp": 1.0, "seed": 1, "top_k": 2}):
         plain = run(model, prompt, max_tokens=16, **options)
         for plan in ((2, 4, 5), (2, 4)):

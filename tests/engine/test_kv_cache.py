@@ -13,20 +13,16 @@ from families import follow_plain, make_family
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from toys import (
-    BEAMS,
     Scripted,
     assert_same_cache,
     ids,
     make_model,
     make_prompt,
-    make_tokenizer,
     run,
-    scripted,
     snapshot,
-    with_plain,
 )
 
-from mlx_redrafter import RedrafterError, generate_step, stream_generate
+from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.supported_models import capture_output, find_parts
 
@@ -106,35 +102,6 @@ def test_without_tokens_the_cache_holds_the_prompt() -> None:
     assert cache[0].offset == 0, "a generator that was never started has done nothing"
     assert list(generate_step(PROMPT, model, drafter, prompt_cache=cache, plan=(3, 4), max_tokens=0)) == []
     assert_same_cache(cache, decode_with_mlx_lm(model, (), make_prompt_cache(model)))
-
-
-@pytest.mark.parametrize("beam", BEAMS)
-def test_end_tokens_are_in_the_cache(beam: str) -> None:
-    model = make_model()
-    plain, drafter = with_plain(model, PROMPT, 14, "mixed", width=BEAMS[beam]["beam_width"], luck=1)
-    for eos in set(ids(plain)):
-        cache, tokenizer = make_prompt_cache(model), make_tokenizer([eos])
-        options = BEAMS[beam] | {"max_tokens": 14, "prompt_cache": cache}
-        tokens = [each.token for each in stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options)]
-        assert tokens == ids(plain)[: ids(plain).index(eos) + 1]
-        assert_same_cache(cache, decode_with_mlx_lm(model, tuple(tokens), make_prompt_cache(model)))
-
-
-@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 3}, BITS], ids=["greedy", "sampled", "8 bits"])
-@pytest.mark.parametrize("beam", BEAMS)
-def test_three_turns_on_one_cache(beam: str, options: dict[str, Any]) -> None:
-    model, width = make_model(), BEAMS[beam]["beam_width"]
-    cache, other, text = make_prompt_cache(model), make_prompt_cache(model), []
-    for turn, (length, count) in enumerate([(5, 7), (1, 10), (4, 12)]):
-        prompt = make_prompt(length, seed=turn)
-        plain = ids(run(model, prompt, prompt_cache=other, max_tokens=count, **options))
-        text += prompt + plain
-        drafter = scripted(model, text, "mixed", width=width, seed=turn)
-        steps = run(model, prompt, drafter, prompt_cache=cache, max_tokens=count, **BEAMS[beam], **options)
-        assert ids(steps) == plain
-        assert steps[-1].stats.accepted > 0
-        assert cache[0].offset == len(text)
-        assert_same_cache(cache, other)
 
 
 def test_other_caches_and_wrapped_modules_are_noticed() -> None:

@@ -1,98 +1,81 @@
-"""Sampled texts are distributed as the target's probabilities say: a chi-square test over a tiny vocabulary."""
+"""Tokens are drawn from the target's filtered probabilities, with noise that belongs to the position.
+
+That drafted tokens are exactly those which plain decoding samples is what test_exactness.py shows.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import product
-from math import inf, sqrt
+from math import sqrt
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from mlx_lm.sample_utils import make_sampler
-from toys import RandomDrafter, ids, make_model, run
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+from toys import make_model, make_prompt, run
 
-from mlx_redrafter.engine import round as rounds
-from mlx_redrafter.engine.types import Tree, Verdict
+from mlx_redrafter.engine.sampling import Sampler, make_sampler
 
-VOCAB, LENGTH, DRAWS = 5, 3, 600
-PROMPT = [1, 3, 0, 2]
-PLANS = {"chain": (1, 2), "tree": (2, 2), "pruned tree": (3, 2, 4)}
-TEMP = 1.3
+VOCAB, DRAWS = 6, 4000
 LIMIT = 3.7
 """Standard deviations: one of ten thousand correct samplers would exceed them."""
-Text = tuple[int, ...]
+LOGPROBS = mx.log(mx.array([[0.4, 0.04, 0.25, 0.11, 0.02, 0.18]]))
+FILTERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "none": ({}, lambda row: row),
+    "top_p": ({"top_p": 0.8}, lambda row: apply_top_p(row, 0.8)),
+    "min_p": ({"min_p": 0.3}, lambda row: apply_min_p(row, 0.3)),
+    "top_k": ({"top_k": 3}, lambda row: apply_top_k(row, 3)),
+    "xtc": ({"xtc_probability": 1.0, "xtc_threshold": 0.15}, lambda row: apply_xtc(row, 1.0, 0.15, [])),
+}
 
 
-def distribution(top_p: float = 1.0) -> dict[Text, float]:
-    """The probability of every text of `LENGTH` tokens, from plain forwards; nucleus and temperature written out."""
-    texts = list(product(range(VOCAB), repeat=LENGTH))
-    model = make_model(vocab=VOCAB, layers=1, spread=1.0)
-    logits = model(mx.array([[*PROMPT, *text] for text in texts]))[:, len(PROMPT) - 1 : -1]
-    found = {}
-    for text, rows in zip(texts, mx.softmax(logits, axis=-1).tolist(), strict=True):
-        probability = 1.0
-        for token, row in zip(text, rows, strict=True):
-            above = {t: sum(p for p in row if p > row[t]) for t in range(VOCAB)}
-            weights = [p ** (1 / TEMP) if above[t] < top_p else 0.0 for t, p in enumerate(row)]
-            probability *= weights[token] / sum(weights)
-        found[text] = probability
-    return found
+def choose(sampler: Sampler, positions: int) -> np.ndarray:
+    """(positions,) the token that is chosen at each of them from the same log-probabilities."""
+    draws = sampler.draws(mx.array(100), positions, VOCAB)
+    return np.array(sampler.choose(mx.repeat(LOGPROBS, positions, axis=0), draws, mx.arange(positions)))
 
 
-def deviation(counts: Counter[Text], expected: dict[Text, float]) -> float:
+def expected(temp: float, apply: Any) -> np.ndarray:
+    """(V,) the probabilities, by mlx-lm's own filters."""
+    return np.array(mx.softmax(apply(LOGPROBS)[0] / temp))
+
+
+def deviation(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """How many standard deviations the chi-square statistic lies above its mean (Wilson and Hilferty's cube root)."""
-    if any(expected[text] == 0 for text in counts):
-        return inf
-    total, small = sum(counts.values()), [0.0, 0.0]
-    cells = []
-    for text, probability in expected.items():
-        if total * probability < 5:
-            small = [small[0] + counts[text], small[1] + total * probability]
-        else:
-            cells.append((counts[text], total * probability))
-    cells += [(small[0], small[1])] if small[1] else []
-    freedom = len(cells) - 1
-    assert freedom > 20
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    possible = probabilities > 0
+    if counts[~possible].any():
+        return np.inf
+    means = probabilities[possible] * counts.sum()
+    freedom = possible.sum() - 1
     spread = 2 / (9 * freedom)
+    statistic = ((counts[possible] - means) ** 2 / means).sum()
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / sqrt(spread)
 
 
-def draw_texts(plan: str, first_seed: int = 0, **options: Any) -> tuple[Counter[Text], float]:
-    """(how often each text was drawn, the share of texts in which a drafted token was accepted)."""
-    model, counts, accepted = make_model(vocab=VOCAB, layers=1, spread=1.0), Counter[Text](), 0
-    drafter = RandomDrafter(VOCAB)
-    for seed in range(first_seed, first_seed + DRAWS):
-        steps = run(model, PROMPT, drafter, seed=seed, max_tokens=LENGTH + 1, plan=PLANS[plan], **options)
-        counts[tuple(ids(steps)[:LENGTH])] += 1
-        accepted += steps[-1].stats.accepted > 0
-    return counts, accepted / DRAWS
+@pytest.mark.parametrize("temp", [0.7, 1.3])
+@pytest.mark.parametrize("name", FILTERS)
+def test_tokens_have_the_filtered_distribution(name: str, temp: float) -> None:
+    options, apply = FILTERS[name]
+    one, other = expected(temp, apply), expected(2 * temp, apply)
+    tokens = np.concatenate([choose(make_sampler(seed=seed, temp=temp, **options), DRAWS // 4) for seed in range(4)])
+    # Neighbouring positions are independent: their pairs have the product's distribution.
+    pairs = np.bincount(tokens[:-1] * VOCAB + tokens[1:], minlength=VOCAB**2)
+    assert deviation(np.bincount(tokens, minlength=VOCAB), one) < LIMIT
+    assert deviation(pairs, np.outer(one, one).reshape(-1)) < LIMIT
+    # Negative control: it is not another temperature's.
+    assert deviation(pairs, np.outer(other, other).reshape(-1)) > 2 * LIMIT
 
 
-@pytest.mark.parametrize(
-    ("plan", "top_p", "options"),
-    [
-        ("chain", 1.0, {"temp": TEMP}),
-        ("pruned tree", 1.0, {"temp": TEMP}),
-        ("tree", 0.8, {"temp": TEMP, "top_p": 0.8}),
-        ("pruned tree", 0.8, {"sampler": make_sampler(temp=TEMP, top_p=0.8)}),
-    ],
-)
-def test_texts_have_the_targets_distribution(plan: str, top_p: float, options: dict[str, Any]) -> None:
-    counts, accepted = draw_texts(plan, 1000 * len(plan), **options)
-    assert accepted > 0.2
-    assert deviation(counts, distribution(top_p)) < LIMIT
-    # Negative control: it is not the other distribution.
-    assert deviation(counts, distribution(1.8 - top_p)) > 2 * LIMIT
+def test_xtc_is_applied_as_often_as_asked() -> None:
+    sampler = make_sampler(seed=0, temp=1.0, xtc_probability=0.3, xtc_threshold=0.15)
+    always, never = expected(1.0, FILTERS["xtc"][1]), expected(1.0, FILTERS["none"][1])
+    counts = np.bincount(choose(sampler, DRAWS), minlength=VOCAB)
+    assert deviation(counts, 0.3 * always + 0.7 * never) < LIMIT < deviation(counts, never)
 
 
-def test_accepting_always_breaks_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
-        count = min(tree.tokens.shape[0] - 1, limit)
-        return Verdict(mx.array(count), mx.minimum(tree.depths, count))
-
-    monkeypatch.setattr(rounds, "accept_chain", accept_chain)
-    counts, accepted = draw_texts("chain", temp=TEMP)
-    assert accepted == 1
-    assert deviation(counts, distribution()) > 2 * LIMIT
+@pytest.mark.parametrize("seed", [0, 7, -1])
+def test_each_position_is_drawn_with_its_own_noise(seed: int) -> None:
+    model, prompt, sampler = make_model(), make_prompt(5), make_sampler(seed=seed, temp=1.3)
+    for position, step in enumerate(run(model, prompt, max_tokens=20, temp=1.3, seed=seed), len(prompt)):
+        draws = sampler.draws(mx.array(position), 1, step.logprobs.size)
+        assert sampler.choose(step.logprobs[None], draws, mx.array([0])).tolist() == [step.token]
