@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import select
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, Self
 
 import pytest
@@ -114,21 +112,13 @@ class Terminal:
         return bool(piece)
 
 
-@functools.cache
-def demo() -> tuple[Any, Any, Any]:
-    return load_demo()
-
-
 def demo_session(**options: Any) -> Session:
     """The chat's, by default."""
-    return Session(*demo(), **({"seed": 0, "draft_depth": 3} | options))
+    return Session(*load_demo(), **({"seed": 0, "draft_depth": 3} | options))
 
 
-def tint(responses: list[GenerationResponse]) -> str:
-    return "".join(
-        f"{TINTS[each.draft_source]}{each.text}{UNTINT}" if each.draft_source and each.text else each.text
-        for each in responses
-    )
+def tint(each: GenerationResponse) -> str:
+    return f"{TINTS[each.draft_source]}{each.text}{UNTINT}" if each.draft_source and each.text else each.text
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:
@@ -140,7 +130,7 @@ def test_a_terminal_tints_accepted_tokens() -> None:
     expected = demo_session(max_tokens=30)
     for text, prompt in zip(shown, ("def main(", "class Stack:"), strict=True):
         responses = list(expected.stream(prompt))
-        assert text == tint(responses)
+        assert text == "".join(map(tint, responses))
         assert 0 < sum(each.from_draft for each in responses) < len(responses)
     assert f"{responses[-1].tokens_per_round:.2f} tokens per round" in rounds and "tok/s" in rounds
     assert status == 0 and re.search(r"\n(\x1b\[[0-9;]*m)*bye(\x1b\[[0-9;]*m)*\n$", last), "on a line of its own"
@@ -167,44 +157,36 @@ def test_ctrl_c_stops_an_answer_or_the_chat() -> None:
     assert status == 130 and "Traceback" not in last + rest and rest == "\n" and last.endswith("\nbye")
 
 
-def test_a_second_ctrl_c_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, before = make_session(max_tokens=-1), signal.getsignal(signal.SIGINT)
+def make_screen(*, interactive: bool = False) -> Screen:
     screen = Screen(argparse.Namespace(show_accepted=False))
+    screen.interactive = interactive
+    return screen
+
+
+def test_a_second_ctrl_c_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, screen, before = make_session(max_tokens=-1), make_screen(), signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
+    monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
-        monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
         chat.answer(session, screen, "hello")
-    assert signal.getsignal(signal.SIGINT) is before and session.messages
+    assert signal.getsignal(signal.SIGINT) is before and session.messages, "Ctrl-C does what it did before"
 
 
-@pytest.fixture(autouse=True)
-def same_handler() -> Iterator[None]:
-    """Ctrl-C does afterwards what it did before."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_a_pipe_gets_text_without_escapes(run: Run) -> None:
-    status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=b"def main(\n\nclass Stack:")
+def test_a_pipe_gets_text_and_answers_commands(run: Run) -> None:
+    stdin = b"def main(\n\nclass Stack:\nr\nh\ndef main(\nq\nclass Stack:"
+    status, out, _ = run("chat", *FIXED, "-m", "9", "--show-accepted", stdin=stdin)
     session = demo_session(max_tokens=9)
     texts = [session.send(text).text for text in ("def main(", "class Stack:")]
     assert status == 0 and "\x1b" not in out and out.endswith("bye\n")
     assert out.startswith(texts[0] + "\n  9 tokens · ") and f"\n{texts[1]}\n  9 tokens · " in out
-
-
-def test_r_resets_and_h_helps_and_q_ends(run: Run) -> None:
-    _, out, _ = run("chat", *FIXED, "-m", "9", stdin=b"def main(\nr\ndef main(\nh\nq\nclass Stack:")
-    text = demo_session(max_tokens=9).send("def main(").text
-    assert out.count(f"{text}\n  9 tokens") == 2 and out.count("9 tokens ·") == 2
-    assert "reset context cleared" in out and "commands    q exit" in out and out.endswith("bye\n")
+    assert out.count(f"{texts[0]}\n  9 tokens") == 2 and out.count("9 tokens ·") == 3
+    assert "reset context cleared" in out and "commands    q exit" in out
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (["--temp", "-1"], "error: temp must be at least 0, got -1.0"),
-        (["--max-tokens", "0"], "error: max_tokens must be -1 (no limit) or at least 1, got 0"),
         (["--plan", "maybe"], "mlx_redrafter.chat: error: argument --plan: invalid choice: 'maybe'"),
     ],
 )
@@ -219,8 +201,7 @@ def test_an_error_ends_a_turn_or_a_pipe(
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 
-    session, screen = make_session(), Screen(argparse.Namespace(show_accepted=False))
-    screen.interactive = True
+    session, screen = make_session(), make_screen(interactive=True)
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["mlx_redrafter.generate"], "prefill", fail)
         patch.setattr(sys.modules["mlx_redrafter.generate"], "decode", fail)
@@ -228,14 +209,9 @@ def test_an_error_ends_a_turn_or_a_pipe(
         assert "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out and session.messages == []
         status, _, err = run("chat", *FIXED, stdin=b"def main(\n")
         assert status == 1 and err.splitlines()[-1] == "error: [malloc] Unable to allocate 8 bytes."
-    chat.answer(session, screen, "hello")
-    assert "tokens · " in capsys.readouterr().out and len(session.messages) == 2
-
-
-def test_the_system_prompt_goes_with_the_first_message(capsys: pytest.CaptureFixture[str]) -> None:
-    session, screen = make_session(), Screen(argparse.Namespace(show_accepted=False))
     for text in ("hello", "why"):
         chat.answer(session, screen, text, "be brief")
+    assert capsys.readouterr().out.count("tokens · ") == 2
     assert [each["role"] for each in session.messages] == ["system", *["user", "assistant"] * 2]
 
 
