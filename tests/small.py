@@ -30,24 +30,6 @@ def example_beams() -> Beams:
     )
 
 
-def random_beams(rng: np.random.Generator, width: int, depth: int, *, ties: bool = False) -> Beams:
-    """Beams as a search over random log-probabilities finds them; no two nodes have the same token.
-
-    `ties` rounds the log-probabilities, so that many scores are equal, a child's and its parent's among them.
-    """
-    parents, scores = [], []
-    total = np.zeros(1, np.float32)
-    for _ in range(depth):
-        steps = -rng.exponential(1.0, (len(total), width + 3)).astype(np.float32)
-        joint = total[:, None] + (np.round(steps) if ties else steps)
-        best = np.argsort(-joint, axis=None, kind="stable")[:width]
-        parents.append(best // (width + 3))
-        total = joint.reshape(-1)[best]
-        scores.append(total)
-    tokens = 1 + np.arange(depth * width).reshape(depth, width)
-    return Beams(mx.array(tokens.astype(np.int32)), mx.array(np.array(parents, np.int32)), mx.array(np.array(scores)))
-
-
 def make_tree(tokens: Sequence[int], parents: Sequence[int]) -> Tree:
     """The tree of these nodes; node 0 is the root, every other stands after its parent."""
     size = len(tokens)

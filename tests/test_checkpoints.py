@@ -86,7 +86,6 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         tensor("rnn_w.weight", mx.where(mx.eye(32) * mx.arange(32) == 7, mx.nan, 0)),
         "DIR: rnn_w.weight holds NaN or infinity",
     ),
-    "base model a number": (config(base_model=3), r"DIR/config.json: base_model must be a name, got 3"),
     "draft depth 0": (config(draft_depth=0), r"DIR/config.json: draft_depth must be from 1 to 256, got 0"),
     "another hidden state": (
         config(hidden_state="inner"),
@@ -94,7 +93,6 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "acceptance above 1": (config(acceptance=[[1.5]]), r"DIR/config.json: acceptance must be a row of shares .*"),
     "another hidden size": (config(hidden_size=33), "DIR/config.json says hidden_size 33, its tensors say 32"),
-    "another kind of state": (config(rnn=False), "DIR/config.json says rnn False, its tensors say True"),
 }
 
 

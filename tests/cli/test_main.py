@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,20 +39,12 @@ def test_the_console_script_runs_commands(
 
 @pytest.mark.parametrize(
     ("error", "status", "message"),
-    [
-        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
-        (ValueError("two\nlines"), 1, "error: two lines\n"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
+    [(ValueError("two\nlines"), 1, "error: two lines\n"), (KeyboardInterrupt(), 130, "")],
 )
-def test_errors_are_one_line_and_an_exit_status(
+def test_errors_are_one_line_and_a_status(
     error: BaseException, status: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise error
-        yield
-
-    monkeypatch.setattr(generate, "stream_generate", fail)
+    monkeypatch.setattr(generate, "stream_generate", Mock(side_effect=error))
     assert run("generate", "--verbose", "F") == (status, "", message)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
-from small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance, random_beams
+from small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance
 
 from mlx_redrafter.engine.beam_search import search
 from mlx_redrafter.engine.tree import add_chain, chain, grow, prune
@@ -65,28 +65,30 @@ def test_running_example_grows_as_drawn() -> None:
     check_tree(chain(ROOT, mx.array([CAT, SAT])), [THE, CAT, SAT], [0, 0, 1])
 
 
-@pytest.mark.parametrize("ties", [False, True])
+def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams:
+    return search(random_advance(seed, 40, scale), ROOT, width, depth)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0], ids=["ties", "undecided", "certain"])
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4), (4, 3), (5, 2)])
-def test_trees_hold_every_hypothesis_or_the_likeliest(width: int, depth: int, ties: bool) -> None:
+def test_trees_hold_every_hypothesis_or_the_likeliest(width: int, depth: int, scale: float) -> None:
     for seed in range(3):
-        beams = random_beams(np.random.default_rng(seed), width, depth, ties=ties)
-        certain = search(random_advance(seed, 40, scale=30.0), ROOT, width, depth)
-        for each in (beams, certain):
-            tree = grow(ROOT, each)
-            check_tree(tree, *all_nodes(each))
-            for count in range(2, 2 + width * depth):
-                check_pruned(prune(tree, each, count), each, count)
+        beams = random_beams(seed, width, depth, scale)
+        tree = grow(ROOT, beams)
+        check_tree(tree, *all_nodes(beams))
+        for count in range(2, 2 + width * depth):
+            check_pruned(prune(tree, beams, count), beams, count)
 
 
 def test_checks_refuse_wrong_trees() -> None:
-    beams = random_beams(np.random.default_rng(1), 3, 3)
+    beams = random_beams(1, 3, 3)
     tree, nodes = grow(ROOT, beams), all_nodes(beams)
     # Negative controls: a chain's mask on a tree, depths of nodes rather than levels, a parent changed, other beams.
     for wrong in (
         tree._replace(ancestors=mx.tril(mx.ones((10, 10), mx.bool_))),
         tree._replace(depths=mx.arange(10)),
         tree._replace(parents=mx.concatenate([tree.parents[:-1], mx.array([0])])),
-        grow(ROOT, random_beams(np.random.default_rng(2), 3, 3)),
+        grow(ROOT, random_beams(2, 3, 3)),
     ):
         with pytest.raises(AssertionError):
             check_tree(wrong, *nodes)

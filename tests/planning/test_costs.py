@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from families import make_family
 from sessions import make_drafter
@@ -22,14 +21,11 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning import costs as costs_module
 from mlx_redrafter.planning.costs import (
     CONTEXTS,
-    MEASURED_NODES,
     CostTable,
     interpolate,
     is_disturbed,
     load_costs,
-    lower_quartile,
     measure_costs,
-    time_calls,
 )
 from mlx_redrafter.planning.planner import make_planner
 
@@ -108,16 +104,6 @@ def test_times_that_contradict_each_other_are_disturbed() -> None:
     assert not is_disturbed(flat._replace(verify=(late, tuple(1.5 * ms for ms in late)))), "what is seen twice is so"
 
 
-def test_calls_take_turns_until_time_is_up() -> None:
-    order: list[str] = []
-    calls = {name: lambda name=name: order.append(name) for name in "ab"}
-    times = time_calls(calls, 0.0, min_turns=3, between=lambda: order.append("-"))
-    assert "".join(order) == "a-b-" * 3 and {len(each) for each in times.values()} == {3}
-    assert {len(each) for each in time_calls(calls, 60.0, max_turns=2).values()} == {2}
-    slow = time_calls({"sleep": lambda: time.sleep(0.02), "nothing": lambda: None}, 0.1)
-    assert lower_quartile(slow["sleep"]) > 19 > 10 > lower_quartile(slow["nothing"])
-
-
 @pytest.mark.parametrize(("name", "trees"), [(None, True), (None, False), ("falcon_h1", False), ("gpt2", False)])
 def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measure_costs(*make_pair(name=name), trees=trees)
@@ -126,19 +112,6 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     assert (costs.again > 0) <= (name == "falcon_h1")
     monkeypatch.setattr(costs_module, "SECONDS", 0.0)
     assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
-
-
-@pytest.mark.parametrize(
-    ("positions", "contexts"), [(2000, CONTEXTS), (200, CONTEXTS[:1]), (30, (30 - MEASURED_NODES,))]
-)
-def test_measurements_end_with_learned_positions(
-    positions: int, contexts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, drafter = make_pair(name="gpt2")
-    table = mx.zeros((positions, model.model.wpe.weight.shape[1]))
-    monkeypatch.setitem(model.model.wpe, "weight", table)
-    monkeypatch.setattr(model.args, "n_positions", positions)
-    assert measure_costs(model, drafter, trees=False).contexts == contexts
 
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
