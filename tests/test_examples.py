@@ -77,7 +77,7 @@ def test_two_sessions_go_on_from_one_beginning(capsys: pytest.CaptureFixture[str
         assert all(word in shown for word in re.findall(r"\w+", answer) if len(word) < 20)
 
 
-def test_timer_ends_each_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_timer_ends_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
     timer.main(["--seconds", "0.5"])
     found = re.findall(r"cancelled after (\d+) tokens; (\d+) in the", capsys.readouterr().out)
     (first, _), (second, held) = ((int(made), int(held)) for made, held in found)

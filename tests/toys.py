@@ -96,20 +96,6 @@ def run(model: nn.Module, prompt: Sequence[int] | mx.array, drafter: Any = None,
     return list(decode_tokens(prompt, model, drafter, Options(**options)))
 
 
-def decode_plainly(model: nn.Module, prompt: tuple[int, ...], count: int, **options: Any) -> list[Step]:
-    """Plain decoding of a shared model, remembered; not with processors or a cache."""
-    if "logits_processors" in options or "prompt_cache" in options:
-        return run(model, prompt, max_tokens=count, **options)
-    key = id(model), prompt, count, repr(sorted(options.items()))
-    if key not in _decoded:
-        _decoded[key] = model, run(model, prompt, max_tokens=count, **options)
-    return list(_decoded[key][1])
-
-
-_decoded: dict[Any, tuple[nn.Module, list[Step]]] = {}
-"""What `decode_plainly` has decoded, and the model, so that no other one gets its id."""
-
-
 def ids(steps: Sequence[Step]) -> list[int]:
     """The tokens of some steps."""
     return [step.token for step in steps]
@@ -230,7 +216,7 @@ def with_plain(
     model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, luck: int = 0, **options: Any
 ) -> tuple[list[Step], Scripted]:
     """(`count` steps of plain decoding, a drafter that follows `script` on that text)."""
-    steps = decode_plainly(model, tuple(prompt), count + 8, **options)
+    steps = run(model, prompt, max_tokens=count + 8, **options)
     return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, seed=luck)
 
 

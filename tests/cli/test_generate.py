@@ -92,13 +92,7 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("dtype", "step", "rounding"),
-    [
-        (mx.float32, 0.0, True),
-        (mx.float32, 1e-4, True),
-        (mx.float32, 1e-2, False),
-        (mx.bfloat16, 0.125, True),
-        (mx.bfloat16, 3.0, False),
-    ],
+    [(mx.float32, 1e-4, True), (mx.float32, 1e-2, False), (mx.bfloat16, 0.125, True), (mx.bfloat16, 3.0, False)],
 )
 def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) -> None:
     row = mx.array([-1.0, -1.0 - step / 2, -17.0, -60.0])
@@ -108,15 +102,12 @@ def test_greedy_ties_are_rounding(dtype: mx.Dtype, step: float, rounding: bool) 
     assert judge_difference(4, rows, (0, 2), sampler, 9).rounding is False, "token 2 is far from the best"
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.99}])
-def test_ties_of_noisy_scores_are_rounding(options: dict[str, float]) -> None:
-    sampler, position = Options(temp=1.5, **options).make_sampler(seed=3), 7
-    gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]  # type: ignore[union-attr]
+def test_ties_of_noisy_scores_are_rounding() -> None:
+    sampler, position = Options(temp=1.5, top_p=0.99).make_sampler(seed=3), 7
+    gumbel = sampler.draws(mx.array(position), 1, 4).gumbel[0]
     tie = mx.array([0.0, (1.5 * (gumbel[0] - gumbel[1])).item(), -9.0, -9.0])  # scores of tokens 0 and 1 are equal
     row = tie - mx.logsumexp(tie)
-    step = mx.array([0.0, 1e-5, 0.0, 0.0])
-    for rows in ((row, row), (row - step, row + step)):
-        assert judge_difference(4, rows, (0, 1), sampler, position).rounding
+    assert judge_difference(4, (row, row + mx.array([0.0, 1e-5, 0.0, 0.0])), (0, 1), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
 

@@ -16,7 +16,6 @@ from toys import (
     ScriptedContext,
     assert_same_cache,
     assert_same_steps,
-    decode_plainly,
     ids,
     make_model,
     make_prompt,
@@ -148,7 +147,7 @@ def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_text_is_plain_decodings(plan: str, right: float, options: dict[str, Any], use_index: Any) -> None:
     model, prompt = make_model(), make_prompt(9)
     plain, drafter = with_plain(model, prompt, 60, "mixed", width=PLANS[plan]["plan"][0], **options)
-    text = [*prompt, *ids(decode_plainly(model, tuple(prompt), 80, **options))]
+    text = [*prompt, *ids(run(model, prompt, max_tokens=80, **options))]
     use_index(partial(ScriptedContext, text, right))
     alone = plan == "context alone"
     steps = run(model, prompt, None if alone else drafter, max_tokens=60, context=True, **PLANS[plan], **options)
@@ -164,7 +163,7 @@ def test_text_is_plain_decodings(plan: str, right: float, options: dict[str, Any
 def test_a_processor_sees_its_own_path(use_index: Any) -> None:
     model, prompt = make_model(), make_prompt(9)
     options: dict[str, Any] = {"logits_processors": [lambda history, logits: logits + 3.0 * (history[-1] % 2)]}
-    plain = decode_plainly(model, tuple(prompt), 60, **options)
+    plain = run(model, prompt, max_tokens=60, **options)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.8))
     steps = run(model, prompt, max_tokens=50, context=True, plan=(1, 1), **options)
     assert_same_steps(steps, plain[:50])
@@ -174,7 +173,7 @@ def test_a_processor_sees_its_own_path(use_index: Any) -> None:
 @pytest.mark.parametrize("taken", [1, 5, 6, 7, 8, 20])
 def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> None:
     model, prompt = make_model(), make_prompt(9)
-    plain = decode_plainly(model, tuple(prompt), 60)
+    plain = run(model, prompt, max_tokens=60)
     use_index(partial(ScriptedContext, [*prompt, *ids(plain)], 0.9))
     cache, other = make_prompt_cache(model), make_prompt_cache(model)
     steps = decode_tokens(prompt, model, None, Options(prompt_cache=cache, context=True, plan=(1, 1)))
@@ -188,7 +187,7 @@ def test_a_continued_cache_is_drafted_from_its_history() -> None:
     model, cache = make_model(), make_prompt_cache(make_model())
     history = make_prompt(30) * 2
     run(model, history, max_tokens=0, prompt_cache=cache)
-    plain = decode_plainly(model, (*history, 3, 4), 40)
+    plain = run(model, [*history, 3, 4], max_tokens=40)
     given: dict[str, Any] = {"prompt_cache": cache, "history": history, "context": True, "plan": (1, 1)}
     steps = run(model, [3, 4], max_tokens=40, **given)
     assert ids(steps) == ids(plain)

@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, hidden_states, make_family, make_follower, modules, record_hidden_states
-from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from families import CONFIGS, make_family, make_follower, modules, record_hidden_states
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
@@ -32,7 +31,7 @@ from mlx_redrafter.engine.supported_models import (
     model_sizes,
 )
 from mlx_redrafter.engine.target import Target
-from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
+from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 
@@ -151,22 +150,6 @@ def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) 
     assert_same_steps(steps, plain, tolerance=CLOSE)
     assert_same_cache(cache, expected, tolerance=CLOSE)
     assert steps[-1].stats.accepted > 5
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_max_kv_size_is_mlx_lms(width: int) -> None:
-    model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(9)]
-    theirs, whole = (
-        [token for token, _ in mlx_lm_generate_step(mx.array(prompt), model, max_tokens=40, max_kv_size=size)]
-        for size in (12, None)
-    )
-    assert whole != theirs, "the window matters"
-    text = prompt + theirs
-    drafter = make_follower(model, text, hidden_states(model, text, 9, make_prompt_cache(model, 12)), "mixed", width)
-    steps = run(model, prompt, drafter, max_tokens=34, max_kv_size=12, plan=(width, 3))
-    assert ids(steps) == theirs[:34] and steps[-1].stats.accepted > 5
-    with pytest.raises(RedrafterError, match="mlx-lm cannot quantize a RotatingKVCache"):
-        run(model, prompt, max_kv_size=12, kv_bits=8)
 
 
 @pytest.mark.parametrize("name", RUNNING)

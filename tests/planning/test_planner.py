@@ -126,21 +126,15 @@ def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, te
     assert mean > 0.93 * max([1.0, *fixed])
 
 
-@pytest.mark.parametrize("curve", ["flat", "gentle", "half of every row"])
-def test_rounds_that_slow_down_are_noticed(curve: str) -> None:
-    costs = make_costs(curve)
-    far = scale_rounds(costs, 2.0)
-    truth = costs._replace(verify=(costs.verify[0], far.verify[1]))  # as the table says at 64 tokens, not at 1,024
+def test_rounds_that_slow_down_are_noticed() -> None:
+    costs = make_costs("gentle")
+    truth = costs._replace(verify=(costs.verify[0], scale_rounds(costs, 2.0).verify[1]))  # wrong at 1,024 tokens
     for text in ("a third", "most"):
         assert fly(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > BOUNDS[1.3]
-
-
-def test_slow_rounds_do_not_disable_drafting() -> None:
-    costs, planner = make_costs(), AutoPlanner(make_costs(), ACCEPTANCE)
+    planner = AutoPlanner(costs, ACCEPTANCE)
     assert fly(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
-    assert planner.slowdown > 3
     fly(planner, costs, TEXTS["all"], 600, 2)
-    assert planner.slowdown < 1.1 and fly(planner, costs, TEXTS["all"], 600, 2) > 1.4
+    assert fly(planner, costs, TEXTS["all"], 600, 2) > 1.4, "drafting goes on once they are fast again"
 
 
 def test_better_text_is_noticed_in_spite_of_stalls() -> None:
