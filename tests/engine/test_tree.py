@@ -29,9 +29,9 @@ def all_nodes(beams: Beams) -> tuple[list[int], list[int]]:
     tokens, parents = [THE], [0]
     for level in range(depth):
         for rank in range(width):
-            tokens.append(beams.tokens[level, rank].item())  # type: ignore[arg-type]
+            tokens.append(beams.tokens[level, rank].item())
             above = beams.parents[level, rank].item()
-            parents.append(1 + (level - 1) * width + above if level else 0)  # type: ignore[operator]
+            parents.append(1 + (level - 1) * width + above if level else 0)
     return tokens, parents
 
 
