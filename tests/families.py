@@ -77,7 +77,7 @@ def hidden_states(model: nn.Module, text: Sequence[int], size: int, cache: kv_ca
 
 
 def make_follower(
-    model: nn.Module, text: Sequence[int], recorded: Sequence[mx.array], script: str, width: int
+    model: nn.Module, text: Sequence[int], recorded: Sequence[mx.array], script: str, width: int, seed: int = 5
 ) -> Scripted:
     """A `Scripted` drafter for any model.
 
@@ -86,7 +86,7 @@ def make_follower(
         text: a prompt and its plain continuation, longer than what will be decoded.
         recorded: what `record_hidden_states` or `hidden_states` gave for `text`; a check of the model may have run
             something before.
-        script: see `make_ranks`.
+        script, seed: see `make_ranks`.
         width: W.
     """
     with record_hidden_states(model) as once:
@@ -94,13 +94,13 @@ def make_follower(
     last = recorded[len(once) - 1 :: len(once)]  # some models go through their final norm more than once
     hidden = mx.concatenate([part[0] for part in last])[-len(text) :]
     assert hidden.shape[0] == len(text)
-    return Scripted(model, text, make_ranks(script, len(text), width, seed=5, share=0.5), width, hidden)
+    return Scripted(model, text, make_ranks(script, len(text), width, seed=seed, share=0.5), width, hidden)
 
 
 def follow_plain(
-    model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, **options: Any
+    model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, luck: int = 5, **options: Any
 ) -> tuple[list[Step], Scripted]:
     """(`count` steps of plain decoding, a drafter that follows `script` on that text), as `with_plain` in toys.py."""
     with record_hidden_states(model) as recorded:
         steps = run(model, prompt, max_tokens=count + 8, **options)
-    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width)
+    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width, luck)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import tracemalloc
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -70,8 +71,9 @@ def longest_earlier_match(tokens: list[int]) -> int:
     ],
 )
 def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None) -> None:
-    proposal = index(text).propose()
-    assert (proposal and proposal.tokens) == proposed
+    for made in (index(text), index([], text)):  # as a prompt, or decoded
+        proposal = made.propose()
+        assert (proposal and proposal.tokens) == proposed
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -183,14 +185,21 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
     assert_same_cache(cache, other)
 
 
-def test_a_continued_cache_is_drafted_from_its_history() -> None:
-    model, cache = make_model(), make_prompt_cache(make_model())
+def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
+    model, cache, read = make_model(), make_prompt_cache(make_model()), []
+
+    class Recorder(ContextIndex):
+        def read(self, tokens: Sequence[int]) -> None:
+            read.extend(tokens)
+            super().read(tokens)
+
     history = make_prompt(30) * 2
     run(model, history, max_tokens=0, prompt_cache=cache)
     plain = run(model, [*history, 3, 4], max_tokens=40)
+    use_index(Recorder)
     given: dict[str, Any] = {"prompt_cache": cache, "history": history, "context": True, "plan": (1, 1)}
-    steps = run(model, [3, 4], max_tokens=40, **given)
-    assert ids(steps) == ids(plain)
+    assert ids(run(model, [3, 4], max_tokens=40, **given)) == ids(plain)
+    assert read == [*history, 3, 4]
 
 
 def test_on_by_default_off_where_asked() -> None:
