@@ -9,8 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from typing import Any, Self
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlx_lm.chat import setup_arg_parser
@@ -28,88 +28,38 @@ PROMPT = "\u203a"
 BAR = r"\rprompt:[^\r\n]*\r *\r"
 """Of a prompt that took more than a second, which it may on a busy machine."""
 
-COUNTS = r"\n  (\x1b\[[0-9;]*m)*(?P<count>\d+) tokens · "
-SECONDS = 60.0
-CTRL_C, CTRL_D = "\x03", "\x04"
-
-# A process is interrupted by a terminal only if that one controls it.
-IN_TERMINAL = (
-    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # ignored where the tests run in the background
-    "os.execv(sys.executable, [sys.executable, '-m', 'mlx_redrafter.chat', *sys.argv[1:]])"
-)
+COUNTS = r"\n  (\x1b\[[0-9;]*m)*\d+ tokens · "
 
 Run = Any
 
 
 class Terminal:
-    """A chat with these flags in a terminal of its own, and more variables in its environment."""
+    """A chat with these flags in a terminal of its own."""
 
-    def __init__(self, *flags: str, **environment: str) -> None:
-        self._master, slave = os.openpty()
-        inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, *flags],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env=inherited | {"TERM": "xterm-256color"} | environment,
-        )
+    def __init__(self, *flags: str) -> None:
+        self.master, slave = os.openpty()
+        environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+        command = [sys.executable, "-m", "mlx_redrafter.chat", *flags]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        self.process = subprocess.Popen(command, **streams, env=environment | {"TERM": "xterm-256color"})
         os.close(slave)
         self._seen = ""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-    def read_until(self, pattern: str, key: str = "") -> str:
-        """What is shown up to the end of the first match, newlines as a program writes them.
-
-        A key is pressed, and again every two seconds: readline handles a signal that came just before it waits for a
-        key only at the next key.
-        """
-        end, again = time.monotonic() + SECONDS, 0.0
+    def read_until(self, pattern: str) -> str:
+        """What is shown up to the end of the first match, newlines as a program writes them."""
         while (found := re.search(pattern, self._seen)) is None:
-            assert time.monotonic() < end, f"waited for {pattern!r} after {self._seen[-500:]!r}"
-            if key and time.monotonic() >= again:
-                self.type(key)
-                again = time.monotonic() + 2.0
-            self._read_more(min(end, again) if key else end)
+            assert select.select([self.master], [], [], 60)[0], f"waited for {pattern!r} after {self._seen[-500:]!r}"
+            piece = os.read(self.master, 4096).decode(errors="replace")
+            self._seen = re.sub(BAR, "", self._seen + piece.replace("\r\n", "\n"))
         text, self._seen = self._seen[: found.end()], self._seen[found.end() :]
         return text
-
-    def type(self, text: str) -> None:
-        """Presses keys."""
-        os.write(self._master, text.encode())
 
     def ask(self, text: str) -> str:
         """Types a line at the prompt; what is shown between it and the counts: an answer."""
         self.read_until(PROMPT)
-        self.type(text + "\n")
+        os.write(self.master, f"{text}\n".encode())
         self.read_until(re.escape(text) + "\n\n")
         return re.sub(COUNTS + "$", "", self.read_until(COUNTS))
-
-    def wait(self) -> tuple[int, str]:
-        """(exit status, what was shown last)."""
-        end = time.monotonic() + SECONDS
-        while self._read_more(end):
-            pass
-        return self.process.wait(SECONDS), self._seen
-
-    def _read_more(self, end: float) -> bool:
-        if not select.select([self._master], [], [], max(0.0, end - time.monotonic()))[0]:
-            return False
-        try:
-            piece = os.read(self._master, 4096).decode(errors="replace")
-        except OSError:  # how Linux says that the other side is closed
-            return False
-        self._seen = re.sub(BAR, "", self._seen + piece.replace("\r\n", "\n"))
-        return bool(piece)
 
 
 def demo_session(**options: Any) -> Session:
@@ -122,39 +72,22 @@ def tint(each: GenerationResponse) -> str:
 
 
 def test_a_terminal_tints_accepted_tokens() -> None:
-    with Terminal(*FIXED, "-m", "30", "--show-accepted") as terminal:
+    terminal = Terminal(*FIXED, "-m", "30", "--show-accepted")
+    try:
         shown = [terminal.ask("def main("), terminal.ask("class Stack:")]
         rounds = terminal.read_until(PROMPT)
-        terminal.type(CTRL_D)
-        status, last = terminal.wait()
+        os.write(terminal.master, b"\x04")
+        terminal.read_until(r"\n(\x1b\[[0-9;]*m)*bye")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.master)
     expected = demo_session(max_tokens=30)
     for text, prompt in zip(shown, ("def main(", "class Stack:"), strict=True):
         responses = list(expected.stream(prompt))
         assert text == "".join(map(tint, responses))
         assert 0 < sum(each.from_draft for each in responses) < len(responses)
     assert f"{responses[-1].tokens_per_round:.2f} tokens per round" in rounds and "tok/s" in rounds
-    assert status == 0 and re.search(r"\n(\x1b\[[0-9;]*m)*bye(\x1b\[[0-9;]*m)*\n$", last), "on a line of its own"
-
-
-def test_ctrl_c_stops_an_answer_or_the_chat() -> None:
-    with Terminal(*FIXED, "-m", "-1", "--show-accepted", NO_COLOR="1") as terminal:
-        terminal.read_until(PROMPT)
-        terminal.type("def main(\n")
-        terminal.read_until(r"def main\(\n\n")
-        first = terminal.read_until(r"(?s).{20}")
-        terminal.type(CTRL_C)
-        first += terminal.read_until(COUNTS)
-        terminal.read_until("stopped.*the conversation goes on")
-        terminal.read_until(PROMPT)
-        last = terminal.read_until("bye", CTRL_C)
-        status, rest = terminal.wait()
-    found = re.search(COUNTS, first)
-    assert found is not None and UNTINT not in first
-    count = int(found["count"])
-    session = demo_session(max_tokens=-1)
-    answer = session.send("def main(", on_token=lambda each: each.generation_tokens == count and session.cancel())
-    assert len(answer.tokens) == count and re.sub(r"\^C", "", first[: found.start()]) == answer.text
-    assert status == 130 and "Traceback" not in last + rest and rest == "\n" and last.endswith("\nbye")
 
 
 def make_screen(*, interactive: bool = False) -> Screen:
@@ -163,13 +96,20 @@ def make_screen(*, interactive: bool = False) -> Screen:
     return screen
 
 
-def test_a_second_ctrl_c_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_an_answer_then_the_chat(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     session, screen, before = make_session(max_tokens=-1), make_screen(), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
+    chat.answer(session, screen, "hello")
+    assert "the conversation goes on" in capsys.readouterr().out and len(session.messages) == 2
+    monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
     with pytest.raises(KeyboardInterrupt):
         chat.answer(session, screen, "hello")
-    assert signal.getsignal(signal.SIGINT) is before and session.messages, "Ctrl-C does what it did before"
+    assert signal.getsignal(signal.SIGINT) is before and len(session.messages) == 4, "Ctrl-C does what it did before"
+    monkeypatch.setattr(Screen, "prompt", Mock(side_effect=KeyboardInterrupt))
+    status, out, err = run("chat", *FIXED)
+    assert status == 130 and out.endswith("bye\n") and "Traceback" not in err
 
 
 def test_a_pipe_gets_text_and_answers_commands(run: Run) -> None:
