@@ -47,9 +47,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def test_every_shape_gives_the_plain_tokens(width: int, depth: int, script: str) -> None:
     model, prompt, size = make_model(), make_prompt(11, seed=width), 1 + width * depth
     plain, drafter = with_plain(model, prompt, 15, script, width=width, luck=depth)
-    for pruned in range(2, 1 + size) if script == "mixed" else [size]:
-        plan = (width, depth) if width == 1 else (width, depth, pruned)
-        steps = run(model, prompt, drafter, max_tokens=15, plan=plan)
+    for pruned in range(2, 1 + size) if script == "mixed" and width > 1 else [size]:
+        steps = run(model, prompt, drafter, max_tokens=15, plan=(width, depth, pruned))
         assert_same_steps(steps, plain)
         stats = steps[-1].stats
         assert stats.accepted == sum(step.from_draft for step in steps)
