@@ -70,6 +70,10 @@ def test_costs_between_contexts_are_interpolated() -> None:
     assert [interpolate((64, 1024), (1.0, 2.0), place) for place in (0, 64, 544, 1024, 1984)] == [1, 1, 1.5, 2, 3]
     assert interpolate((64, 1024), (2.0, 1.0), 5000) == 1.0
     assert interpolate((64,), (2.0,), 5000) == 2.0
+    costs, plan = make_costs("gentle"), chain_plan(3)
+    assert [costs.plain_ms(length) for length in (64, 544, 1024)] == pytest.approx([1.0, 1.1, 1.2])
+    verified = [costs.round_ms(plan, length) - costs.draft_ms(plan) - costs.rest[0] for length in (64, 544, 1024)]
+    assert verified == pytest.approx([1.15, 1.1 * 1.15, 1.2 * 1.15])
 
 
 def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
