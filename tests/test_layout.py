@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import mlx_redrafter
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_redrafter"
 COMMANDS = {"cli", "serving", "training", "convert"}
@@ -76,6 +78,8 @@ show()"""
     assert result.returncode == 0, result.stderr
     alone, used = (json.loads(line) for line in result.stdout.splitlines())
     libraries = {"transformers", "mlx_lm", "mlx", "numpy"}
+    with pytest.raises(AttributeError, match="module 'mlx_redrafter' has no attribute 'generat'"):
+        mlx_redrafter.generat  # noqa: B018
     assert "mlx_redrafter" in alone and not libraries & set(alone)
     # Negative control: these are what it would have imported.
     assert libraries <= set(used)
@@ -97,13 +101,13 @@ def test_generate_survives_any_order_of_imports(order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("command", "error"),
     [
-        "ModuleNotFoundError(\"No module named 'mlx.core'\")",
-        "ImportError('libmlx.so: cannot open shared object file')",
+        (["mlx_redrafter.generate"], "ModuleNotFoundError(\"No module named 'mlx.core'\")"),
+        (["mlx_redrafter", "generate"], "ImportError('libmlx.so: cannot open shared object file')"),
     ],
 )
-def test_a_missing_backend_is_named(error: str, tmp_path: Path) -> None:
+def test_a_missing_backend_is_named(command: list[str], error: str, tmp_path: Path) -> None:
     without_backend = f"""import sys
 
 class NoBackend:
@@ -114,9 +118,9 @@ class NoBackend:
 sys.meta_path.insert(0, NoBackend())
 """
     (tmp_path / "sitecustomize.py").write_text(without_backend)
-    help_text = python("-m", "mlx_redrafter.generate", "--help")
+    help_text = python("-m", *command, "--help")
     assert (help_text.returncode, help_text.stderr) == (0, "") and "--beam-width" in help_text.stdout
-    result = python("-m", "mlx_redrafter.generate", "--prompt", "the", path=tmp_path)
+    result = python("-m", *command, "--prompt", "the", path=tmp_path)
     assert result.returncode != 0 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert "[cpu]" in result.stderr and "[cuda]" in result.stderr

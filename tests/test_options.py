@@ -37,6 +37,8 @@ def pick(logprobs: mx.array) -> mx.array:
         ({"sampler": 3}, "sampler must be a function, got int"),
         ({"sampler": pick, "top_k": 3}, "give either a sampler or top_k, got both (top_k=3)"),
         ({"logits_processors": [3]}, "logits_processors must be a list of functions, got [3]"),
+        ({"history": "ab"}, "history must be token ids, got 'ab'"),
+        ({"on_round": 3}, "on_round must be a function, got 3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
