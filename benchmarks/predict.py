@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -280,17 +279,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam-width", type=int, choices=range(1, MAX_WIDTH + 1), help="default: 1")
     parser.add_argument("--draft-depth", type=int, choices=range(1, MAX_DEPTH + 1), help=f"default: {DRAFT_DEPTH}")
     parser.add_argument("--tokens-per-round", type=parse_above_zero, help="what your drafter makes (default: Apple's)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints tables, or one JSON object; the exit status is 1 where the model predicts badly."""
-    asked = (args.chip, args.beam_width, args.draft_depth, args.tokens_per_round)
-    if any(value is not None for value in asked):
-        found = predict_plan(args)
-        text = format_markdown([{"of": name, "is": value} for name, value in found.items()])
-    else:
-        found = study()
-        text = format_study(found)
-    print(json.dumps(found, allow_nan=False) if args.json else text)
-    return 0 if found.get("passed", True) else 1
+    """Prints tables; the exit status is 1 where the model predicts badly."""
+    if any((args.chip, args.beam_width, args.draft_depth, args.tokens_per_round)):
+        rows = [{"of": name, "is": value} for name, value in predict_plan(args).items()]
+        print(format_markdown(rows))
+        return 0
+    found = study()
+    print(format_study(found))
+    return 0 if found["passed"] else 1

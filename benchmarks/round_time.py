@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.round import Chooser, Draft, make_draft, verify
@@ -25,7 +25,6 @@ from mlx_redrafter.planning.costs import time_calls
 
 from .acceptance import add_shapes
 from .command import parse_positive
-from .contest import find_quartiles
 from .models import Workload, open_workload
 from .tables import show_rows
 
@@ -75,17 +74,12 @@ def measure(
 
     calls = {"plain": plain_step, "verify": verify_alone, "draft": lambda: mx.eval(draft(start)), "round": whole_round}
     turns = time_calls(calls, 0.0, min_turns=WARM_UP + repeats)
-    times = {name: values[WARM_UP:] for name, values in turns.items()}
-    sums = [verified + drafted for verified, drafted in zip(times["verify"], times["draft"], strict=True)]
-    ratios = [whole / both for whole, both in zip(times["round"], sums, strict=True)]
-    lower, upper = find_quartiles(ratios)
+    times = {name: np.array(values[WARM_UP:]) for name, values in turns.items()}
+    lower, middle, upper = np.quantile(times["round"] / (times["verify"] + times["draft"]), (0.25, 0.5, 0.75)).tolist()
     return {
-        "W": plan.width,
-        "K": plan.depth,
-        "N": plan.size,
-        **{f"{name} ms": median(values) for name, values in times.items()},
-        "draft step %": 100 * median(times["draft"]) / plan.depth / median(times["plain"]),
-        "x sum": median(ratios),
+        "plan": list(shape),
+        **{f"{name} ms": float(np.median(values)) for name, values in times.items()},
+        "x sum": middle,
         "lower": lower,
         "upper": upper,
     }
