@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,53 +42,39 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
         return
     if not force:
         raise RedrafterError(f"{place} exists already: give another --mlx-path, or --force to replace it")
-    reason = None
-    present = sorted(os.listdir(place)) if place.is_dir() else []
-    others = [name for name in present if not DRAFTER_FILES.fullmatch(name) or (place / name).is_dir()]
-    if place.is_symlink() or not place.is_dir():
-        reason = "it is not a directory"
-    elif expand_path(source).resolve().is_relative_to(place.resolve()):
-        reason = "what is converted is in it"
-    elif others:
-        reason = f"it holds {one_line(others[0])}, which no drafter has"
-    elif present and read_object(place / "config.json").get("model_type") not in KINDS:
-        reason = "it holds another model than a drafter"
-    if reason:
-        raise RedrafterError(f"{place} is not replaced, even with --force: {reason}; give another --mlx-path")
+    present = os.listdir(place) if place.is_dir() and not place.is_symlink() else [""]
+    is_drafter = all(map(DRAFTER_FILES.fullmatch, present)) and (
+        not present or read_object(place / "config.json").get("model_type") in KINDS
+    )
+    if not is_drafter:
+        raise RedrafterError(f"{place} is not replaced, even with --force: it holds something else than a drafter")
+    if expand_path(source).resolve().is_relative_to(place.resolve()):
+        raise RedrafterError(f"{place} is not replaced, even with --force: what is converted is in it")
 
 
 @contextmanager
-def new_directory(place: Path, source: str | Path, force: bool) -> Iterator[Path]:
-    """A directory beside `place` that is renamed to `place` when the block ends, and removed when it raises.
-
-    Args:
-        place, source, force: see `check_destination`, which is asked again before the renaming.
+def new_directory(place: Path) -> Iterator[Path]:
+    """A directory beside `place` that takes its place when the block ends, and is removed when it raises.
 
     Raises:
         RedrafterError: the disk is full, or cannot be written for another reason.
     """
-    scratch = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=".convert-unfinished-"))
-        stage, aside = scratch / "new", scratch.with_name(scratch.name.replace("unfinished", "replaced"))
-        stage.mkdir()
-        yield stage
-        check_destination(place, source, force)
-        try:
-            if os.path.lexists(place):
-                os.rename(place, aside)
-            os.rename(stage, place)
-        except BaseException:
-            if aside.exists():
-                os.rename(aside, place)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".convert-unfinished-") as scratch:
+            stage, old = Path(scratch, "new"), Path(scratch, "old")
+            stage.mkdir()
+            yield stage
+            if place.exists():
+                place.rename(old)
+            try:
+                stage.rename(place)
+            except OSError:
+                if old.exists():
+                    old.rename(place)
+                raise
     except OSError as error:
         raise RedrafterError(f"cannot write {place}: {error.strerror or one_line(error)}") from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_drafter(stage: Path, drafter: Drafter, config: dict[str, Any], card: str) -> None:

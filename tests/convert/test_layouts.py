@@ -55,14 +55,11 @@ def test_ranks_are_joined_without_padding(size: int, padding: int, tmp_path: Pat
     assert any(f"the last {padding} rows" in note for note in done.notes) == bool(padding)
 
 
-def test_unused_norm_is_left_out_and_named(tmp_path: Path) -> None:
+def test_unused_norm_is_left_out(tmp_path: Path) -> None:
     drafter = make("input projection")
     arrays = {name.replace("input_proj.", "input_projs."): array for name, array in tensors(drafter).items()}
     done = convert(apple(tmp_path / "in", arrays | {"emb_norm.weight": mx.ones((24,))}), tmp_path / "out")
-    assert came_through(done, drafter)
-    assert done.notes == ("emb_norm.weight is left out: no forward pass uses it",)
-    # Negative control: nothing is said where nothing is left out.
-    assert convert(apple(tmp_path / "plain", tensors(drafter)), tmp_path / "out2").notes == ()
+    assert came_through(done, drafter) and done.notes == ()
 
 
 @pytest.mark.parametrize("said", [-1, None, 10**30, "many", [1], "line\nbreak"], ids=repr)
@@ -130,25 +127,26 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "another network": (
         holding(lambda _: {"encoder.weight": mx.ones((4,))}),
-        r"IN holds no drafter: its tensors begin \['encoder.weight'\]",
+        "IN holds a tensor that no .* has: 'encoder.weight'",
     ),
     **{
         f"two drafters, {one}* and {other}*": (
             holding(lambda sound, one=one, other=other: prefixed(one, sound) | prefixed(other, sound)),
             r"IN holds two drafters: \S+ and \S+",
         )
-        for one, other in (
-            ("drafter.", "module.drafter."),
-            ("drafter.", ""),
-        )
+        for one, other in (("drafter.", "module.drafter."), ("", "model."))
     },
-    "two heads": (with_tensors(lm_head__weight=mx.ones((60, 48))), "IN holds two drafters: lm_head.1.weight and .*"),
+    "an output matrix alone": (
+        holding(lambda _: {"lm_head.weight": mx.ones((60, 24))}),
+        r"IN holds no drafter: its tensors are \['lm_head.weight'\]",
+    ),
+    "two heads": (with_tensors(lm_head__weight=mx.ones((60, 48))), "IN holds two drafters: 'lm_head.1.weight' and .*"),
     # Tensors that are missing, too many, or of another kind.
     **{
         f"no {name}": (without(name, exit_dim=36), "((half|not) a drafter: )?IN.*")
         for name in sorted(tensors(make("input projection")))
     },
-    "extra tensor": (with_tensors(norm__weight=mx.ones((24,))), "IN holds 1 tensors that no drafter has: norm.*"),
+    "extra tensor": (with_tensors(norm__weight=mx.ones((24,))), "IN holds a tensor that no .* has: 'norm.weight'"),
     "extra block": (with_tensors(lm_head__2__linear__bias=mx.ones((48,))), "not a drafter: IN has no lm_head.N.*"),
     "no cell": (without("rnn", {"rnn": True}), "half a drafter: IN/config.json says rnn True, .*"),
     "no projection": (
@@ -160,15 +158,19 @@ REFUSED: dict[str, tuple[Write, str]] = {
     **{
         f"{dtype} weights": (
             with_tensors(rnn_w__weight=mx.ones((24, 24), dtype)),
-            "IN: expected rnn_w.weight in F64, F32, F16, BF16, got [A-Z0-9]+",
+            "IN: expected rnn_w.weight in float64, float32, float16, bfloat16, got [a-z0-9]+",
         )
         for dtype in (mx.int8, mx.uint8, mx.complex64)
     },
     **{
         f"{name} of shape {shape}": (with_tensors(**{name.replace(".", "__"): mx.ones(shape)}), pattern)
         for name, shape, pattern in (
-            ("rnn_u.weight", (24, 23), r"half a drafter: IN: Expected shape \(24, 24\) but received .* rnn_u.weight"),
-            ("rnn_u.bias", (24, 1), r"IN: expected rnn_u.bias to be a vector, got shape \(24, 1\)"),
+            (
+                "rnn_u.weight",
+                (24, 23),
+                r"half a drafter: IN: expected rnn_u.weight of shape .*, got \(24, 23\)",
+            ),
+            ("rnn_u.bias", (24, 1), r"half a drafter: IN: expected rnn_u.bias of shape \(24,\), got \(24, 1\)"),
             ("lm_head.1.weight", (48,), r"IN: expected lm_head.1.weight to be a matrix, got shape \(48,\)"),
             ("lm_head.1.weight", (60, 47), "half a drafter: IN: .*"),
         )
@@ -176,16 +178,16 @@ REFUSED: dict[str, tuple[Write, str]] = {
     # Shards and ranks.
     "an overlap of shards": (
         lambda directory: save(directory / "model-2.safetensors", tensors(make())) or apple(directory, tensors(make())),
-        "IN/model.safetensors holds .*, which another shard has already",
+        "IN/model.* holds .*, which another shard has already",
     ),
     "the last rank missing": (without_last_rank, "half a checkpoint: IN says tp_size 4, and has 3 ranks"),
     "rank without a tensor": (
         second_rank(lambda arrays: {k: v for k, v in arrays.items() if k != "drafter.rnn_u.bias"}),
-        "IN: ranks 0 and 1 do not hold the same tensors: drafter.rnn_u.bias",
+        "IN: 1 of 2 ranks have no rnn_u.bias",
     ),
     "rank of another width": (
         second_rank(lambda arrays: arrays | {"drafter.rnn_w.weight": mx.ones((12, 23))}),
-        r"IN: slices of drafter.rnn_w.weight do not fit: \(12, 24\), \(12, 23\)",
+        r"IN: expected rnn_w.weight as matrices or vectors that fit, got shapes .*\(12, 24\), \(12, 23\).*",
     ),
 }
 
@@ -267,4 +269,4 @@ def test_token_ids_beyond_32_bits_are_refused(token: int, tmp_path: Path) -> Non
     """Cut to 32 bits they would be sound ones."""
     ids = mx.array([token if token % 2**32 == known else known for known in GUESSED.tolist()], mx.int64)
     source = apple(tmp_path / "in", tensors(make_partial()) | {"draft_ids": ids}, vocab_size=VOCAB)
-    refused(source, f"{source / WEIGHTS}: expected integers of 32 bits, got .*", tmp_path / "result")
+    refused(source, f"{source}: expected draft_ids in 32 bits, got .*", tmp_path / "result")

@@ -70,12 +70,11 @@ REFUSED: dict[str, tuple[Write, str]] = {
         "IN cannot be converted. FSDP shards: join them first with .*dcp_to_torch_save",
     ),
     "an adapter": (files("adapter_model.safetensors"), "IN cannot be converted. LoRA adapters: merge .*"),
-    "one of several ranks": (file("rank0.safetensors"), "IN is one of TensorRT-LLM's ranks: give its directory, .*"),
+    "one of several ranks": (file("rank1.safetensors"), "half a checkpoint: 1 ranks in IN, without rank0.safetensors"),
     "another kind of file": (file("drafter.gguf"), "no weights in IN: expected .*, got drafter.gguf"),
     "an empty directory": (Path.mkdir, "no weights in IN: expected .*, got no files"),
     "no weights": (files(CONFIG, "a.txt"), "no weights in IN: expected .*, got a.txt, config.json"),
     "no such path": (lambda directory: directory / "none", "no such file or directory: 'IN'"),
-    "no name": (lambda _: "", "no such file or directory: ''"),
     "no such home": (lambda _: Path("~nosuchuser/x"), "no such path: 'IN': .*"),
     "shard missing": (
         files("model-00002-of-00002.safetensors"),
