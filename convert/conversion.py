@@ -15,14 +15,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from ..atomic_files import expand_path
-from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter
+from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter, save_drafter
 from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError, one_line
 from ..generate import decode_prompts, encode_chat
 from ..options import Options
 from .heads import read_checkpoint
-from .output import check_destination, make_card, new_directory, upload, write_drafter
+from .output import check_destination, make_card, new_directory, upload
 from .sources import find_source
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
@@ -111,12 +111,8 @@ def convert(
         raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
-    if q_mode not in MODES:
-        raise RedrafterError(f"q_mode must be one of {', '.join(MODES)}, got {q_mode!r}")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
     check_quantization(group_size, {bits, *parts.values()} - {0}, q_mode)
-    if dtype not in (None, *DTYPES):
-        raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
     if (draft_vocab_size is None) != (token_counts is None):
@@ -153,7 +149,7 @@ def convert(
         if not mx.isfinite(array).all().item():
             raise RedrafterError(f"{name} holds numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
-    config: dict[str, Any] = {**args.to_dict(), "dtype": dtype}
+    config: dict[str, Any] = {"dtype": dtype}
     if quantize:
         quantization, skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
         notes += skipped
@@ -162,7 +158,8 @@ def convert(
     bytes_after = count_bytes(drafter)
 
     with new_directory(place) as stage:
-        write_drafter(stage, drafter, config, make_card(hf_path, args, config))
+        save_drafter(stage, drafter, extra=config)
+        (stage / "README.md").write_text(make_card(hf_path, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)
     if upload_repo is not None:
         upload(place, upload_repo)

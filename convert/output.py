@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -11,14 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub import HfApi
-from mlx.utils import tree_flatten
 
 from ..atomic_files import expand_path
 from ..checkpoints import card_header, read_object
 from ..drafters import KINDS
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.protocol import DrafterArgs
 from ..errors import RedrafterError, one_line
 
 DRAFTER_FILES = re.compile(
@@ -77,24 +74,9 @@ def new_directory(place: Path) -> Iterator[Path]:
         raise RedrafterError(f"cannot write {place}: {error.strerror or one_line(error)}") from error
 
 
-def write_drafter(stage: Path, drafter: Drafter, config: dict[str, Any], card: str) -> None:
-    """Fills an empty directory; without the config, which comes last, it does not load.
-
-    Raises:
-        OSError: the disk is full, or cannot be written for another reason.
-    """
-    weights = dict(tree_flatten(drafter.parameters()))
-    try:
-        mx.save_safetensors(str(stage / "model.safetensors"), weights, {"format": "mlx"})
-    except RuntimeError as error:  # what MLX makes of a full disk
-        raise OSError(one_line(error)) from error
-    (stage / "README.md").write_text(card, encoding="utf-8")
-    (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
     """The README of the result, in the hub's form; of what lies on this machine it says the last part of the path."""
-    base, how = config.get("base_model"), config.get("quantization")
+    base, how = args.base_model, config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
     return f"""{card_header(base)}

@@ -22,7 +22,7 @@ TARGET, DRAFTER = DIRECTORY / "target", DIRECTORY / "drafter"
 WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
 """Sizes that every group size divides when it is at most 64; `input_proj` has 128 inputs."""
 
-WAYS = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)] + [("affine", 4, 32), ("affine", 4, 128)]
+WAYS = [("affine", bits, 64) for bits in (2, 3, 8)] + [("affine", 4, 32)]
 WAYS += [(mode, bits, group) for mode, (group, bits) in MODES.items() if mode != "affine"]
 
 

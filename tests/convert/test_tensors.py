@@ -44,14 +44,13 @@ DAMAGED: dict[str, Change] = {
     "nothing": lambda _: b"",
     "a web page": lambda _: b"\n<!DOCTYPE html>\n<html><body>401</body></html>",
     "a pickle by that name": lambda _: b"\x80\x04}.",
-    **{f"cut off at {size}": lambda content, size=size: content[:size] for size in (1, 8, 100, -4096, -1)},
+    **{f"cut off at {size}": lambda content, size=size: content[:size] for size in (1, 100, -1)},
     "longer than it says": lambda content: content + b"x",
     **{
         f"header of {size} bytes": lambda content, size=size: struct.pack("<Q", size) + content[8:]
-        for size in (0, 2**31, 2**64 - 1)
+        for size in (0, 2**64 - 1)
     },
-    **{f"header {value!r}": header(lambda _, value=value: value) for value in ([1], 3, {"__metadata__": [1]})},
-    "nested header": lambda _: struct.pack("<Q", 10**5) + b"[" * 10**5,
+    "a header that is a list": header(lambda _: [1]),
     "another dtype than its size": entry(dtype="F16"),
     "an unknown dtype": entry(dtype="F12"),
     "another shape than its size": entry(shape=[12, 12]),
