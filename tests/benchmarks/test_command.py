@@ -50,15 +50,3 @@ def test_a_bad_name_is_one_line() -> None:
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: no prompt, category or file is called 'poetry'")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is loaded")
-def test_openblas_is_what_mlx_then_uses() -> None:
-    code = (
-        "from benchmarks.__main__ import load_openblas\nprint(load_openblas())\n"
-        "from mlx_redrafter.planning.machine import describe_machine\n"
-        "print(describe_machine().get('blas', 'a GPU'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    loaded, used = done.stdout.splitlines()
-    assert loaded == "None" or "openblas" in used or used == "a GPU"
