@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import COMMANDS, make_parser
+from benchmarks.command import make_parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,13 +35,6 @@ def test_bad_flags_are_refused_by_the_parser(words: str, message: str, capsys: p
         make_parser().parse_args(words.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_a_commands_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        make_parser().parse_args([name, "--help"])
-    assert stopped.value.code == 0 and "python -m benchmarks " + name in capsys.readouterr().out
 
 
 def test_a_bad_name_is_one_line() -> None:

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from small import small_drafter, small_llama
 
 from benchmarks import run
-from benchmarks.models import Workload, count_bytes, count_bytes_read, find_prompts, open_workload
+from benchmarks.models import count_bytes, count_bytes_read, find_prompts, open_workload
 from mlx_redrafter import demo
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import load_demo
@@ -69,14 +69,6 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "fewer" / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(RedrafterError, match=r"expected a draft model with the target's vocabulary of .* tokens, got"):
         open_workload(parse_flags(run, "--draft-model", str(tmp_path / "fewer")))
-
-
-@pytest.mark.parametrize("words", [("--plans", "1,2"), ("--random-drafter",)])
-def test_plans_need_a_drafter(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = Workload("small", small_llama(), None, None, None, None, [])
-    monkeypatch.setattr(run, "open_workload", lambda args: bare)
-    with pytest.raises(RedrafterError, match="expected the --drafter that was trained for the model"):
-        run.run(parse_flags(run, *words))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -10,10 +10,8 @@ from bench_records import parse_flags
 from benchmarks import predict
 from benchmarks.predict import (
     CHIPS,
-    MEDIAN_BOUND,
     NO_CLIFF,
     PRIOR,
-    TAIL_BOUND,
     Cell,
     Published,
     RoundModel,
@@ -35,7 +33,7 @@ def published() -> list[Published]:
 
 
 def passes(errors: dict[str, float]) -> bool:
-    return errors["median"] < MEDIAN_BOUND and errors["95th percentile"] < TAIL_BOUND
+    return errors["median"] < 0.02 and errors["95th percentile"] < 0.1
 
 
 def test_published_runs_are_read_as_noted(published: list[Published]) -> None:
@@ -114,9 +112,3 @@ def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: 
 def test_unpredictable_plans_are_refused(words: str, message: str) -> None:
     with pytest.raises(RedrafterError, match=message):
         predict.run(parse_flags(predict, *words.split()))
-
-
-def test_a_failing_model_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(predict, "TAIL_BOUND", 0.01)
-    assert predict.run(parse_flags(predict)) == 1
-    assert "FAILED" in capsys.readouterr().out

@@ -117,12 +117,6 @@ def test_published_shapes_have_their_published_size(name: str) -> None:
     assert len(model.layers) == shape["num_hidden_layers"]
 
 
-def test_a_mixtures_gate_has_mlx_lms_bits() -> None:
-    model = make_target(SMALL["mixture"], 4, mx.float32)
-    bits = {name.rpartition(".")[2]: each.bits for name, each in model.named_modules() if hasattr(each, "bits")}
-    assert bits["gate"] == 8 and bits["q_proj"] == 4 and bits["embed_tokens"] == 4
-
-
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic, "memory_bytes", lambda: 5_000_000_000)
     message = "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB.* has 5.0 GB"

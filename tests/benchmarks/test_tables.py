@@ -89,13 +89,6 @@ def test_contributions_stand_with_their_contributor() -> None:
     assert "| Some Chip |" in TABLES["contributed"](Results({}, [unknown]))
 
 
-def test_report_leaves_out_empty_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "demo.jsonl").write_text(json.dumps(PLAIN) + "\n")
-    assert report.run(parse_flags(report, "--results", str(tmp_path))) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if line in TABLES] == ["demo", "predicted"]
-
-
 def test_tables_are_placed_again_without_change() -> None:
     results = Results({"demo": [make_line(make_speed())]}, [])
     text = f"# Title\n\n{make_place('demo', 'old' + chr(10))}\nbetween\n\n{make_place('contributed')}end\n"
