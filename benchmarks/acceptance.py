@@ -84,23 +84,23 @@ def measure(
     return row
 
 
-def add_shapes(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is measured, and with which plans."""
-    add_workload(parser, draft_model=False, prompts=("demo",))
-    add = parser.add_argument
-    default = " ".join(",".join(map(str, shape)) for shape in SHAPES)
+def add_plans(parser: argparse.ArgumentParser, shapes: Sequence[Sequence[int]]) -> None:
+    """The flag for several plans, with those of these shapes where none are named."""
+    default = " ".join(",".join(map(str, shape)) for shape in shapes)
     help = f"W,K or W,K,N (default: {default})"
-    add("--plans", type=parse_shape, nargs="+", default=SHAPES, metavar="PLAN", help=help)
-    add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
-    add("--seed", type=int, default=0, help="default: %(default)s")
-    add_json(parser)
+    parser.add_argument("--plans", type=parse_shape, nargs="+", default=shapes, metavar="PLAN", help=help)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    add_shapes(parser)
-    parser.add_argument("--max-tokens", type=parse_positive, default=128, help="of a text (default: %(default)s)")
-    parser.add_argument("--compare", action="store_true", help="also decode plainly, and count differences")
+    add_workload(parser, draft_model=False, prompts=("demo",))
+    add_plans(parser, SHAPES)
+    add = parser.add_argument
+    add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--max-tokens", type=parse_positive, default=128, help="of a text (default: %(default)s)")
+    add("--compare", action="store_true", help="also decode plainly, and count differences")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -116,15 +116,17 @@ def add_workload(
 
     Args:
         draft_model: whether mlx-lm's own speculation takes part.
-        prompts: those that are decoded where none are named.
+        prompts: those that are decoded where none are named; () where none are decoded.
     """
+    parser.set_defaults(prompts=list(prompts))
     add = parser.add_argument
     add("--model", help="a directory or hub id; the packaged demo when not given")
     add("--drafter", help="the drafter that was trained for it")
     if draft_model:
         add("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation")
-    help = f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})"
-    add("--prompts", nargs="+", default=list(prompts), metavar="NAME", help=help)
+    if prompts:
+        help = f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})"
+        add("--prompts", nargs="+", metavar="NAME", help=help)
 
 
 def open_workload(args: argparse.Namespace) -> Workload:
