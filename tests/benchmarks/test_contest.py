@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,6 @@ from benchmarks.tables import CONTEXT, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import CostTable, parse_costs
-
-CHEAP = CostTable((64,), (1, 2, 3), ((1.0, 1.01, 1.02),), (1.0,), (1,), (0.01,), (0.0, 0.0))
-"""Drafting costs next to nothing."""
 
 PROMPTS = [Prompt("code/one", "code", [1, 2, 3]), Prompt("chat/two", "chat", [4, 5, 6, 7])]
 QUICKLY = ("--plans", "1,2", "--max-tokens", "4", "--repeats", "1")
@@ -91,18 +86,16 @@ def test_ratios_are_of_the_same_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second["tokens_per_second"] == 2 / 15.0
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
-def test_rounds_are_those_of_the_median_turn(order: tuple[int, ...]) -> None:
+def test_rounds_are_those_of_the_median_turn() -> None:
+    chain, text = chain_plan(3), [1, 2, 3, 4, 5]
     runs = [
-        Run([1, 2, 3, 4, 5], 1.0, Stats().add_round(chain_plan(3), 3), 1),
-        Run([1, 2, 3, 4, 5], 2.0, Stats().add_round(chain_plan(3), 1).add_round(chain_plan(3), 1), 1),
-        Run([1, 2, 3, 4, 5], 4.0, Stats(4, plain_steps=4), 1),
+        Run(text, 4.0, Stats(4, plain_steps=4), 1),
+        Run(text, 2.0, Stats().add_round(chain, 1).add_round(chain, 1), 1),
+        Run(text, 1.0, Stats().add_round(chain, 3), 1),
     ]
     side = Contestant(DRAFTED, "auto", lambda prompt, max_tokens: iter(()))
-    plain = [Run([1, 2, 3, 4, 5], 4.0, Stats(), 1)] * 3
-    found = describe_runs(side, [runs[i] for i in order], plain, 6_000_000_000, Settings())
-    assert (found["rounds"], found["tokens_per_round"], found["plain_steps"]) == (2, 2.0, 0)
-    assert found["acceptance_per_depth"] == [1.0, 0.0, 0.0]
+    found = describe_runs(side, runs, [Run(text, 4.0, Stats(), 1)] * 3, 6_000_000_000, Settings())
+    assert (found["rounds"], found["tokens_per_round"], found["acceptance_per_depth"]) == (2, 2.0, [1.0, 0.0, 0.0])
     assert found["tokens_per_second"] == 4 / 2.0 and found["bandwidth_gb_s"] == 6 * 2 / 2.0
 
 
@@ -157,13 +150,9 @@ def test_mlx_lms_first_round_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) ->
     assert began == [([token], 5, [3, 3, 3, 3])], "both caches hold the prompt and nothing else"
 
 
-def test_plans_stand_once_and_must_be_possible() -> None:
-    plans = [(1, 3), (1, 3, 4), (2, 2), (2, 2, 5), (2, 2, 4)]
-    sides = make_contestants(make_workload(), plans, Settings(), mlx_lm=False)
+def test_plans_stand_once() -> None:
+    sides = make_contestants(make_workload(), [(1, 3), (1, 3, 4), (2, 2, 5), (2, 2, 4)], Settings(), mlx_lm=False)
     assert [side.label for side in sides] == [PLAIN, "1 x 3", "2 x 2", "2 x 2, 4 nodes"]
-    for plan in ((0, 3), (1, 0), (2, 2, 9), (65, 1)):
-        with pytest.raises(RedrafterError):
-            make_contestants(make_workload(), [plan], Settings())
 
 
 def test_random_drafters_have_equal_size_and_bits() -> None:
@@ -173,24 +162,6 @@ def test_random_drafters_have_equal_size_and_bits() -> None:
     assert count_bytes(other) == count_bytes(drafter) and other.dtype == drafter.dtype
     assert isinstance(other.lm_head[-1], nn.QuantizedLinear) and isinstance(other.rnn_u, nn.Linear)
     assert not mx.array_equal(other.lm_head[-1].weight, drafter.lm_head[-1].weight)
-
-
-def test_random_drafters_go_by_the_recorded_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured: list[CostTable] = []
-
-    def measure_costs(*models: Any, trees: bool) -> CostTable:
-        measured.append(CHEAP)
-        return CHEAP
-
-    monkeypatch.setattr("mlx_redrafter.planning.costs.measure_costs", measure_costs)
-    workload, settings = make_workload(), Settings(max_tokens=12, repeats=1)
-    sides = make_contestants(workload, ["auto"], settings, mlx_lm=False, random=True)
-    recorded = contest.measure_costs(workload)
-    found = [record for records in hold_contest(workload, sides, settings) for record in records]
-    assert [side.label for side in sides[1:]] == ["auto", "auto, random drafter"]
-    assert all(each["same_tokens"] for each in found if each["contestant"] != PLAIN)
-    assert len(measured) == 1 and parse_costs(json.loads(json.dumps(recorded["costs"]))) == CHEAP
 
 
 # What `run` prints and keeps
@@ -250,17 +221,11 @@ def test_ctrl_c_leaves_the_finished_prompts(two: Workload, monkeypatch: pytest.M
     assert [each.name for each in tmp_path.iterdir()] == ["records.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--max-tokens 1", "--max-tokens must be at least 2"),
-        ("--plans 65,1", "beam_width must be from 1 to the vocabulary's 64, got 65"),
-        ("--plans 2,2,9", "tree_size counts the root"),
-    ],
-)
-def test_bad_options_are_refused_before_measuring(
-    words: str, message: str, two: Workload, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_refused_before_measuring(two: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "measure_costs", lambda workload: pytest.fail("it went on"))
-    with pytest.raises(RedrafterError, match=message):
-        run.run(parse_flags(run, *words.split()))
+    for words, message in (
+        ("--max-tokens 1", "--max-tokens must be at least 2"),
+        ("--plans 65,1", "beam_width must be"),
+    ):
+        with pytest.raises(RedrafterError, match=message):
+            run.run(parse_flags(run, *words.split()))

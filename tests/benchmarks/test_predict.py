@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from bench_records import parse_flags
 
@@ -57,19 +55,8 @@ def test_speeds_of_unseen_shapes_are_predicted(published: list[Published]) -> No
     assert passes(find_errors(published))
 
 
-@pytest.mark.parametrize("cliff", [NO_CLIFF, 12], ids=["no cliff", "a cliff at 12 rows"])
-def test_a_model_without_the_cliff_fails(cliff: int, published: list[Published]) -> None:
-    assert not passes(find_errors(published, cliff))
-
-
-def test_shuffled_times_fail(published: list[Published]) -> None:
-    shuffled = []
-    for each in published:
-        times = [cell.round_ms for cell in each.cells]
-        random.Random(0).shuffle(times)
-        cells = [cell._replace(round_ms=ms) for cell, ms in zip(each.cells, times, strict=True)]
-        shuffled.append(each._replace(cells=cells))
-    assert not passes(find_errors(shuffled))
+def test_a_model_without_the_cliff_fails(published: list[Published]) -> None:
+    assert not passes(find_errors(published, NO_CLIFF))
 
 
 def test_a_known_model_is_fitted_again() -> None:
@@ -102,13 +89,8 @@ def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: 
     assert f"| tokens per round | {200 / 86:.2f} |" in capsys.readouterr().out, "Apple's 86 rounds"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--draft-depth 2", "expected the --chip of the plan, one of m1-max, m2, m2-ultra"),
-        ("--chip m2 --draft-depth 2 --tokens-per-round 3.5", "expected from 1 to 3 tokens per round"),
-    ],
-)
-def test_unpredictable_plans_are_refused(words: str, message: str) -> None:
-    with pytest.raises(RedrafterError, match=message):
-        predict.run(parse_flags(predict, *words.split()))
+def test_unpredictable_plans_are_refused() -> None:
+    with pytest.raises(RedrafterError, match="expected the --chip of the plan, one of m1-max, m2, m2-ultra"):
+        predict.run(parse_flags(predict, "--draft-depth", "2"))
+    with pytest.raises(RedrafterError, match="expected from 1 to 3 tokens per round"):
+        predict.run(parse_flags(predict, "--chip", "m2", "--draft-depth", "2", "--tokens-per-round", "3.5"))

@@ -38,7 +38,6 @@ def test_committed_results_are_sound() -> None:
         (lambda each: each.pop("machine"), "expected the machine that it was measured on"),
         (lambda each: each.update(ratio="1.5"), r"\$.ratio: '1.5' is not of type 'number'"),
         (lambda each: each.update(kind="speech"), "its kind must be one of speed, costs, suite, got 'speech'"),
-        (lambda each: each.update(contestant="me"), r"\$.contestant"),
         (lambda each: each.update(schema=2), r"\$.schema"),
         (lambda each: each["machine"].pop("mlx"), "'mlx' is a required property"),
     ],
@@ -54,19 +53,12 @@ def test_damaged_records_are_refused_with_their_line(
         read_records(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]\n", "line 1: its kind must be one of speed, costs, suite, got None"),
-        ("{\n", "line 1: expected a JSON object"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "results.jsonl").write_text(text)
-    with pytest.raises(RedrafterError, match=message):
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RedrafterError, match=f"expected results in {tmp_path}"):
         read_results(tmp_path)
-    with pytest.raises(RedrafterError, match=r"expected results in .*none"):
-        read_results(tmp_path / "none")
+    (tmp_path / "results.jsonl").write_text("{\n")
+    with pytest.raises(RedrafterError, match="line 1: expected a JSON object"):
+        read_results(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from bench_records import MACHINE, make_costs, parse_flags
+from bench_records import MACHINE, make_costs
 
 from benchmarks import run
 from benchmarks.records import find_problem
@@ -98,10 +98,3 @@ def test_the_suite_goes_from_small_to_large(monkeypatch: pytest.MonkeyPatch) -> 
     assert names[:2] == ["demo", "llama-3.2-1b, 4 bits, 16 layers"] and len(names) == 8
     monkeypatch.setattr(run.mx, "default_device", lambda: mx.Device(mx.cpu))
     assert list(list_items())[1:] == ["llama-3.2-1b, 32 bits, 2 layers", "llama-3.2-3b, 32 bits, 2 layers"]
-
-
-def test_a_suite_takes_a_file_and_minutes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run, "run_suite", lambda items, output, minutes: (output.name, minutes))
-    assert run.run(parse_flags(run, "--suite", "mac")) == ("results.json", 10.0)
-    words = ("--suite", "mac", "--minutes", "2.5", "--output", str(tmp_path / "mine.json"))
-    assert run.run(parse_flags(run, *words)) == ("mine.json", 2.5)

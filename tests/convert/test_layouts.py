@@ -15,7 +15,6 @@ from checkpoints import (
     CONFIG,
     FORMS,
     VARIANTS,
-    WEIGHTS,
     Arrays,
     apple,
     base,
@@ -118,7 +117,6 @@ REFUSED: dict[str, tuple[Write, str]] = {
         holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
         "IN holds an EAGLE head, .*",
     ),
-    "a base model": (holding(lambda _: base()), "IN is a base model, not a drafter"),
     "a llama": (holding(lambda _: base(), {"model_type": "llama"}), "IN is a llama, not a drafter"),
     "ModelOpt's quantized weights": (
         holding(lambda sound: prefixed("drafter.", sound | {"rnn_w.weight_scale": mx.ones((24,))}) | base()),
@@ -153,14 +151,10 @@ REFUSED: dict[str, tuple[Write, str]] = {
         "half a drafter: IN/config.json says hidden_size 24, its tensors say 20",
     ),
     "NaN": (with_tensors(rnn_u__bias=mx.full((24,), mx.nan)), "IN: rnn_u.bias holds NaN or infinity"),
-    "infinity": (with_tensors(lm_head__1__weight=mx.full((60, 48), -mx.inf)), "IN: lm_head.1.weight holds NaN .*"),
-    **{
-        f"{dtype} weights": (
-            with_tensors(rnn_w__weight=mx.ones((24, 24), dtype)),
-            "IN: expected rnn_w.weight in float64, float32, float16, bfloat16, got [a-z0-9]+",
-        )
-        for dtype in (mx.int8, mx.uint8, mx.complex64)
-    },
+    "bytes": (
+        with_tensors(rnn_w__weight=mx.ones((24, 24), mx.uint8)),
+        "IN: expected rnn_w.weight in float64, float32, float16, bfloat16, got uint8",
+    ),
     **{
         f"{name} of shape {shape}": (with_tensors(**{name.replace(".", "__"): mx.ones(shape)}), pattern)
         for name, shape, pattern in (
@@ -169,9 +163,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
                 (24, 23),
                 r"half a drafter: IN: expected rnn_u.weight of shape .*, got \(24, 23\)",
             ),
-            ("rnn_u.bias", (24, 1), r"half a drafter: IN: expected rnn_u.bias of shape \(24,\), got \(24, 1\)"),
             ("lm_head.1.weight", (48,), r"IN: expected lm_head.1.weight to be a matrix, got shape \(48,\)"),
-            ("lm_head.1.weight", (60, 47), "half a drafter: IN: .*"),
         )
     },
     # Shards and ranks.
@@ -207,44 +199,27 @@ def make_partial() -> Drafter:
     return partial_drafter(small_drafter(), GUESSED)
 
 
-DRAFT_VOCABULARIES: dict[str, tuple[dict[str, mx.array], dict[str, Any], str]] = {
-    "no vocabulary size": ({}, {}, r".*with draft_ids, config.json must say vocab_size, at least 12, got None"),
-    "a token beyond it": ({}, {"vocab_size": 60}, ".*expected draft_ids from 0 to 59, got 0 to 61"),
-    **{
-        name: ({"draft_ids": ids}, {"vocab_size": VOCAB}, pattern)
-        for name, ids, pattern in (
-            ("a token twice", mx.zeros((12,), mx.int32), ".*draft_ids names a token twice"),
-            ("too few tokens", mx.arange(11, dtype=mx.int32), ".*draft_ids.*"),
-            ("tokens as fractions", mx.arange(12).astype(mx.float32), ".*draft_ids.*"),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize("case", DRAFT_VOCABULARIES)
-def test_damaged_draft_vocabulary_is_refused(case: str, tmp_path: Path) -> None:
-    arrays, config, pattern = DRAFT_VOCABULARIES[case]
+@pytest.mark.parametrize(
+    ("arrays", "config", "pattern"),
+    [
+        ({}, {}, ".*with draft_ids, config.json must say vocab_size, at least 12, got None"),
+        ({}, {"vocab_size": 60}, ".*expected draft_ids from 0 to 59, got 0 to 61"),
+        ({"draft_ids": mx.zeros((12,), mx.int32)}, {"vocab_size": VOCAB}, ".*draft_ids names a token twice"),
+        ({"draft_ids": mx.arange(11, dtype=mx.int32)}, {"vocab_size": VOCAB}, ".*draft_ids.*"),
+        ({"draft_ids": mx.arange(12).astype(mx.float32)}, {"vocab_size": VOCAB}, ".*draft_ids.*"),
+    ],
+)
+def test_damaged_draft_vocabulary_is_refused(
+    arrays: Arrays, config: dict[str, Any], pattern: str, tmp_path: Path
+) -> None:
     apple(tmp_path / "in", tensors(make_partial()) | arrays, **config)
     refused(tmp_path / "in", pattern, tmp_path / "result")
 
 
-def write_ranks(directory: Path, arrays: Arrays) -> Path:
-    ranks(directory, arrays, 2)
-    configure(directory, **json.loads((directory / CONFIG).read_text()) | {"vocab_size": VOCAB})
-    return directory
-
-
-def write_file(directory: Path, arrays: Arrays) -> Path:
-    """A single file with its config beside it."""
-    apple(directory, arrays, vocab_size=VOCAB)
-    (directory / WEIGHTS).rename(directory / "drafter.safetensors")
-    return directory / "drafter.safetensors"
-
-
-@pytest.mark.parametrize("write", [write_ranks, write_file])
-def test_draft_vocabulary_is_read(write: Callable[[Path, Arrays], Path], tmp_path: Path) -> None:
-    done = convert(write(tmp_path / "in", tensors(make_partial())), tmp_path / "out")
-    assert same(tensors(load_drafter(done.path)), tensors(make_partial()))
+def test_draft_vocabulary_is_read_of_ranks(tmp_path: Path) -> None:
+    ranks(tmp_path, tensors(make_partial()), 2)
+    configure(tmp_path, **json.loads((tmp_path / CONFIG).read_text()) | {"vocab_size": VOCAB})
+    assert same(tensors(load_drafter(convert(tmp_path, tmp_path / "out").path)), tensors(make_partial()))
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,11 @@ def torch() -> Any:
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("name", ["drafter.pt", "pytorch_model.bin"])
-def test_pickled_state_dict_is_read_to_the_bit(name: str, new: bool, dtype: str, torch: Any, tmp_path: Path) -> None:
+def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any, tmp_path: Path) -> None:
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
     values = to_torch(torch, tensors(drafter))
-    path = pickled(torch, tmp_path / "in" / name, values, _use_new_zipfile_serialization=new)
+    path = pickled(torch, tmp_path / "in" / "drafter.pt", values, _use_new_zipfile_serialization=new)
     for at, source in enumerate((path, path.parent)):
         assert came_through(convert(source, tmp_path / f"out{at}"), drafter)
 
@@ -144,7 +143,6 @@ PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda torch: {"model": {}, "args": argparse.Namespace(lr=1)},
         "IN is refused: expected tensors alone, .*",
     ),
-    "a list": (lambda torch: [torch.ones(2)], "expected a dictionary of tensors in IN, .*"),
     "tensors under another key": (
         lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
         "expected a dictionary of tensors in IN, or one under state_dict, .*",
@@ -162,12 +160,8 @@ PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
             lambda torch, dtype=dtype: {"lm_head.0.weight": torch.ones(4, 4).to(getattr(torch, dtype))},
             f"IN: expected lm_head.0.weight in .*, got {dtype}",
         )
-        for dtype in ("int8", "float8_e4m3fn", "complex64")
+        for dtype in ("int8", "float8_e4m3fn")
     },
-    "NaN": (
-        lambda torch: {"lm_head.0.weight": torch.full((4, 8), torch.nan, dtype=torch.bfloat16)},
-        "IN: lm_head.0.weight holds NaN or infinity",
-    ),
 }
 
 
