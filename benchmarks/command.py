@@ -68,7 +68,11 @@ def parse_positive(text: str) -> int:
 
 def parse_above_zero(text: str) -> float:
     """A number above 0."""
-    if not 0 < (found := float(text)) < math.inf:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return found
 

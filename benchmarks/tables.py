@@ -72,6 +72,7 @@ def describe_machine(machine: dict[str, Any]) -> str:
     parts = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
     parts += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
     parts += [str(machine["blas"])] if "blas" in machine else [machine["device"]]
+    parts += [f"{machine['blas_threads']} BLAS threads"] if "blas_threads" in machine else []
     parts += [f"{name}={value}" for name, value in machine.items() if name.startswith(("OPENBLAS_", "OMP_"))]
     return ", ".join(parts)
 

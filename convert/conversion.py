@@ -112,7 +112,6 @@ def convert(
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
-    check_quantization(group_size, {bits, *parts.values()} - {0}, q_mode)
     if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
     if (draft_vocab_size is None) != (token_counts is None):
@@ -167,15 +166,6 @@ def convert(
     tokens = (before[1], after[1]) if models else None
     bits_per_weight = 8 * bytes_after / n_weights
     return Conversion(place, args, bytes_before, bytes_after, bits_per_weight, difference, tokens, notes)
-
-
-def check_quantization(group_size: int, widths: set[int], mode: str) -> None:
-    """Refuses a quantization that MLX does not have, by trying it."""
-    for bits in widths:
-        try:
-            mx.eval(mx.quantize(mx.zeros((32, 128)), group_size, bits, mode))
-        except ValueError as error:
-            raise RedrafterError(f"cannot quantize: {one_line(error)}") from error
 
 
 def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.array:

@@ -62,9 +62,9 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     """
     config, where = source.config, str(source.path)
     stored = join_files(source)
-    is_quantized = any(name.endswith(".scales") for name in stored)
-    is_converted = config.get("model_type") in KINDS.keys() - {recurrent.MODEL_TYPE} and "hidden_size" in config
-    if is_quantized or is_converted:
+    said = str(config.get("model_type", recurrent.MODEL_TYPE))
+    is_quantized = said in KINDS and any(name.endswith(".scales") for name in stored)
+    if is_quantized or (said in KINDS and said != recurrent.MODEL_TYPE and "hidden_size" in config):
         return Found(load_drafter(source.files[0].parent), is_quantized)
     kind, parts = find_drafter(stored, config, where)
     count = len(source.files) if source.has_ranks else 1

@@ -82,7 +82,7 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Sou
     folder = path.parent if is_file else path
     files = tuple(folder / file for file in choose_files(present, name))
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if is_file and config.get("model_type", MODEL_TYPE) not in KINDS and "medusa_num_heads" not in config:
+    if is_file and str(config.get("model_type", MODEL_TYPE)) not in KINDS and "medusa_num_heads" not in config:
         config = {}  # that of a base model beside it
     return Source(path, files, config)
 

@@ -88,7 +88,7 @@ def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatc
     }
 
     def answer(command: Any, **options: Any) -> Any:
-        return subprocess.CompletedProcess(command, 0, stdout=said[command[0]])
+        return subprocess.CompletedProcess(command, 0, stdout=said.get(command[0], ""))
 
     monkeypatch.setattr(records.sys, "platform", platform)
     monkeypatch.setattr(records.subprocess, "run", answer)

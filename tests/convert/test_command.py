@@ -24,7 +24,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("-q -d", "choose either to quantize .*"),
     ("--q-bits 4", "bits, group size and mode are those of quantization: give -q with them"),
     ("-d", "IN is not quantized: leave out -d"),
-    ("-q --q-bits 7", "cannot quantize: .* number of bits 7 is not supported.*"),
     ("--draft-depth 0", "draft_depth must be from 1 to 256, got 0"),
     ("--upload-repo bad!name", "Repo id must .*"),
 )

@@ -53,6 +53,11 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
     assert said["quantization"] == said["quantization_config"] == {"group_size": group, "bits": bits, "mode": mode}
 
 
+def test_bits_that_mlx_has_not_are_refused(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)))
+    refused(source, ".* number of bits 7 is not supported.*", tmp_path / "result", "-q", "--q-bits", "7")
+
+
 @pytest.mark.parametrize(
     ("flags", "layers"),
     [
