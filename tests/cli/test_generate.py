@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import generate_step, load
+from mlx_redrafter import GenerationResponse, generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
 from mlx_redrafter.options import OPTION_FLAGS, Options
@@ -73,6 +73,18 @@ def test_compare_passes_equal_tokens(pair: Pair, run: Run) -> None:
     verdict = run_json(run, *flags)["compare"]
     assert verdict["identical"] and verdict["difference"] is None
     assert verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]
+
+
+def test_compare_explains_a_slower_ratio() -> None:
+    fields: dict[str, Any] = {"text": "", "token": 0, "logprobs": mx.zeros(1), "from_draft": False, "prompt_tokens": 1}
+    fields |= {"prompt_tps": 1.0, "generation_tps": 10.0, "peak_memory": 0.0, "rounds": 10}
+    verdict = {"plain_generation_tps": 20.0, "generation_tps": 10.0, "ratio": 0.5, "identical": True}
+    text = command.describe(verdict, GenerationResponse(**fields, generation_tokens=13))
+    assert "0.50 times" in text and "a round made 1.20 tokens and took 2.40 plain steps" in text
+    assert "a run of 0.7 s" in text
+    verdict |= {"generation_tps": 40.0, "ratio": 2.0}
+    faster = command.describe(verdict, GenerationResponse(**fields, generation_tokens=800))
+    assert faster == "plain 20.0, drafted 40.0 tokens-per-sec: 2.00 times\nall 800 tokens identical"
 
 
 def test_compare_names_the_hidden_state_of_a_useless_drafter(pair: Pair, run: Run) -> None:
