@@ -19,11 +19,10 @@ import mlx.nn as nn
 
 from mlx_redrafter.cli.generate import Difference, first_difference, judge_difference
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.generate import decode_prompts, generate_step
 from mlx_redrafter.options import Options
 
-from .command import add_json, parse_positive, parse_seed, parse_shape
+from .command import add_json, parse_positive, parse_shape
 from .models import add_workload, open_workload
 from .tables import show_rows
 
@@ -37,11 +36,7 @@ def find_repeated(tokens: Sequence[int], length: int = 8) -> float:
 
 
 def find_differences(
-    model: nn.Module,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    texts: Sequence[Sequence[int]],
-    options: Options,
+    model: nn.Module, drafter: Drafter, prompts: Sequence[list[int]], texts: Sequence[Sequence[int]], options: Options
 ) -> list[Difference]:
     """Where each of the drafted `texts` first differs from plain decoding's, of those that do."""
     plain = decode_prompts(model, None, prompts, replace(options, plan="off"))
@@ -75,13 +70,9 @@ def measure(
         compare: whether to decode plainly, too, and to judge differences.
     """
     options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
-    made = options.resolve_plan(drafter)
-    assert isinstance(made, Plan)
     runs = decode_prompts(model, drafter, prompts, options)
     row = {
-        "W": made.width,
-        "K": made.depth,
-        "N": made.size,
+        "plan": list(plan),
         "tokens/round": runs.stats.tokens_per_round,
         "per depth": " ".join(f"{share:.2f}" for share in runs.stats.acceptance_per_depth),
         "8-grams again": sum(map(find_repeated, runs.texts)) / len(runs.texts),
@@ -93,22 +84,23 @@ def measure(
     return row
 
 
-def add_shapes(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is measured, and with which plans."""
-    add_workload(parser, draft_model=False, prompts=("demo",))
-    default = " ".join(",".join(map(str, shape)) for shape in SHAPES)
+def add_plans(parser: argparse.ArgumentParser, shapes: Sequence[Sequence[int]]) -> None:
+    """The flag for several plans, with those of these shapes where none are named."""
+    default = " ".join(",".join(map(str, shape)) for shape in shapes)
     help = f"W,K or W,K,N (default: {default})"
-    parser.add_argument("--plans", type=parse_shape, nargs="+", default=SHAPES, metavar="PLAN", help=help)
-    parser.add_argument("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
-    parser.add_argument("--seed", type=parse_seed, default=0, help="default: %(default)s")
-    add_json(parser)
+    parser.add_argument("--plans", type=parse_shape, nargs="+", default=shapes, metavar="PLAN", help=help)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    add_shapes(parser)
-    parser.add_argument("--max-tokens", type=parse_positive, default=128, help="of a text (default: %(default)s)")
-    parser.add_argument("--compare", action="store_true", help="also decode plainly, and count differences")
+    add_workload(parser, draft_model=False, prompts=("demo",))
+    add_plans(parser, SHAPES)
+    add = parser.add_argument
+    add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--max-tokens", type=parse_positive, default=128, help="of a text (default: %(default)s)")
+    add("--compare", action="store_true", help="also decode plainly, and count differences")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

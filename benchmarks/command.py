@@ -31,14 +31,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = import_module(f"benchmarks.{module}")
-        description = str(command.__doc__)
-        own = commands.add_parser(
-            name,
-            help=description.partition("\n")[0],
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+        about = str(command.__doc__)
+        style = argparse.RawDescriptionHelpFormatter
+        command.add_arguments(
+            commands.add_parser(name, help=about.partition("\n")[0], description=about, formatter_class=style)
         )
-        command.add_arguments(own)
     return parser
 
 
@@ -66,13 +63,6 @@ def parse_positive(text: str) -> int:
     """A whole number above 0."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(text)
-
-
-def parse_seed(text: str) -> int:
-    """A whole number that MLX takes for a seed."""
-    if not text.isdecimal() or int(text) >= 1 << 64:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^64 - 1, got {text!r}")
     return int(text)
 
 

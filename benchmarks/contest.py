@@ -10,12 +10,13 @@ process's, in which the models of all contestants are.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import median, quantiles
 from typing import Any
+
+import numpy as np
+from tqdm import tqdm
 
 from mlx_redrafter.cli.generate import first_difference
 from mlx_redrafter.engine.supported_models import check_draftable
@@ -24,11 +25,11 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import is_disturbed, load_costs
 from mlx_redrafter.planning.planner import candidate_plans, find_acceptance
 
-from .command import add_json, parse_output, parse_positive, parse_seed
-from .contestants import DEFAULTS, Contestant, Run, Settings, make_contestants, warm_up
+from .command import parse_output, parse_positive
+from .contestants import DEFAULTS, NUM_DRAFT_TOKENS, Contestant, Run, Settings, make_contestants, warm_up
 from .models import Workload, count_bytes_read
 from .records import SCHEMA, Record, stamp, write_records
-from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, label, make_rows
+from .tables import MLX_LM, MLX_LM_DRAFT, PLAIN, describe_setting, format_text, make_rows
 
 PLANS: list[Any] = ["auto", (1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (4, 3)]
 QUICK_PLANS: list[Any] = ["auto", (1, 2), (1, 3), (2, 3)]
@@ -81,12 +82,12 @@ def describe_runs(
     return {
         "contestant": side.kind,
         "plan": side.plan,
-        "num_draft_tokens": settings.num_draft_tokens if side.kind == MLX_LM_DRAFT else None,
+        "num_draft_tokens": NUM_DRAFT_TOKENS if side.kind == MLX_LM_DRAFT else None,
         "tokens": len(middle.tokens),
         "seconds": seconds,
-        "tokens_per_second": made / median(seconds),
-        "tokens_per_second_quartiles": [made / second for second in find_quartiles(seconds)[::-1]],
-        "ratio": median(ratios),
+        "tokens_per_second": made / float(np.median(seconds)),
+        "tokens_per_second_quartiles": find_quartiles([made / each for each in seconds]),
+        "ratio": float(np.median(ratios)),
         "ratio_quartiles": find_quartiles(ratios),
         "rounds": forwards,
         "tokens_per_round": None if stats is None else stats.tokens_per_round,
@@ -100,35 +101,25 @@ def describe_runs(
 
 
 def find_quartiles(values: Sequence[float]) -> list[float]:
-    """The lower and the upper quartile; of fewer than four values the least and the largest."""
-    if len(values) < 4:
-        return [min(values), max(values)]
-    low, _, high = quantiles(values, n=4)
-    return [low, high]
+    """The lower and the upper quartile."""
+    return [float(each) for each in np.quantile(values, (0.25, 0.75))]
 
 
-def add_options(
-    parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True, draft_model: bool = True
-) -> None:
+def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True) -> None:
     """The flags that say how everybody decodes, and where the results go.
 
     Args:
         quick: what `--quick` does besides.
         sampling: whether the models choose the tokens.
-        draft_model: whether mlx-lm's own speculation takes part.
     """
     add = parser.add_argument
     add("--max-tokens", type=parse_positive, help=f"in a turn (default: {DEFAULTS.max_tokens})")
     add("--repeats", type=parse_positive, help=f"turns that everybody has (default: {DEFAULTS.repeats})")
-    add("--seed", type=parse_seed, default=DEFAULTS.seed, help="default: %(default)s")
+    add("--seed", type=int, default=DEFAULTS.seed, help="default: %(default)s")
     if sampling:
         add("--temp", type=float, default=DEFAULTS.temp, help="sampling temperature (default: %(default)s)")
-    if sampling and draft_model:
-        help = "in mlx-lm's own speculation (default: %(default)s)"
-        add("--num-draft-tokens", type=parse_positive, default=DEFAULTS.num_draft_tokens, help=help)
     add("--quick", action="store_true", help=f"{quick}; {QUICK_TOKENS} tokens, once")
     add("--output", type=parse_output, metavar="FILE", help="where to keep the records, one a line")
-    add_json(parser)
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
@@ -141,8 +132,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     if max_tokens < 2:
         raise RedrafterError("--max-tokens must be at least 2: the clock starts at the first one")
     repeats = args.repeats or (1 if args.quick else DEFAULTS.repeats)
-    num_draft_tokens = getattr(args, "num_draft_tokens", DEFAULTS.num_draft_tokens)
-    return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats, num_draft_tokens)
+    return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats)
 
 
 def measure_costs(workload: Workload) -> Record:
@@ -155,11 +145,8 @@ def measure_costs(workload: Workload) -> Record:
     trees = check_draftable(workload.model, tree=True) is None
     costs = load_costs(workload.model, drafter, trees=trees, refresh=True)
     if is_disturbed(costs):
-        print(
-            f"{workload.name}: the measured times contradict each other: the machine was busy with something else. "
-            "Run this again when it is not",
-            file=sys.stderr,
-        )
+        why = "the measured times contradict each other: the machine was busy with something else"
+        print(f"{workload.name}: {why}. Run this again when it is not", file=sys.stderr)
     acceptance = find_acceptance(drafter)
     return workload.describe() | {
         "schema": SCHEMA,
@@ -188,16 +175,12 @@ def measure(
         found = [measure_costs(workload) | {"machine": machine}]
     for side in sides:
         warm_up(workload, side)
-    for number, records in enumerate(hold_contest(workload, sides, settings), start=1):
+    contest = hold_contest(workload, sides, settings)
+    for records in tqdm(contest, workload.name, total=len(workload.prompts), unit="prompt"):
         found += [each | {"machine": machine} for each in records]
-        report_progress(number, len(workload.prompts), records)
         if args.output:  # again and again: a run that is broken off leaves what it has
             write_records(args.output, found)
-    if args.json:
-        for record in found:
-            print(json.dumps(record, allow_nan=False))
-    else:
-        print(f"{format_text(make_rows(found))}\n\n{describe_setting(found)}", end="")
+    print(f"{format_text(make_rows(found))}\n\n{describe_setting(found)}", end="")
     return find_status(found), found
 
 
@@ -207,13 +190,3 @@ def find_status(records: Iterable[Record]) -> int:
     In mlx-lm's own speculation a forward of several rows may break a tie otherwise: its record says so, no more.
     """
     return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))
-
-
-def report_progress(number: int, total: int, records: list[Record]) -> None:
-    """A line on stderr for each prompt."""
-    best = max(records[1:], key=lambda each: each["ratio"], default=records[0])
-    print(
-        f"{number} of {total}: {records[0]['prompt']}, plain {records[0]['tokens_per_second']:.1f} tokens/s, "
-        f"best {label(best['contestant'], best['plan'])}: {best['ratio']:.2f} times that",
-        file=sys.stderr,
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -10,15 +11,15 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx.utils import tree_map
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.plan import Plan, chain_plan
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
-from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_tokens, fit_plan
 from mlx_redrafter.options import Options
 
@@ -26,6 +27,7 @@ from .models import Prompt, Workload
 from .tables import BOTH, CONTEXT, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN, RANDOM, label
 
 WARM_UP = 16  # tokens that every contestant decodes before anything counts
+NUM_DRAFT_TOKENS = 3  # in mlx-lm's own speculation, its command's default
 
 Tokens = Iterator[tuple[int, Stats | None]]
 """Tokens as they are made, each with the rounds so far; None where there are none to count."""
@@ -39,7 +41,6 @@ class Settings:
     temp: float = 0.0
     seed: int = 0
     repeats: int = 3
-    num_draft_tokens: int = 3
 
 
 DEFAULTS = Settings()
@@ -50,14 +51,12 @@ class Run(NamedTuple):
 
     Attributes:
         tokens: their ids.
-        prompt_seconds: until the first token.
         seconds: from the first token to the last.
         stats: of the rounds; None where there are none to count.
         peak: bytes that were in use at most.
     """
 
     tokens: list[int]
-    prompt_seconds: float
     seconds: float
     stats: Stats | None
     peak: int
@@ -85,13 +84,12 @@ class Contestant:
     def run(self, prompt: Prompt, max_tokens: int) -> Run:
         """Decodes a prompt."""
         mx.reset_peak_memory()
-        asked = perf_counter()
         steps = self.decode(prompt.ids, max_tokens)
         last = next(steps)
         tokens, started = [last[0]], perf_counter()
         for last in steps:
             tokens.append(last[0])
-        return Run(tokens, started - asked, perf_counter() - started, last[1], mx.get_peak_memory())
+        return Run(tokens, perf_counter() - started, last[1], mx.get_peak_memory())
 
 
 def make_contestants(
@@ -146,18 +144,10 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
 
 
 def make_random_drafter(drafter: Drafter) -> Drafter:
-    """A drafter of the same size and bits that has learned nothing."""
+    """A drafter of the same size and bits that knows nothing: the rows of each of its tensors are shuffled."""
     mx.random.seed(0)
-    found: Drafter = type(drafter)(drafter.args)
-    found.set_dtype(drafter.dtype)
-    layers = dict(drafter.named_modules())
-
-    def quantize(path: str, _: nn.Module) -> bool | dict[str, Any]:
-        layer = layers[path]
-        names = ("group_size", "bits", "mode")
-        return isinstance(layer, nn.QuantizedLinear) and {name: getattr(layer, name) for name in names}
-
-    nn.quantize(found, class_predicate=quantize)
+    found = deepcopy(drafter)
+    found.update(tree_map(mx.random.permutation, drafter.parameters()))
     mx.eval(found.parameters())
     return found
 
@@ -183,50 +173,35 @@ def make_draft_model(
     """
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
-        model, sampler = workload.model, make_mlx_lm_sampler(workload, len(prompt), settings)
-        caches = make_prompt_cache(model), make_prompt_cache(draft_model)
-        for _ in generate_step(mx.array(prompt), draft_model, max_tokens=0, prompt_cache=caches[1]):
-            pass
-        begun = generate_step(mx.array(prompt), model, max_tokens=1, sampler=sampler, prompt_cache=caches[0])
-        token = cast(int, next(begun)[0])
-        mx.synchronize(cast(Any, generation_stream))
-        # It finds the draft model's caches after one for each layer of the target.
-        if len(caches[0]) != len(model.layers) or not can_trim_prompt_cache([*caches[0], *caches[1]]):
-            raise RedrafterError("mlx-lm's speculation cannot use the caches of these models: leave out --draft-model")
-        trim_prompt_cache(caches[0], 1)  # it has read that token already
-        yield token, Stats()
+        sampler = make_mlx_lm_sampler(workload, len(prompt), settings)
+        pairs = [(model, make_prompt_cache(model)) for model in (workload.model, draft_model)]
+        logits, own = (model(mx.array([prompt]), cache=cache)[:, -1] for model, cache in pairs)
+        first = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(first, own)
+        yield cast(int, first.item()), Stats()
         steps = speculative_generate_step(
-            mx.array([token]),
-            model,
+            first,
+            workload.model,
             draft_model,
-            num_draft_tokens=settings.num_draft_tokens,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
             max_tokens=max_tokens - 1,
             sampler=sampler,
-            prompt_cache=[*caches[0], *caches[1]],
+            prompt_cache=[each for _, cache in pairs for each in cache],
         )
-        yield from count_rounds(steps, settings.num_draft_tokens, max_tokens - 1)
+        accepted = 0
+        for made, (token, _, from_draft) in enumerate(steps, start=1):
+            accepted += from_draft  # any other token ends a round
+            yield int(token), Stats(made - accepted + from_draft, accepted=accepted)
 
     return decode
 
 
-def count_rounds(steps: Iterable[Any], num_draft_tokens: int, max_tokens: int) -> Tokens:
-    """Tokens with their rounds, of (token, log-probabilities, whether drafted): one that was not ends a round."""
-    before, accepted, left = Stats(), 0, max_tokens
-    for token, _, from_draft in steps:
-        accepted += from_draft
-        drafted = min(num_draft_tokens, left)
-        stats = before.add_round(chain_plan(drafted) if drafted else None, accepted)
-        yield int(token), stats
-        if not from_draft:
-            before, left, accepted = stats, left - accepted - 1, 0
-
-
-def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -> Callable[[mx.array], mx.array] | None:
-    """A sampler of mlx-lm's kind for a text that begins at `position`; None is its greedy one."""
+def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -> Callable[[mx.array], mx.array]:
+    """A sampler of mlx-lm's kind for a text that begins at `position`."""
     mx.random.seed(settings.seed)
     own, positions = workload.sampler, count(position)
     if own is None:
-        return make_sampler(settings.temp) if settings.temp else None
+        return make_sampler(settings.temp)
 
     def choose(logprobs: mx.array) -> mx.array:
         draws = own.draws(mx.array(next(positions)), 1, logprobs.shape[-1])

@@ -116,21 +116,17 @@ def add_workload(
 
     Args:
         draft_model: whether mlx-lm's own speculation takes part.
-        prompts: those that are decoded where none are named.
+        prompts: those that are decoded where none are named; () where none are decoded.
     """
-    parser.add_argument("--model", help="a directory or hub id; the packaged demo when not given")
-    parser.add_argument("--drafter", help="the drafter that was trained for it")
+    parser.set_defaults(prompts=list(prompts))
+    add = parser.add_argument
+    add("--model", help="a directory or hub id; the packaged demo when not given")
+    add("--drafter", help="the drafter that was trained for it")
     if draft_model:
-        parser.add_argument(
-            "--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation"
-        )
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        default=list(prompts),
-        metavar="NAME",
-        help=f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})",
-    )
+        add("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation")
+    if prompts:
+        help = f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})"
+        add("--prompts", nargs="+", metavar="NAME", help=help)
 
 
 def open_workload(args: argparse.Namespace) -> Workload:
@@ -149,10 +145,8 @@ def open_workload(args: argparse.Namespace) -> Workload:
         draft_model_name = args.draft_model or DEMO
         draft_model, own = load(args.draft_model or DRAFT_MODEL)
         if own.vocab_size != tokenizer.vocab_size:
-            raise RedrafterError(
-                f"the draft model must have the target's vocabulary of {tokenizer.vocab_size} tokens, "
-                f"{args.draft_model} has {own.vocab_size}"
-            )
+            sizes = f"the target's vocabulary of {tokenizer.vocab_size} tokens, got {own.vocab_size}"
+            raise RedrafterError(f"expected a draft model with {sizes} in {args.draft_model}")
         if not args.model:  # as the demo's own models
             draft_model.set_dtype(mx.float32)
     prompts = find_prompts(args.prompts, tokenizer)
@@ -171,27 +165,17 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
     Raises:
         RedrafterError: a name that is none of these, with the categories there are; a file that cannot be read.
     """
-    texts = {f"{path.parent.name}/{path.stem}": path.read_text("utf-8").strip() for path in PROMPTS.glob("*/*.txt")}
-    texts = dict(sorted(texts.items()))
-    demo = {f"{DEMO}/{number:02d}": text for number, text in enumerate(demo_prompts(), start=1)}
-    found: list[Prompt] = []
+    paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
+    texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}
+    texts |= {f"{DEMO}/{number:02d}": text for number, text in enumerate(demo_prompts(), start=1)}
+    found: dict[str, list[int]] = {}
     for name in names:
-        chosen = (
-            texts
-            if name == "all"
-            else {each: text for each, text in (texts | demo).items() if name in (each, find_category(each))}
-        )
-        found += [Prompt(each, find_category(each), encode_chat(tokenizer, text)) for each, text in chosen.items()]
+        chosen = paths if name == "all" else [each for each in texts if name in (each, each.partition("/")[0])]
+        found |= {each: encode_chat(tokenizer, texts[each]) for each in chosen}
         if not chosen:
-            path = expand_path(name)
-            if not path.exists():
-                kinds = ", ".join(dict.fromkeys(map(find_category, texts | demo)))
+            file = expand_path(name)
+            if not file.exists():
+                kinds = ", ".join(dict.fromkeys(each.partition("/")[0] for each in texts))
                 raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")
-            rows = load_prompts(path, tokenizer)
-            found += [Prompt(f"{path.name}:{number}", "own", ids) for number, ids in enumerate(rows, start=1)]
-    return list({(prompt.name, *prompt.ids): prompt for prompt in found}.values())
-
-
-def find_category(name: str) -> str:
-    """The part of a prompt's name before the slash."""
-    return name.partition("/")[0]
+            found |= {f"{file.name}:{n}": ids for n, ids in enumerate(load_prompts(file, tokenizer), start=1)}
+    return [Prompt(name, name.rpartition("/")[0] or "own", ids) for name, ids in found.items()]

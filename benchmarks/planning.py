@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from statistics import fmean, geometric_mean, median
+from statistics import geometric_mean, median
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,7 +28,7 @@ from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Tip
 from mlx_redrafter.generate import generate_step
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, Acceptance, AutoPlanner
+from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, AutoPlanner
 
 from .command import add_json, parse_above_zero, parse_positive
 from .models import add_workload, open_workload
@@ -55,15 +55,16 @@ def run(args: argparse.Namespace) -> int:
     drafter = workload.require_drafter()
     costs = make_costs(args.second_row, args.row, args.level)
     acceptance = drafter.args.acceptance or UNKNOWN_ACCEPTANCE
-    rows = []
+    rows: list[dict[str, Any]] = []
     for prompt in workload.prompts:
         right = count_right(workload.model, drafter, prompt.ids, args.max_tokens)
-        rows.append({"text": prompt.name} | simulate_all(costs, acceptance, len(prompt.ids), right))
-    names = [name for name in rows[0] if name not in ("text", "plain steps")]
-    texts = list(rows)
+        planners = {f"1 x {depth}": Planner(chain_plan(depth)) for depth in range(1, 6)}
+        planners["auto x"] = AutoPlanner(costs, acceptance)
+        made = {name: simulate(costs, planner, len(prompt.ids), right) for name, planner in planners.items()}
+        rows.append({"text": prompt.name, **made})
     for name, mean in (("median", median), ("geometric mean", geometric_mean)):
-        row = {each: mean([text[each] for text in texts]) for each in names}
-        rows.append({"text": name} | row | {"plain steps": fmean(text["plain steps"] for text in texts)})
+        means = {each: mean(row[each] for row in rows[: len(workload.prompts)]) for each in planners}
+        rows.append({"text": name, **means})
     show_rows(args, rows)
     return 0
 
@@ -94,23 +95,14 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
     return found
 
 
-def simulate_all(costs: CostTable, acceptance: Acceptance, length: int, right: list[int]) -> dict[str, Any]:
-    """How many times as fast as plain decoding each fixed chain is, and auto; how many plain steps auto takes."""
-    found: dict[str, Any] = {
-        f"1 x {depth}": simulate(costs, Planner(chain_plan(depth)), length, right)[0] for depth in range(1, 6)
-    }
-    found["auto x"], found["plain steps"] = simulate(costs, AutoPlanner(costs, acceptance), length, right)
-    return found
-
-
-def simulate(costs: CostTable, planner: Planner, length: int, right: list[int]) -> tuple[float, int]:
-    """(speed against plain decoding, plain steps), with the next plan chosen before a round or a step is read."""
-    made, took, steps = 1, 0.0, 0  # the prompt's own token
+def simulate(costs: CostTable, planner: Planner, length: int, right: list[int]) -> float:
+    """Speed against plain decoding, with the next plan chosen before a round or a step is read."""
+    made, took = 1, 0.0  # the prompt's own token
     following = planner.next_plan(length)
     while made < len(right):
         plan, following = following, planner.next_plan(length + made)
         accepted = 0 if plan is None else min(right[made - 1], plan.depth)
         ms = costs.plain_ms(length + made) if plan is None else costs.round_ms(plan, length + made)
         planner.observe(plan, accepted + 1, length + made, 0, ms)
-        made, took, steps = made + accepted + 1, took + ms, steps + (plan is None)
-    return sum(costs.plain_ms(length + at) for at in range(1, made)) / took, steps
+        made, took = made + accepted + 1, took + ms
+    return sum(costs.plain_ms(length + at) for at in range(1, made)) / took

@@ -8,15 +8,14 @@ A model of a round is fitted to what Apple published of ReDrafter on three chips
     ms = plain step x (two + row (N - 2) + [N >= 16] (cliff + beyond (N - 16)) + K draft)
 
 for N verified rows and K drafted levels; a level of a chain costs something else than one of a beam. Without a plan:
-how well the model predicts published shapes that it was not fitted to, and what changes would bring on each chip; the
-exit status is 1 where it predicts badly. With a plan: its speed.
+how well the model predicts published shapes that it was not fitted to, and what changes would bring on each chip. With
+a plan: its speed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +53,6 @@ PRIOR = {
 """The numbers of the model, in plain steps: what is expected before any run is seen, and how far off that may be."""
 NOISE = 0.01  # relative error of a published round, against which the prior is weighed
 SPLITS = 50  # of the shapes into a fitted and a predicted half
-MEDIAN_BOUND, TAIL_BOUND = 0.02, 0.10  # what the errors' median and 95th percentile must stay below
 QUANTIZED = 4.5 / 16  # bytes of 4-bit weights with a scale and a bias for each 64, against 16-bit weights
 
 
@@ -213,12 +211,9 @@ def describe_best(each: Published) -> dict[str, Any]:
 def study() -> dict[str, Any]:
     """How well the model predicts, what Apple measured, and what changes would bring."""
     published = read_published()
-    errors = find_errors(published)
     return {
-        "source": SOURCE,
-        "error": errors,
+        "error": find_errors(published),
         "error without the cliff": find_errors(published, NO_CLIFF),
-        "passed": bool(errors["median"] < MEDIAN_BOUND and errors["95th percentile"] < TAIL_BOUND),
         "measured by Apple": [describe_best(each) for each in published],
         "predicted changes": list(predict_changes(published)),
     }
@@ -227,13 +222,11 @@ def study() -> dict[str, Any]:
 def format_study(found: dict[str, Any]) -> str:
     """The same in words and tables."""
     errors = [
-        {"predicted speed": name} | {key: f"{x:.2%}" if key != "cells" else x for key, x in row.items()}
-        for name, row in found.items()
-        if name.startswith("error")
+        {"predicted speed": name} | {key: f"{x:.2%}" if key != "cells" else x for key, x in found[name].items()}
+        for name in ("error", "error without the cliff")
     ]
-    verdict = "Passed." if found["passed"] else "FAILED: believe nothing below."
     return (
-        f"Source: {found['source']}.\n\n{format_markdown(errors)}\n{verdict}\n\n"
+        f"Source: {SOURCE}.\n\n{format_markdown(errors)}\n"
         f"Measured by Apple:\n\n{format_markdown(found['measured by Apple'])}\n"
         f"Predicted, nobody has run it:\n\n{format_markdown(found['predicted changes'])}"
     )
@@ -280,17 +273,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam-width", type=int, choices=range(1, MAX_WIDTH + 1), help="default: 1")
     parser.add_argument("--draft-depth", type=int, choices=range(1, MAX_DEPTH + 1), help=f"default: {DRAFT_DEPTH}")
     parser.add_argument("--tokens-per-round", type=parse_above_zero, help="what your drafter makes (default: Apple's)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints tables, or one JSON object; the exit status is 1 where the model predicts badly."""
-    asked = (args.chip, args.beam_width, args.draft_depth, args.tokens_per_round)
-    if any(value is not None for value in asked):
-        found = predict_plan(args)
-        text = format_markdown([{"of": name, "is": value} for name, value in found.items()])
+    """Prints tables; the exit status."""
+    if any((args.chip, args.beam_width, args.draft_depth, args.tokens_per_round)):
+        print(format_markdown([{"of": name, "is": value} for name, value in predict_plan(args).items()]))
     else:
-        found = study()
-        text = format_study(found)
-    print(json.dumps(found, allow_nan=False) if args.json else text)
-    return 0 if found.get("passed", True) else 1
+        print(format_study(study()))
+    return 0

@@ -7,6 +7,7 @@ a file of its own with records of both, as somebody contributed it.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -56,57 +57,32 @@ def read_schema() -> dict[str, Any]:
     return found
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text; a ValueError where it is none, or holds NaN or an infinity."""
+def parse_record(text: str, where: str) -> Record:
+    """The record in a JSON text.
 
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number")
-
-    return json.loads(text, parse_constant=refuse)
+    Raises:
+        RedrafterError: there is none, or it does not fit the schema.
+    """
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise RedrafterError(f"{where}: expected a JSON object: {one_line(error)}") from error
+    if problem := find_problem(record):
+        raise RedrafterError(f"{where}: {problem}")
+    if "machine" not in record:
+        raise RedrafterError(f"{where}: expected the machine that it was measured on")
+    return dict(record)
 
 
 def read_records(path: Path) -> list[Record]:
     """The records of a file.
 
     Raises:
-        RedrafterError: it cannot be read, or a line of it is not a record: which, and why.
+        RedrafterError: a line of it is not a record: which, and why.
+        OSError: it cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read results from {path}: {one_line(error)}") from error
-    found: list[Record] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise RedrafterError(f"{path}, line {number}: expected a JSON object: {one_line(error)}") from error
-        wrong = find_problem(record)
-        if wrong is None and "machine" not in record:
-            wrong = "$: 'machine' is a required property of a line"
-        if wrong is not None:
-            raise RedrafterError(f"{path}, line {number}: {wrong}")
-        found.append(record)
-    if not found:
-        raise RedrafterError(f"expected results in {path}, a JSON object a line, got an empty file")
-    return found
-
-
-def read_suite(path: Path) -> Record:
-    """A contributed file.
-
-    Raises:
-        RedrafterError: it is damaged, or does not say who contributed it.
-    """
-    try:
-        found: Record = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RedrafterError(f"cannot read {path}: {one_line(error)}") from error
-    if (wrong := find_problem(found)) is not None or found["kind"] != "suite":
-        raise RedrafterError(f"{path}: {wrong or 'expected the file of a suite'}")
-    if found["contributor"] is None:
-        raise RedrafterError(f"{path} does not say who measured it: fill in its 'contributor'")
-    return found
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [parse_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
 class Results(NamedTuple):
@@ -125,10 +101,14 @@ def read_results(directory: Path) -> Results:
     """The results in a folder.
 
     Raises:
-        RedrafterError: there are none, or a file is damaged.
+        RedrafterError: there are none, a file is damaged, or a contribution does not say who made it.
     """
     files = {path.stem: read_records(path) for path in sorted(directory.glob("*.jsonl"))}
-    contributed = [read_suite(path) for path in sorted((directory / CONTRIBUTED).glob("*.json"))]
+    suites = sorted((directory / CONTRIBUTED).glob("*.json"))
+    contributed = [parse_record(path.read_text(encoding="utf-8"), f"{path}") for path in suites]
+    for path, suite in zip(suites, contributed, strict=True):
+        if not suite.get("contributor"):
+            raise RedrafterError(f"{path} does not say who measured it: fill in its 'contributor'")
     if not files and not contributed:
         raise RedrafterError(f"expected results in {directory}: files that end in .jsonl, or {CONTRIBUTED}/*.json")
     return Results(files, contributed)
@@ -148,30 +128,16 @@ def stamp() -> dict[str, Any]:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
-        found |= {
-            "gpu_cores": find_gpu_cores(run_command("system_profiler", "SPDisplaysDataType", "-json")),
-            "power": find_power(run_command("pmset", "-g", "batt")),
-        }
+        cores = ask_system(r'"sppci_cores"\s*:\s*"(\d+)"', "system_profiler", "SPDisplaysDataType", "-json")
+        found |= {"gpu_cores": cores and int(cores), "power": ask_system(r"'(.+)'", "pmset", "-g", "batt")}
     return found
 
 
-def run_command(*command: str) -> str:
-    """What a command of the system prints; "" where it fails."""
+def ask_system(pattern: str, *command: str) -> str | None:
+    """What `pattern` finds in what a command of the system prints; None where it finds nothing."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def find_gpu_cores(text: str) -> int | None:
-    """The cores of the GPU, from what `system_profiler SPDisplaysDataType -json` prints; None where it does not say."""
-    try:
-        displays = json.loads(text)["SPDisplaysDataType"]
-        return next(int(each["sppci_cores"]) for each in displays if "sppci_cores" in each)
-    except (ValueError, KeyError, TypeError, StopIteration):
         return None
-
-
-def find_power(text: str) -> str | None:
-    """ "AC Power" or "Battery Power", from what `pmset -g batt` prints; None where it does not say."""
-    return text.partition("'")[2].partition("'")[0] or None
+    found = re.search(pattern, printed)
+    return found and found[1]

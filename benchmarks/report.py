@@ -1,7 +1,7 @@
 """Makes the tables of README.md and docs/performance.md, and the plots, from the results that are kept.
 
     python -m benchmarks report
-    python -m benchmarks report --results my-results --plots plots
+    python -m benchmarks report --results my-results
     python -m benchmarks report --write
 
 Prints the tables in Markdown. `--write` puts each into its place in the documents of this repository, between the
@@ -13,30 +13,152 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from mlx_redrafter.atomic_files import write_text
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import interpolate, parse_costs
 
 from .predict import study
-from .records import RESULTS, Results, read_results
-from .sweep import check_plotting, draw_maps
+from .records import RESULTS, Record, Results, read_results
+from .sweep import draw_maps
 from .tables import (
+    PLAIN,
+    Row,
+    describe_setting,
     format_cell,
     format_markdown,
-    make_contributed_table,
-    make_demo_table,
-    make_kinds_table,
-    make_limits_table,
-    make_synthetic_table,
+    group_by_contestant,
+    is_fixed,
+    summarize,
 )
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 PLOTS = ROOT / "docs" / "plots"
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
+
+
+def find_costs(records: Iterable[Record]) -> Record | None:
+    """The first costs record."""
+    return next((record for record in records if record["kind"] == "costs"), None)
+
+
+def find_parts(costs: Record | None, record: Record) -> tuple[float, float, float] | None:
+    """(verify forward, draft, limit) of a record's rounds, at the context length that its text had halfway.
+
+    Forward and draft in plain steps, each measured alone; the forward is the least of those of as many nodes or more,
+    for it is no more work than they are. The limit is tokens per round over the forward, the speed over plain decoding
+    if nothing else took time, or what was measured where that is more. None where the plan is not fixed, or its parts
+    were not measured.
+    """
+    if costs is None or not is_fixed(record):
+        return None
+    table, plan = parse_costs(costs["costs"]), Plan(*record["plan"])
+    if not table.has(plan):
+        return None
+    length = record["prompt_tokens"] + record["tokens"] // 2
+    columns = zip(table.counts, zip(*table.verify, strict=True), strict=True)
+    forwards = [interpolate(table.contexts, column, length) for count, column in columns if count >= plan.size]
+    plain = table.plain_ms(length)
+    verify = max(1.0, min(forwards) / plain)
+    limit = (record["tokens"] - 1) / record["rounds"] / verify
+    return verify, table.draft_ms(plan) / plain, max(limit, record["ratio"])
+
+
+def find_median(values: Iterable[float | None]) -> float | None:
+    """The median of those that are there; None where none is."""
+    return median(found) if (found := [value for value in values if value is not None]) else None
+
+
+def make_demo_table(results: Results) -> str:
+    """Every contestant on the demo's own prompts."""
+    records, rows = results.files.get("demo", []), []
+    for name, own in group_by_contestant(records).items():
+        row = summarize(own)
+        rows.append(
+            {
+                "": name,
+                "tokens per round": None if name == PLAIN else row["tokens/round"],
+                "tokens/s": row["tokens/s"],
+                "against plain decoding, median (least to most)": "{x plain:.2f} ({least:.2f} to {most:.2f})".format(
+                    **row
+                ),
+                "same tokens": row["same tokens"],
+            }
+        )
+    return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+
+
+def make_kinds_table(results: Results) -> str:
+    """Every contestant's median ratio on each kind of prompt."""
+    records = [record for record in results.files.get("kinds", []) if record["kind"] == "speed"]
+    rows = []
+    for kind in dict.fromkeys(record["category"] for record in records):
+        sides = group_by_contestant(record for record in records if record["category"] == kind)
+        summaries = {name: summarize(own) for name, own in sides.items()}
+        plain = summaries.pop(PLAIN)
+        ratios = {name: row["x plain"] for name, row in summaries.items()}
+        rows.append({"prompts": f"{kind} ({plain['prompts']})", "plain tokens/s": plain["tokens/s"]} | ratios)
+    return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+
+
+def make_limits_table(results: Results) -> str:
+    """What a round costs beside what it makes, and how much of the limit the demo reaches."""
+    records = results.files.get("demo", [])
+    costs, rows = find_costs(records), []
+    for name, own in group_by_contestant(records).items():
+        parts = [found for each in own if (found := find_parts(costs, each))]
+        if parts:
+            row, (verify, draft, limits) = summarize(own), zip(*parts, strict=True)
+            shares = [each["ratio"] / limit for each, limit in zip(own, limits, strict=True)]
+            rows.append(
+                {
+                    "W x K": name,
+                    "tokens per round": row["tokens/round"],
+                    "verify, in plain steps": median(verify),
+                    "draft, in plain steps": median(draft),
+                    "limit": median(limits),
+                    "measured": row["x plain"],
+                    "of the limit": f"{median(shares):.0%}",
+                }
+            )
+    return format_markdown(rows)
+
+
+def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
+    """A row for each target, acceptance and contestant at real sizes."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["model"], record["model_bits"], record["drafter"]), []).append(record)
+    for (model, bits, drafter), group in groups.items():
+        costs = find_costs(group)
+        for name, own in group_by_contestant(group).items():
+            row, parts = summarize(own), [find_parts(costs, each) for each in own]
+            yield {
+                "target": f"{model.replace(', random weights', '')}, {bits:.3g} bits",
+                "acceptance": (drafter or "").removeprefix("oracle, acceptance ").split(",")[0],
+                "": name,
+                "tokens/s": row["tokens/s"],
+                "tokens per round": row["tokens/round"],
+                "x plain": row["x plain"],
+                "limit": find_median(found and found[2] for found in parts),
+                "GB/s": find_median(each["bandwidth_gb_s"] for each in own),
+                "same tokens": row["same tokens"],
+                "tokens x turns": f"{own[0]['max_tokens']} x {own[0]['repeats']}",
+            }
+
+
+def make_synthetic_table(results: Results) -> str:
+    """Every contestant at real sizes."""
+    files = [records for name, records in results.files.items() if name.startswith("synthetic")]
+    rows = [row for records in files for row in make_size_rows(records)]
+    settings = dict.fromkeys(describe_setting(records) for records in files)
+    return f"{format_markdown(rows)}\n{''.join(settings)}" if rows else ""
 
 
 def make_predicted_table(results: Results) -> str:
@@ -57,6 +179,18 @@ def make_predicted_table(results: Results) -> str:
     )
 
 
+def make_contributed_table(results: Results) -> str:
+    """What others have measured, with their machines as far as they are known."""
+    rows = []
+    for suite in results.contributed:
+        machine = suite["machine"]
+        cores, memory = machine.get("gpu_cores"), machine["memory_gb"]
+        parts = [machine["chip"], cores and f"{cores} GPU cores", memory and f"{memory:g} GB", machine.get("power")]
+        who = {"measured by": suite["contributor"], "on": ", ".join(part for part in parts if part)}
+        rows += [who | row for row in make_size_rows(suite["records"])]
+    return format_markdown(rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "demo": make_demo_table,
     "kinds": make_kinds_table,
@@ -71,27 +205,22 @@ TABLES: dict[str, Callable[[Results], str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: those that are kept")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="where to draw the heat maps")
     parser.add_argument("--write", action="store_true", help="into README.md, docs/performance.md and docs/plots")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints or writes the tables; the exit status."""
     results = read_results(args.results)
-    directory = args.plots or (PLOTS if args.write else None)
-    if directory:
-        check_plotting()
-    if args.write:
-        texts = {path: place_tables(path.read_text(encoding="utf-8"), results) for path in DOCUMENTS}
-        for path, text in texts.items():
-            write_text(path, text)
-    else:
+    if not args.write:
         tables = {name: make(results) for name, make in TABLES.items()}
         print("\n".join(f"{name}\n\n{text}" for name, text in tables.items() if text), end="")
+        return 0
+    texts = {path: place_tables(path.read_text(encoding="utf-8"), results) for path in DOCUMENTS}
+    for path, text in texts.items():
+        write_text(path, text)
     for name, records in results.files.items():
-        if directory and name.endswith("sweep"):
-            draw_maps(records, directory / f"{name}.png")
-            print(f"drawn: {directory / name}.png", file=sys.stderr)
+        if name.endswith("sweep"):
+            draw_maps(records, PLOTS / f"{name}.png")
     return 0
 
 

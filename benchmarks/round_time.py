@@ -1,105 +1,67 @@
-"""Where a round's time goes: a verify forward of N nodes, a draft, and a whole round, each measured alone.
+"""Where a round's time goes: a plain step, a verify forward of N nodes, a draft, and a whole round.
 
     python -m benchmarks round
-    python -m benchmarks round --model MODEL --drafter DRAFTER --plans 1,1 1,4 4,4 --repeats 20
+    python -m benchmarks round --model MODEL --drafter DRAFTER --plans 1,1 1,4 4,3
 
-A whole round is what the loop does: verify, choose, accept, the next draft enqueued, the one read. All parts
-alternate; medians of `--repeats`. The last columns are round / (verify + draft) of each turn, its median and quartiles.
+The times are those that plan "auto" goes by, measured now: all parts in turns, alone and in whole rounds of two levels.
+The last column is a whole round over its verify forward and draft.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
-import mlx.core as mx
-
+from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.round import Chooser, Draft, make_draft, verify
-from mlx_redrafter.engine.target import Target
-from mlx_redrafter.engine.types import Tip
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.costs import time_calls
+from mlx_redrafter.planning.costs import CostTable, parse_costs
 
-from .acceptance import add_shapes
-from .command import parse_positive
-from .contest import find_quartiles
-from .models import Workload, open_workload
+from .acceptance import add_plans
+from .command import add_json
+from .contest import measure_costs
+from .models import add_workload, open_workload
 from .tables import show_rows
 
-WARM_UP = 3  # turns that do not count
+SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))
 
 
-def measure(
-    workload: Workload, shape: Sequence[int], *, repeats: int, temp: float = 0.0, seed: int = 0
-) -> dict[str, Any]:
-    """One row: the parts of a round of this shape, W, K and perhaps N, after the first prompt.
+def make_row(costs: CostTable, plan: Plan) -> dict[str, Any]:
+    """The parts of a round at the first context length of the table.
 
     Raises:
-        RedrafterError: there is no drafter, or no such plan.
+        RedrafterError: they were not measured.
     """
-    drafter, prompt = workload.require_drafter(), mx.array(workload.prompts[0].ids)
-    options = Options(temp=temp, seed=seed, plan=shape)
-    plan, chooser = options.resolve_plan(drafter), Chooser(options.make_sampler(seed))
-    assert isinstance(plan, Plan)
-    target = Target(workload.model)
-    hidden = target.forward(prompt, want_hidden=True).hidden
-    assert hidden is not None
-    start, position = Tip(hidden[-1], prompt[-1]), mx.array(target.length + 1)
-
-    def draft(tip: Tip) -> Draft:
-        return make_draft(drafter, target, chooser.sampler, tip, position, plan, ordered=False)
-
-    ahead = draft(start)
-    mx.eval(start, position, ahead)
-
-    def plain_step() -> None:
-        mx.eval(target.forward(start.token.reshape(1), want_hidden=False).logits)
-        target.keep_path([], [])
-
-    def verify_alone() -> None:
-        mx.eval(target.verify(ahead.tree, branched=plan.width > 1))
-        target.keep_path([], [])
-
-    def whole_round() -> None:
-        outcome = verify(target, ahead, chooser, None, plan, plan.depth)
-        mx.async_eval(outcome)
-        assert outcome.tip is not None
-        following = draft(outcome.tip)
-        mx.async_eval(following)
-        outcome.report.tolist()
-        mx.eval(following)
-        target.keep_path([], [])
-
-    calls = {"plain": plain_step, "verify": verify_alone, "draft": lambda: mx.eval(draft(start)), "round": whole_round}
-    turns = time_calls(calls, 0.0, min_turns=WARM_UP + repeats)
-    times = {name: values[WARM_UP:] for name, values in turns.items()}
-    sums = [verified + drafted for verified, drafted in zip(times["verify"], times["draft"], strict=True)]
-    ratios = [whole / both for whole, both in zip(times["round"], sums, strict=True)]
-    lower, upper = find_quartiles(ratios)
+    if not costs.has(plan):
+        sizes = f"{costs.counts[-1]} nodes and widths {', '.join(map(str, costs.widths))}"
+        raise RedrafterError(f"expected plans of at most {sizes}, got {','.join(map(str, plan.shape))}")
+    plain, verify, draft = costs.plain[0], costs.verify[0][costs.counts.index(plan.size)], costs.draft_ms(plan)
+    whole = costs.round_ms(plan, costs.contexts[0])
     return {
-        "W": plan.width,
-        "K": plan.depth,
-        "N": plan.size,
-        **{f"{name} ms": median(values) for name, values in times.items()},
-        "draft step %": 100 * median(times["draft"]) / plan.depth / median(times["plain"]),
-        "x sum": median(ratios),
-        "lower": lower,
-        "upper": upper,
+        "plan": describe_plan(plan),
+        "plain ms": plain,
+        "verify ms": verify,
+        "draft ms": draft,
+        "round ms": whole,
+        "verify, in plain steps": verify / plain,
+        "draft level, in plain steps": draft / plan.depth / plain,
+        "round / (verify + draft)": whole / (verify + draft),
     }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    add_shapes(parser)
-    parser.add_argument("--repeats", type=parse_positive, default=200, help="turns of all parts (default: %(default)s)")
+    add_workload(parser, draft_model=False, prompts=())
+    add_plans(parser, SHAPES)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a row a shape; the exit status."""
     workload = open_workload(args)
-    rows = [measure(workload, plan, repeats=args.repeats, temp=args.temp, seed=args.seed) for plan in args.plans]
-    show_rows(args, rows)
+    drafter = workload.require_drafter()
+    costs = parse_costs(measure_costs(workload)["costs"])
+    plans = [Options(plan=shape).resolve_plan(drafter) for shape in args.plans]
+    show_rows(args, [make_row(costs, plan) for plan in plans if isinstance(plan, Plan)])
     return 0

@@ -119,11 +119,8 @@ def ask_anything(
     port: int, generator: random.Random, prompts: list[str], expected: list[list[str]], max_tokens: int
 ) -> tuple[str, str]:
     """(what became of a random request, what was wrong with the answer or "")."""
-    prompt, way, stream = (
-        generator.randrange(len(prompts)),
-        generator.randrange(len(SAMPLING)),
-        generator.random() < 0.5,
-    )
+    prompt, way = generator.randrange(len(prompts)), generator.randrange(len(SAMPLING))
+    stream = generator.random() < 0.5
     body = {"prompt": prompts[prompt], "max_tokens": max_tokens, "stream": stream}
     body |= SAMPLING[way] | generator.choice(DRAFTING)
     kind = generator.randrange(10)

@@ -10,9 +10,9 @@ that a shape does not reach, or that is the whole tree, is left out.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from .models import add_workload, open_workload
 from .records import Record
 from .tables import group_by_contestant, is_fixed, summarize
 
-QUICK: dict[str, Any] = {"widths": [1, 2, 4], "depths": [1, 2, 3, 4], "sizes": ["whole"]}
-FULL: dict[str, Any] = {"widths": [1, 2, 3, 4, 8], "depths": [1, 2, 3, 4, 5, 6], "sizes": ["whole", 8]}
+WIDTHS, DEPTHS, SIZES = [1, 2, 3, 4, 8], [1, 2, 3, 4, 5, 6], ["whole", 8]
+QUICK_WIDTHS, QUICK_DEPTHS, QUICK_SIZES = [1, 2, 4], [1, 2, 3, 4], ["whole"]
 
 Cells = dict[tuple[int, int], float]
 """(W, K) -> what is shown."""
@@ -42,25 +42,27 @@ def parse_size(text: str) -> int | str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add_workload(parser, draft_model=False)
-    add_options(parser, "a prompt of each category, a small grid", draft_model=False)
-    for name, kind in (("widths", parse_positive), ("depths", parse_positive), ("sizes", parse_size)):
-        default = " ".join(map(str, FULL[name]))
-        parser.add_argument(f"--{name}", type=kind, nargs="+", help=f"default: {default}")
+    add_options(parser, "a prompt of each category, a small grid")
+    for name, kind, default in (
+        ("widths", parse_positive, WIDTHS),
+        ("depths", parse_positive, DEPTHS),
+        ("sizes", parse_size, SIZES),
+    ):
+        parser.add_argument(f"--{name}", type=kind, nargs="+", help=f"default: {' '.join(map(str, default))}")
     parser.add_argument("--plot", type=parse_output, metavar="PNG", help="where to draw the maps")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures the grid; the exit status."""
-    if args.plot:
-        check_plotting()
+    if args.plot and find_spec("matplotlib") is None:
+        raise RedrafterError("maps are drawn with matplotlib: pip install '.[bench]'")
     workload = open_workload(args)
-    default = QUICK if args.quick else FULL
-    widths, depths, sizes = (getattr(args, name) or default[name] for name in ("widths", "depths", "sizes"))
-    plans = make_grid(widths, depths, sizes, workload.require_drafter().args.vocab_size)
+    widths, depths, sizes = (QUICK_WIDTHS, QUICK_DEPTHS, QUICK_SIZES) if args.quick else (WIDTHS, DEPTHS, SIZES)
+    grid = args.widths or widths, args.depths or depths, args.sizes or sizes
+    plans = make_grid(*grid, workload.require_drafter().args.vocab_size)
     status, records = measure(workload, plans, args, mlx_lm=False)
     if args.plot:
         draw_maps(records, args.plot)
-        print(f"drawn: {args.plot}", file=sys.stderr)
     return status
 
 
@@ -79,18 +81,6 @@ def make_grid(widths: list[int], depths: list[int], sizes: list[Any], vocab_size
     return list(dict.fromkeys(found))
 
 
-def check_plotting() -> None:
-    """Refuses to go on where pictures cannot be drawn.
-
-    Raises:
-        RedrafterError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RedrafterError("plots are drawn with matplotlib: pip install '.[bench]'") from error
-
-
 def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
     """Tree size -> "x plain" and "tokens/round" -> cells, of fixed plans."""
     found: dict[str, dict[str, Cells]] = defaultdict(lambda: defaultdict(dict))
@@ -102,23 +92,20 @@ def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
     return found
 
 
-def draw_maps(records: Iterable[Record], path: Path) -> None:
+def draw_maps(records: list[Record], path: Path) -> None:
     """Draws the maps of a sweep into a PNG, whole or not at all.
 
     Raises:
-        RedrafterError: there are no records of fixed plans.
         OSError: the file cannot be written.
     """
-    records = list(records)
-    found = find_cells(records)
-    if not found:
-        raise RedrafterError("there is nothing to draw: expected records of fixed plans")
+    from matplotlib.colors import CenteredNorm
     from matplotlib.figure import Figure
 
+    found = find_cells(records)
     figure = Figure(figsize=(4.6 * len(found), 6.4), layout="constrained")
     axes = figure.subplots(2, len(found), squeeze=False)
     for column, (name, cells) in enumerate(found.items()):
-        draw_map(axes[0][column], cells["x plain"], f"x plain, {name}", cmap="RdBu", centre=1.0)
+        draw_map(axes[0][column], cells["x plain"], f"x plain, {name}", cmap="RdBu", norm=CenteredNorm(1.0))
         draw_map(axes[1][column], cells["tokens/round"], f"tokens/round, {name}", cmap="viridis")
     first = records[0]
     place = ", ".join(first["machine"][name] for name in ("chip", "device", "platform"))
@@ -127,20 +114,15 @@ def draw_maps(records: Iterable[Record], path: Path) -> None:
         figure.savefig(partial, dpi=110, format="png")
 
 
-def draw_map(axis: Any, cells: Cells, name: str, *, cmap: str, centre: float | None = None) -> None:
-    """One map, a number in every cell; the colours part at `centre`."""
+def draw_map(axis: Any, cells: Cells, name: str, **colours: Any) -> None:
+    """One map, a number in every cell."""
     widths, depths = sorted({width for width, _ in cells}), sorted({depth for _, depth in cells})
     values = [[cells.get((width, depth), float("nan")) for depth in depths] for width in widths]
-    low, high = min(cells.values()), max(cells.values())
-    if centre is not None:
-        reach = max(high - centre, centre - low, 0.1)
-        low, high = centre - reach, centre + reach
-    axis.imshow(values, cmap=cmap, vmin=low, vmax=high, origin="lower", aspect="auto")
+    axis.imshow(values, origin="lower", aspect="auto", **colours)
     axis.set(title=name, xlabel="depth K", ylabel="width W")
     axis.set_xticks(range(len(depths)), depths)
     axis.set_yticks(range(len(widths)), widths)
+    box = {"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 1}
     for (width, depth), value in cells.items():
-        box = {"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 1}
-        axis.text(
-            depths.index(depth), widths.index(width), f"{value:.2f}", ha="center", va="center", fontsize=8, bbox=box
-        )
+        place = depths.index(depth), widths.index(width)
+        axis.text(*place, f"{value:.2f}", ha="center", va="center", fontsize=8, bbox=box)

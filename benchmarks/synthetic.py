@@ -13,14 +13,17 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.cli.doctor import make_acceptance
-from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.machine import memory_bytes
@@ -37,47 +40,34 @@ GROUP_SIZE = 64  # of quantized weights
 PROMPT_TOKENS = 64
 
 
-class TargetShape(NamedTuple):
-    """A transformer's sizes, named as in its config."""
+def make_config(model_type: str, sizes: Sequence[int], *, tied: bool = True, **more: Any) -> dict[str, Any]:
+    """A transformer's `config.json`, as far as mlx-lm's class reads it.
 
-    name: str
-    model_type: str
-    hidden_size: int
-    num_hidden_layers: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    tie_word_embeddings: bool
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Its `config.json`, as far as mlx-lm's class reads it."""
-        found = self._asdict()
-        found |= {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 32768}
-        found |= {"attention_bias": False, "mlp_bias": False}
-        if self.model_type == "gemma3_text":  # every sixth layer attends to everything; mlx-lm looks up the first one
-            found["sliding_window_pattern"] = min(6, self.num_hidden_layers)
-        if self.num_experts:
-            found |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-        return found
+    Args:
+        sizes: of the hidden state, layers, MLP, heads, key-value heads, a head, and the vocabulary.
+        tied: whether the embeddings are its output matrix.
+    """
+    names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    found = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
+    common = {"rms_norm_eps": 1e-6, "rope_theta": 500000.0, "max_position_embeddings": 32768}
+    common |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": tied}
+    return {"model_type": model_type} | found | common | more
 
 
+EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        TargetShape("llama-3.2-1b", "llama", 2048, 16, 8192, 32, 8, 64, 128256, True),
-        TargetShape("llama-3.2-3b", "llama", 3072, 28, 8192, 24, 8, 128, 128256, True),
-        TargetShape("qwen3-4b", "qwen3", 2560, 36, 9728, 32, 8, 128, 151936, True),
-        TargetShape("llama-3.1-8b", "llama", 4096, 32, 14336, 32, 8, 128, 128256, False),
-        TargetShape("qwen3-14b", "qwen3", 5120, 40, 17408, 40, 8, 128, 151936, False),
-        TargetShape("gemma-3-27b", "gemma3_text", 5376, 62, 21504, 32, 16, 128, 262208, True),
-        TargetShape("qwen3-30b-a3b", "qwen3_moe", 2048, 48, 6144, 32, 4, 128, 151936, False, 128, 8, 768),
-    )
+    "llama-3.2-1b": make_config("llama", (2048, 16, 8192, 32, 8, 64, 128256)),
+    "llama-3.2-3b": make_config("llama", (3072, 28, 8192, 24, 8, 128, 128256)),
+    "llama-3.1-8b": make_config("llama", (4096, 32, 14336, 32, 8, 128, 128256), tied=False),
+    "gemma-3-27b": make_config("gemma3_text", (5376, 62, 21504, 32, 16, 128, 262208)),
+    "qwen3-30b-a3b": make_config("qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERTS),
 }
 """Published shapes, from their configs on the Hugging Face hub."""
 
@@ -93,15 +83,9 @@ class Oracle(Sampler):
     Args:
         acceptance: (K, R) chances by depth and rank; the last depth holds for all deeper ones.
         seed: another seed, other draws.
-
-    Raises:
-        RedrafterError: a depth's chances are not chances, or add up to more than 1.
     """
 
     def __init__(self, acceptance: Acceptance, seed: int = 0) -> None:
-        for row in acceptance:
-            if not row or not all(0 <= chance <= 1 for chance in row) or sum(row) > 1 + 1e-9:
-                raise RedrafterError(f"an acceptance is chances of ranks that add up to 1 at most, got {list(row)}")
         self.acceptance = [list(row) for row in acceptance]
         self._key = mx.random.key(seed)
         mx.eval(self._key)
@@ -137,55 +121,51 @@ class Oracle(Sampler):
         return mx.put_along_axis(rest, mx.broadcast_to(guesses, shape), named, axis=-1)
 
 
-def parse_acceptance(text: str) -> Acceptance:
-    """`0.7`, or `0.7,0.1,0.05`: the chances of the ranks, the same at every depth.
-
-    One number alone is that of the first rank; of its misses the others are right as often as is assumed of a drafter
-    that does not say. A ValueError where these are not numbers; whether they are chances is the oracle's to say.
-    """
-    chances = [float(part) for part in text.split(",")]
-    return make_acceptance(chances[0]) if len(chances) == 1 else [chances]
+def parse_rate(text: str) -> Acceptance:
+    """The chance of a drafter's first guess; of its misses the others are right as often as is assumed of any."""
+    if not 0 <= (rate := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return make_acceptance(rate)
 
 
-def build_workload(shape: TargetShape, bits: int, *, layers: int, acceptance: Acceptance, seed: int = 0) -> Workload:
+def build_workload(name: str, bits: int, *, layers: int, acceptance: Acceptance, seed: int = 0) -> Workload:
     """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
 
     Args:
+        name: one of `SHAPES`.
         bits: 32 for float32, 16 for bfloat16; fewer are quantized, the rest then float32 on a CPU, else bfloat16.
         layers: how many of the shape's.
 
     Raises:
-        RedrafterError: it does not fit into this machine's memory.
+        RedrafterError: it has fewer layers, or does not fit into this machine's memory.
     """
-    oracle = Oracle(acceptance, seed)
-    on_cpu = mx.default_device().type == mx.cpu
-    dtype = mx.float32 if bits == 32 or (on_cpu and bits < 16) else mx.bfloat16
+    oracle, shape = Oracle(acceptance, seed), SHAPES[name]
+    every = shape["num_hidden_layers"]
+    if layers > every:
+        raise RedrafterError(f"{name} has {every} layers, got --layers {layers}")
+    dtype = mx.float32 if bits == 32 or (mx.default_device().type == mx.cpu and bits < 16) else mx.bfloat16
     mx.random.seed(seed)
-    model = make_target(shape._replace(num_hidden_layers=layers), bits, dtype)
-    needed, memory = count_bytes(model), memory_bytes()  # nothing is computed yet
-    if memory is not None and 1.25 * needed > memory:
+    model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
+    needed, memory = 1.25 * count_bytes(model), memory_bytes()  # nothing is computed yet
+    if needed > memory:
         raise RedrafterError(
-            f"{shape.name} of {layers} layers at {bits} bits takes about {1.25 * needed / 1e9:.1f} GB, "
+            f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, "
             f"this machine has {memory / 1e9:.1f} GB: give fewer --layers or --bits"
         )
     for _, module in model.named_modules():  # one by one, so that no more than one is there before it is quantized
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
-    sizes = candidates(shape.hidden_size, shape.vocab_size)  # the last one is the last resort
-    size: dict[str, Any] = vars(
-        next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * needed), sizes[-1])
-    )
-    drafter = Drafter(DrafterArgs(**{**size, "acceptance": oracle.acceptance}))
+    sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the last resort
+    size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
+    drafter = Drafter(replace(size, acceptance=oracle.acceptance))
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
-    part = "" if layers == shape.num_hidden_layers else f", {layers} of {shape.num_hidden_layers} layers"
-    ids = cast(list[int], oracle.make_text(mx.arange(PROMPT_TOKENS), shape.vocab_size).tolist())
-    chances = ",".join(f"{chance:.3g}" for chance in oracle.acceptance[0])
+    ids = cast(list[int], oracle.make_text(mx.arange(PROMPT_TOKENS), shape["vocab_size"]).tolist())
     return Workload(
-        name=f"{shape.name}, random weights{part}",
+        name=f"{name}, random weights" + ("" if layers == every else f", {layers} of {every} layers"),
         model=model,
         drafter=drafter,
-        drafter_name=f"oracle, acceptance {chances}",
+        drafter_name=f"oracle, acceptance {','.join(f'{chance:.3g}' for chance in oracle.acceptance[0])}",
         draft_model=None,
         draft_model_name=None,
         prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
@@ -193,21 +173,17 @@ def build_workload(shape: TargetShape, bits: int, *, layers: int, acceptance: Ac
     )
 
 
-def make_target(shape: TargetShape, bits: int, dtype: mx.Dtype) -> nn.Module:
+def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module:
     """A model of mlx-lm's own class with random weights, not evaluated."""
-    module = import_module(f"mlx_lm.models.{shape.model_type}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(shape.config))
-    if shape.tie_word_embeddings and "lm_head" in model:
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    # Gemma's every sixth layer attends to everything; mlx-lm looks up the first such layer.
+    config = config | {"sliding_window_pattern": min(6, config["num_hidden_layers"])}
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    if config["tie_word_embeddings"] and "lm_head" in model:
         model.sanitize({})  # some drop the head only when they are shown weights without one
     model.set_dtype(dtype)
     if bits < 16:
-        own = getattr(model, "quant_predicate", None) or (lambda path, module: True)
-
-        def quantize(path: str, module: nn.Module) -> Any:
-            fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
-            return fits and own(path, module)
-
-        nn.quantize(model, GROUP_SIZE, bits, class_predicate=quantize)
+        quantize_model(model, {}, GROUP_SIZE, bits)
     model.eval()
     return model
 
@@ -218,20 +194,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=SHAPES, default="llama-3.2-1b", help="default: %(default)s")
     add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
     add("--layers", type=parse_positive, help="only its first layers")
-    help = "chance of the first guess, or of each rank (default: 0.7)"
-    add("--acceptance", type=parse_acceptance, default=make_acceptance(0.7), help=help)
+    add("--acceptance", type=parse_rate, default="0.7", help="chance of the first guess (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
     add_options(parser, f"{QUICK_LAYERS} layers, plans auto and 1,3", sampling=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds a pair and measures it; the exit status."""
-    shape = SHAPES[args.shape]
-    layers = args.layers or (QUICK_LAYERS if args.quick else shape.num_hidden_layers)
-    if layers > shape.num_hidden_layers:
-        raise RedrafterError(f"{shape.name} has {shape.num_hidden_layers} layers, got --layers {layers}")
+    layers = args.layers or (QUICK_LAYERS if args.quick else SHAPES[args.shape]["num_hidden_layers"])
     bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
-    print(f"{shape.name}: drawing weights of {layers} layers", file=sys.stderr)
-    workload = build_workload(shape, bits, layers=layers, acceptance=args.acceptance, seed=args.seed)
+    print(f"{args.shape}: drawing weights of {layers} layers", file=sys.stderr)
+    workload = build_workload(args.shape, bits, layers=layers, acceptance=args.acceptance, seed=args.seed)
     status, _ = measure(workload, args.plans or (QUICK_PLANS if args.quick else PLANS), args)
     return status

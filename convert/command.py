@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import sys
 
 from ..checkpoints import DTYPES
@@ -25,12 +24,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--q-group-size", type=int, help="group size of the quantization")
     add("--q-bits", type=int, help="bits per weight of the quantization")
     add("--q-mode", default="affine", choices=list(MODES), help="the quantization's mode (default: %(default)s)")
-    for part, means in (
-        ("head", "the output matrix"),
-        ("blocks", "the blocks and input projection"),
-        ("rnn", "the cell"),
-    ):
-        add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for {means}; 0 does not quantize it")
+    for part, means in {"head": "output matrix", "blocks": "blocks and input projection", "rnn": "cell"}.items():
+        add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for the {means}; 0 does not quantize it")
     add("--dtype", choices=DTYPES, help="dtype of what is not quantized; as stored when not given")
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
     add("--base-model", help="its target: recorded, and used to measure tokens per round before and after")
@@ -63,12 +58,8 @@ def describe(done: Conversion) -> str:
         f"{args.describe()}; reads the hidden state {'before' if args.before_norm else 'after'} the final norm",
         f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
+        "outputs: differ by at most {:.3g} (largest logit {:.3g}) on random inputs".format(*done.difference),
     ]
-    largest, scale = done.difference
-    if math.isfinite(scale):
-        lines.append(f"outputs: differ by at most {largest:.3g} (largest logit {scale:.3g}) on random inputs")
-    else:
-        lines.append("outputs: not compared, as those of the source are not finite")
     if done.tokens_per_round:
         before, after = done.tokens_per_round
         lines.append(f"tokens per round: {before:.2f} before, {after:.2f} after, greedy, {args.base_model}")

@@ -11,18 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from huggingface_hub.utils import validate_repo_id
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from ..atomic_files import expand_path
-from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter
+from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter, save_drafter
 from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError, one_line
 from ..generate import decode_prompts, encode_chat
 from ..options import Options
-from .layouts import read_checkpoint
-from .output import check_destination, make_card, new_directory, upload, write_drafter
+from .heads import read_checkpoint
+from .output import check_destination, make_card, new_directory, upload
 from .sources import find_source
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
@@ -50,8 +50,7 @@ class Conversion(NamedTuple):
         args: what the drafter is.
         bytes_before, bytes_after: of its tensors.
         bits_per_weight: of the result.
-        difference: (the largest difference of logits on random inputs, the largest logit before); NaN or infinite
-            where the source's are.
+        difference: (the largest difference of logits on random inputs, the largest logit before).
         tokens_per_round: (before, after), when the base model was given.
         notes: what the user should know, a line each.
     """
@@ -112,12 +111,7 @@ def convert(
         raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
-    if q_mode not in MODES:
-        raise RedrafterError(f"q_mode must be one of {', '.join(MODES)}, got {q_mode!r}")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
-    check_quantization(group_size, {bits, *parts.values()} - {0}, q_mode)
-    if dtype not in (None, *DTYPES):
-        raise RedrafterError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
     if (draft_vocab_size is None) != (token_counts is None):
@@ -134,12 +128,8 @@ def convert(
     if is_quantized and not dequantize:
         raise CheckpointError(f"{source.path} is quantized already: --drafter reads it, -d dequantizes it")
 
-    args = drafter.args = replace(
-        drafter.args,
-        base_model=base_model or drafter.args.base_model,
-        draft_depth=draft_depth or drafter.args.draft_depth,
-        hidden_state=hidden_state or drafter.args.hidden_state,
-    )
+    recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
+    args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
     if args.max_depth is not None and (args.draft_depth or 1) > args.max_depth:
         raise RedrafterError(
             f"draft_depth must be from 1 to {args.max_depth} with this drafter, got {args.draft_depth}"
@@ -153,9 +143,12 @@ def convert(
     if draft_vocab_size is not None and token_counts is not None:
         ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
         before, args = (before[0][:, ids], before[1]), drafter.args
-    cast_weights(drafter, dtype)
+    drafter.set_dtype(getattr(mx, dtype))
+    for name, array in list_weights(drafter).items():
+        if not mx.isfinite(array).all().item():
+            raise RedrafterError(f"{name} holds numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
-    config: dict[str, Any] = {**args.to_dict(), "dtype": dtype}
+    config: dict[str, Any] = {"dtype": dtype}
     if quantize:
         quantization, skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
         notes += skipped
@@ -163,11 +156,10 @@ def convert(
             config |= {"quantization": quantization, "quantization_config": quantization}
     bytes_after = count_bytes(drafter)
 
-    with new_directory(place, hf_path, force) as stage:
-        write_drafter(stage, drafter, config, make_card(hf_path, args, config))
+    with new_directory(place) as stage:
+        save_drafter(stage, drafter, extra=config)
+        (stage / "README.md").write_text(make_card(hf_path, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)
-        if not mx.isfinite(after[0]).all().item():
-            raise RedrafterError(f"in {dtype} its outputs on random inputs are not finite{advise(dtype)}")
     if upload_repo is not None:
         upload(place, upload_repo)
     difference = (float(mx.abs(after[0] - before[0]).max()), float(mx.abs(before[0]).max()))
@@ -176,20 +168,7 @@ def convert(
     return Conversion(place, args, bytes_before, bytes_after, bits_per_weight, difference, tokens, notes)
 
 
-def check_quantization(group_size: int, widths: set[int], mode: str) -> None:
-    """Refuses a quantization that MLX does not have, by trying it."""
-    for bits in widths:
-        try:
-            mx.eval(mx.quantize(mx.zeros((32, 128)), group_size, bits, mode))
-        except ValueError as error:
-            raise RedrafterError(f"cannot quantize: {one_line(error)}") from error
-
-
-def advise(dtype: str) -> str:
-    return ": give --dtype bfloat16" if dtype == "float16" else ""
-
-
-def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> np.ndarray[Any, Any]:
+def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.array:
     """(count,) int32, the ids of the most frequent tokens, in ascending order.
 
     Args:
@@ -202,20 +181,18 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> np.nd
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
-            found = sorted(map(int, found), key=lambda token: -found[str(token)])
-        ids = np.array(found, np.int64).reshape(-1)
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+            found = sorted(found, key=lambda token: -found[token])
+        ids = [int(token) for token in found]
+    except (OSError, ValueError, TypeError) as error:
         raise RedrafterError(f"cannot read token counts from {path}: {one_line(error)}") from error
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
-    if len(np.unique(ids)) != len(ids):
-        raise RedrafterError(f"{path} names a token twice")
+    if len(set(ids)) != len(ids) or not set(ids) <= set(range(vocab_size)):
+        raise RedrafterError(f"{path}: expected token ids from 0 to {vocab_size - 1}, each once")
     if not 1 <= count <= len(ids):
         raise RedrafterError(f"draft_vocab_size must be from 1 to the {len(ids)} tokens in {path}, got {count}")
-    return np.sort(ids[:count]).astype(np.int32)
+    return mx.array(sorted(ids[:count]), mx.int32)
 
 
-def trim_vocabulary(drafter: Drafter, ids: np.ndarray[Any, Any]) -> mx.array:
+def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     """Leaves a drafter that is not quantized the rows of its head for these tokens, and returns their ids.
 
     Raises:
@@ -223,13 +200,12 @@ def trim_vocabulary(drafter: Drafter, ids: np.ndarray[Any, Any]) -> mx.array:
     """
     if drafter.args.draft_vocab_size is not None:
         raise CheckpointError(f"the drafter can guess {drafter.args.draft_vocab_size} tokens only already")
-    rows = mx.array(ids)
     for layer in drafter.output_layers:
-        layer.weight = layer.weight[rows]
+        layer.weight = layer.weight[ids]
     drafter.args = replace(drafter.args, draft_vocab_size=len(ids))
     drafter.hold_draft_ids()
-    drafter.draft_ids = rows
-    return rows
+    drafter.draft_ids = ids
+    return ids
 
 
 def count_bytes(drafter: Drafter) -> int:
@@ -238,13 +214,6 @@ def count_bytes(drafter: Drafter) -> int:
 
 def list_weights(drafter: Drafter) -> dict[str, mx.array]:
     return cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
-
-
-def cast_weights(drafter: Drafter, dtype: str) -> None:
-    drafter.set_dtype(getattr(mx, dtype))
-    for name, array in list_weights(drafter).items():
-        if not mx.isfinite(array).all().item():
-            raise RedrafterError(f"{name} holds numbers too large for {dtype}{advise(dtype)}")
 
 
 def quantize_layers(
@@ -257,34 +226,28 @@ def quantize_layers(
 
     Returns:
         The config's entry in mlx-lm's form, empty where no layer is quantized; a note on each layer that cannot be.
-
-    Raises:
-        RedrafterError: the quantization would make other weights of these.
     """
     entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
-    notes, layers = [], []
-    for name, layer in drafter.named_modules():
-        if not isinstance(layer, (nn.Linear, nn.Embedding)):
-            continue
-        own: dict[str, Any] = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
+    notes: list[str] = []
+
+    def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
         rows, inputs = layer.weight.shape
-        if own["bits"] == 0:
-            entry[name] = False
-            continue
-        if inputs % group_size or rows * inputs % 32:  # MLX packs 32 weights at a time, two groups of nvfp4
-            entry[name] = False
+        fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
+        if own["bits"] and not fits:
             notes.append(f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}")
-            continue
+        if not own["bits"] or not fits:
+            entry[name] = False
+            return False
         if own["bits"] != bits:
             entry[name] = own
-        packed: Any = layer.to_quantized(**own)
-        weights = mx.dequantize(packed.weight, packed.scales, packed.get("biases"), **own)
-        # MLX clips what is too large for a mode's scales, and wraps what is too small; else no error comes near this.
-        if not (mx.abs(weights - layer.weight).max() <= 0.75 * mx.abs(layer.weight).max()).item():
-            raise RedrafterError(f"{name} holds numbers too large or too small for {own['bits']} bits in mode {mode}")
-        layers.append((name, packed))
-    drafter.update_modules(tree_unflatten(layers))
-    return entry if layers else {}, tuple(notes)
+        return own
+
+    nn.quantize(drafter, class_predicate=choose)
+    is_quantized = any(hasattr(layer, "bits") for _, layer in drafter.named_modules())
+    return entry if is_quantized else {}, tuple(notes)
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub import HfApi
-from mlx.utils import tree_flatten
 
 from ..atomic_files import expand_path
 from ..checkpoints import card_header, read_object
 from ..drafters import KINDS
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.protocol import DrafterArgs
 from ..errors import RedrafterError, one_line
 
 DRAFTER_FILES = re.compile(
@@ -43,73 +39,44 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
         return
     if not force:
         raise RedrafterError(f"{place} exists already: give another --mlx-path, or --force to replace it")
-    reason = None
-    present = sorted(os.listdir(place)) if place.is_dir() else []
-    others = [name for name in present if not DRAFTER_FILES.fullmatch(name) or (place / name).is_dir()]
-    if place.is_symlink() or not place.is_dir():
-        reason = "it is not a directory"
-    elif expand_path(source).resolve().is_relative_to(place.resolve()):
-        reason = "what is converted is in it"
-    elif others:
-        reason = f"it holds {one_line(others[0])}, which no drafter has"
-    elif present and read_object(place / "config.json").get("model_type") not in KINDS:
-        reason = "it holds another model than a drafter"
-    if reason:
-        raise RedrafterError(f"{place} is not replaced, even with --force: {reason}; give another --mlx-path")
+    present = os.listdir(place) if place.is_dir() and not place.is_symlink() else [""]
+    is_drafter = all(map(DRAFTER_FILES.fullmatch, present)) and (
+        not present or read_object(place / "config.json").get("model_type") in KINDS
+    )
+    if not is_drafter:
+        raise RedrafterError(f"{place} is not replaced, even with --force: it holds something else than a drafter")
+    if expand_path(source).resolve().is_relative_to(place.resolve()):
+        raise RedrafterError(f"{place} is not replaced, even with --force: what is converted is in it")
 
 
 @contextmanager
-def new_directory(place: Path, source: str | Path, force: bool) -> Iterator[Path]:
-    """A directory beside `place` that is renamed to `place` when the block ends, and removed when it raises.
-
-    Args:
-        place, source, force: see `check_destination`, which is asked again before the renaming.
+def new_directory(place: Path) -> Iterator[Path]:
+    """A directory beside `place` that takes its place when the block ends, and is removed when it raises.
 
     Raises:
         RedrafterError: the disk is full, or cannot be written for another reason.
     """
-    scratch = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=".convert-unfinished-"))
-        stage, aside = scratch / "new", scratch.with_name(scratch.name.replace("unfinished", "replaced"))
-        stage.mkdir()
-        yield stage
-        check_destination(place, source, force)
-        try:
-            if os.path.lexists(place):
-                os.rename(place, aside)
-            os.rename(stage, place)
-        except BaseException:
-            if aside.exists():
-                os.rename(aside, place)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".convert-unfinished-") as scratch:
+            stage, old = Path(scratch, "new"), Path(scratch, "old")
+            stage.mkdir()
+            yield stage
+            if place.exists():
+                place.rename(old)
+            try:
+                stage.rename(place)
+            except OSError:
+                if old.exists():
+                    old.rename(place)
+                raise
     except OSError as error:
         raise RedrafterError(f"cannot write {place}: {error.strerror or one_line(error)}") from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def write_drafter(stage: Path, drafter: Drafter, config: dict[str, Any], card: str) -> None:
-    """Fills an empty directory; without the config, which comes last, it does not load.
-
-    Raises:
-        OSError: the disk is full, or cannot be written for another reason.
-    """
-    weights = dict(tree_flatten(drafter.parameters()))
-    try:
-        mx.save_safetensors(str(stage / "model.safetensors"), weights, {"format": "mlx"})
-    except RuntimeError as error:  # what MLX makes of a full disk
-        raise OSError(one_line(error)) from error
-    (stage / "README.md").write_text(card, encoding="utf-8")
-    (stage / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
     """The README of the result, in the hub's form; of what lies on this machine it says the last part of the path."""
-    base, how = config.get("base_model"), config.get("quantization")
+    base, how = args.base_model, config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
     return f"""{card_header(base)}

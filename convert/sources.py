@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,23 +74,17 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Sou
     """
     name = str(path_or_hf_repo)
     path = expand_path(name)
-    if os.path.isfile(path):
-        return find_single(path)
-    if not name or not os.path.isdir(path):
-        path = download(name, revision)
-    files = choose_files((file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()), name)
-    config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
-    return Source(path, tuple(path / file for file in files), config)
-
-
-def find_single(path: Path) -> Source:
-    """The checkpoint that is this file, with a drafter's config where one lies beside it."""
-    if re.fullmatch(RANK, path.name):
-        raise CheckpointError(f"{path} is one of TensorRT-LLM's ranks: give its directory, {path.parent}")
-    choose_files([path.name], str(path))
-    config = read_object(path.with_name("config.json")) if path.with_name("config.json").is_file() else {}
-    is_drafters = config.get("model_type", MODEL_TYPE) in KINDS or "medusa_num_heads" in config
-    return Source(path, (path,), config if is_drafters else {})
+    if is_file := path.is_file():
+        present = [path.name]
+    else:
+        path = path if name and path.is_dir() else download(name, revision)
+        present = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+    folder = path.parent if is_file else path
+    files = tuple(folder / file for file in choose_files(present, name))
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if is_file and str(config.get("model_type", MODEL_TYPE)) not in KINDS and "medusa_num_heads" not in config:
+        config = {}  # that of a base model beside it
+    return Source(path, files, config)
 
 
 def download(name: str, revision: str | None) -> Path:
@@ -120,19 +113,16 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
         CheckpointError: none does, with what to do instead where that is known; or one is missing.
     """
     present = sorted(present)
-    for pattern in LAYOUTS:
-        files = [file for file in present if "/" not in file and re.fullmatch(pattern, file)]
+    layouts = ([file for file in present if "/" not in file and re.fullmatch(each, file)] for each in LAYOUTS)
+    if files := next(filter(None, layouts), []):
         for file in files:
             shard = SHARD.fullmatch(file)
             if shard and (count := sum(other.startswith(f"{shard[1]}-") for other in files)) < int(shard[2]):
                 raise CheckpointError(f"half a checkpoint: {count} of {shard[2]} shards like {file} in {name}")
-        if pattern == RANK and files:
-            ranks = [f"rank{rank}.safetensors" for rank in range(len(files))]  # rank10 after rank9
-            if missing := set(ranks) - set(files):
-                raise CheckpointError(f"half a checkpoint: {len(files)} ranks in {name}, without {min(missing)}")
-            return ranks
-        if files:
-            return files
+        ranks = {f"rank{rank}.safetensors" for rank in range(len(files))}
+        if re.fullmatch(RANK, files[0]) and (missing := ranks - set(files)):
+            raise CheckpointError(f"half a checkpoint: {len(files)} ranks in {name}, without {min(missing)}")
+        return sorted(files, key=lambda file: (len(file), file))  # rank10 after rank9
     for file in present:
         for pattern, instead in REFUSED:
             if re.fullmatch(pattern, file):

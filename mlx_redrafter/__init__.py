@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .blas import load_openblas
+
 if TYPE_CHECKING:
     from .checkpoints import load, load_drafter
     from .demo import load_demo
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from .session.session import Answer, Session
 
 __version__ = "0.1.0"
+
+load_openblas()
 
 _HOMES = {
     "Answer": "session",

@@ -15,11 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
+from .blas import choose_threads
 from .drafters import KINDS, recurrent
 from .drafters.protocol import AFTER_NORM, BEFORE_NORM, Drafter, DrafterArgs
 from .engine.plan import MAX_DRAFT_DEPTH
@@ -59,6 +60,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
         evaluate(model)
+    choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
     return model, tokenizer
 
 

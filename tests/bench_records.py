@@ -15,6 +15,7 @@ MACHINE = {
     "mlx": "0.32.4",
     "mlx-lm": "0.32.2",
     "mlx_redrafter": "0.1.0",
+    "blas_threads": 1,
     "when": "2026-01-02T03:04:05+00:00",
 }
 

@@ -24,13 +24,15 @@ from ..engine.sampling import Sampler
 from ..errors import RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, draw_seed, explain_useless, is_text, stream_generate, summary
 from ..options import AUTO, OFF, Options
-from ..planning.machine import PACKAGES
+from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
 from .arguments import load_models, make_text_parser, read_options
 from .main import Parser
 
 DEMO_PROMPT = "def main("
 NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"
+SHORT_RUN = 2.0
+"""Seconds; a ratio of a shorter run is given with a caution."""
 WARM_UP_TOKENS = 16
 """How much `--compare` reads and decodes on each side before it measures."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
@@ -72,7 +74,7 @@ def run() -> int:
         if drafter is not None and not decoded.last.drafted and Options(**options).plan_shape() == AUTO:
             print(NOTHING_DRAFTED, file=sys.stderr)
         if verdict:
-            print(describe(verdict, len(decoded.tokens)), file=sys.stderr)
+            print(describe(verdict, decoded.last), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
             is_useless = last.drafted > last.context_drafted and last.accepted == last.context_accepted
             if drafter is not None and is_useless and rounds < USELESS_ROUNDS:
@@ -230,16 +232,30 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
     }
 
 
-def describe(verdict: dict[str, Any], tokens: int) -> str:
-    """What `compare` found, in two lines."""
-    plain, drafted = verdict["plain_generation_tps"], verdict["generation_tps"]
+def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
+    """What `compare` found, and how much the ratio says."""
+    plain, drafted, tokens = verdict["plain_generation_tps"], verdict["generation_tps"], last.generation_tokens
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
+    if verdict["ratio"] < 1 and last.rounds:
+        made = (tokens - 1) / last.rounds
+        steps = made / verdict["ratio"]
+        text += f"slower, as a round made {made:.2f} tokens and took {steps:.2f} plain steps; {find_cause()}\n"
+    if (seconds := tokens / max(plain, drafted)) < SHORT_RUN:
+        text += f"(a run of {seconds:.1f} s, which other work may disturb: --max-tokens makes it longer)\n"
     if verdict["identical"]:
         return f"{text}all {tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()
     kind = "a tie that rounding decides" if rounding else "more than rounding explains: please report it"
     text += f"token {token} differs: the log-probabilities there are {distance:.2g} apart, "
     return f"{text}rounding explains {margin:.2g}: {kind}"
+
+
+def find_cause() -> str:
+    """Why a round may cost too much on this machine."""
+    machine = describe_machine()
+    if platform.system() == "Linux" and not has_fast_blas(machine.get("blas", "openblas")):
+        return f"MLX computes with {machine['blas']}, which is slow for several rows: pip install cmeel-openblas"
+    return "python -m mlx_redrafter.doctor measures what it costs here"
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

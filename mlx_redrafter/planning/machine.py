@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..blas import thread_count
+
 PACKAGES = ("mlx", "mlx-lm")
 FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows cost less than each alone
 
@@ -30,6 +32,8 @@ def describe_machine() -> dict[str, Any]:
     }
     if device.type == mx.cpu:
         found["blas"] = ", ".join(blas_libraries()) or "unknown"
+        if threads := thread_count():
+            found["blas_threads"] = threads
         found |= {key: value for key, value in os.environ.items() if key.startswith(("OPENBLAS_", "OMP_"))}
     return found
 

@@ -36,10 +36,11 @@ UNKNOWN_ACCEPTANCE: Acceptance = ((0.6, 0.1, 0.05, 0.03),)  # of a drafter that 
 MAX_RATE = 0.98  # the most often that any guess at a depth is thought to be right
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
 HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
-MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may be lost, of at least this many tokens
+MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may each source lose, of at least these tokens
 WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
 PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
 DECAY, PRIOR_HITS = 0.96, 2.5  # the scale: what a round's evidence weighs a round later, and what scale 1 weighs first
+OVERTAKEN = 0.5  # how much of a wrong first guess it is to have been right for fewer tokens than the context
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # besides its whole, how much of a proposal may be verified
 MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown where costs are assumed
 MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
@@ -161,7 +162,8 @@ class AutoPlanner(Planner):
         self._steps: dict[tuple[Plan, int, int], float] = {}
         self._in_flight: Plan | None = None
         self._pause, self._next_pause = WARM_UP, PROBE_EVERY
-        self._plain_ms, self._saved_ms = 0.0, 0.0
+        self._plain_ms, self._saved_ms = 0.0, {True: 0.0, False: 0.0}  # by whether the drafter took part
+        self._drafter_was_last = False
 
     @property
     def slowdown(self) -> float:
@@ -205,11 +207,8 @@ class AutoPlanner(Planner):
         costs, plain = self._costs, self._costs.plain_ms(length)
         if plan is not None and verified:
             predicted, ratios = costs.round_ms(plan, length, replayed), self._round_ratios
-            if plan.depth and not from_context:
-                self._hits = DECAY * self._hits + tokens - 1
-                self._expected = DECAY * self._expected + sum(self._rates[plan._replace(context=0)][:tokens])
-                if tokens > 1:  # a probe that was right is followed by another
-                    self._pause, self._next_pause = 0, PROBE_EVERY
+            if plan.depth:
+                self._note_guesses(plan._replace(context=0), tokens, from_context)
         else:
             predicted = costs.step_ms(length, replayed)
             if plan is not None:  # what was to be verified came to nothing
@@ -218,7 +217,21 @@ class AutoPlanner(Planner):
         if milliseconds is not None and (ratios is self._round_ratios or not (plan or replayed)):
             ratios.append(milliseconds / predicted)
         self._plain_ms += tokens * plain
-        self._saved_ms += tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
+        if plan is not None:  # what a plain step replays belongs to the round before it
+            self._drafter_was_last = plan.depth > 0
+        saved = tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
+        self._saved_ms[self._drafter_was_last] += saved
+
+    def _note_guesses(self, plan: Plan, tokens: int, from_context: bool) -> None:
+        """What a round tells about the drafter; where the context was right for longer, its guesses are not known."""
+        self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
+        if from_context:
+            self._expected += OVERTAKEN * self._rates[plan][0]
+        else:
+            self._hits += tokens - 1
+            self._expected += sum(self._rates[plan][:tokens])
+            if tokens > 1:  # a probe that was right is followed by another
+                self._pause, self._next_pause = 0, PROBE_EVERY
 
     def _choose_drafter_plan(self, in_flight: Plan | None, length: int, replayed: int) -> Plan | None:
         current = in_flight._replace(context=0) if in_flight and in_flight.depth else None
@@ -288,9 +301,10 @@ class AutoPlanner(Planner):
         return tuple(accumulate((min(MAX_RATE, scale * rate) for rate in self._rates[plan]), mul, initial=1.0))
 
     def _can_afford(self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float) -> bool:
-        """Whether the budget covers it and the round in flight, when both are rejected and the text ends there."""
+        """Whether the budget of the plan's source, the drafter or the context alone, covers the plan and the round in
+        flight, when both are rejected and the text ends there."""
         costs, plain = self._costs, self._costs.plain_ms(length)
-        budget = MAX_LOSS * max(self._plain_ms, MIN_TOKENS * plain) + self._saved_ms
+        budget = MAX_LOSS * max(self._plain_ms, MIN_TOKENS * plain) + self._saved_ms[plan.depth > 0]
         loss = slowdown * costs.round_ms(in_flight, length, replayed) - plain if in_flight else 0.0
         left = replayed + 1 if in_flight else 0
         loss += slowdown * costs.round_ms(plan, length, left) - plain

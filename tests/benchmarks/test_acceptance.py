@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from bench_records import MACHINE, parse_flags
+from bench_records import MACHINE, make_costs, parse_flags
 from small import small_drafter, small_llama
 
-from benchmarks import acceptance, round_time, tables
+from benchmarks import acceptance, round_time, run, tables
 from benchmarks.models import Prompt, Workload
 from mlx_redrafter.cli.generate import Difference
 from mlx_redrafter.errors import RedrafterError
@@ -36,7 +36,7 @@ def run_json(capsys: pytest.CaptureFixture[str], module: Any, *words: str, statu
 def test_rows_state_flags_and_machine(pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--plans", "1,2", "2,2,4", "--max-tokens", "6", "--seed", "3")
     found = run_json(capsys, acceptance, *words)
-    assert [(row["W"], row["K"], row["N"]) for row in found] == [(1, 2, 3), (2, 2, 4)]
+    assert [row["plan"] for row in found] == [[1, 2], [2, 2, 4]]
     assert all(row["machine"] == MACHINE and row["settings"]["seed"] == 3 for row in found)
     assert all(1 <= row["tokens/round"] <= 3 for row in found)
     acceptance.run(parse_flags(acceptance, *words))
@@ -62,17 +62,20 @@ def test_differences_beyond_rounding_are_errors(
     assert (row["differ"], row["errors"], row["largest gap"]) == (2, 0 if rounding else 2, 1.0)
 
 
-@pytest.mark.parametrize("repeats", ["1", "5"])
-def test_every_part_of_a_round_is_timed(repeats: str, pair: Workload, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = run_json(capsys, round_time, "--plans", "2,2", "--repeats", repeats)
-    assert (row["W"], row["K"], row["N"]) == (2, 2, 5)
-    assert all(row[f"{name} ms"] > 0 for name in ("plain", "verify", "draft", "round"))
-    assert row["lower"] <= row["x sum"] <= row["upper"]
+def test_rounds_are_made_of_measured_parts(
+    pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(round_time, "measure_costs", lambda workload: make_costs())
+    first, second = run_json(capsys, round_time, "--plans", "1,3", "2,3")
+    assert (first["plan"], first["plain ms"], first["verify ms"], first["draft ms"]) == ("1 x 3", 10.0, 14.0, 3.0)
+    assert first["round ms"] == 17.0 and first["round / (verify + draft)"] == 1.0 and second["verify ms"] == 17.0
+    with pytest.raises(RedrafterError, match="expected plans of at most 7 nodes and widths 1, 2, got 2,4,9"):
+        round_time.run(parse_flags(round_time, "--plans", "2,4"))
 
 
-@pytest.mark.parametrize("module", [acceptance, round_time])
+@pytest.mark.parametrize("module", [acceptance, round_time, run])
 def test_plans_need_a_drafter(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Workload("small", small_llama(), None, None, None, None, [Prompt("code/one", "code", [1])])
     monkeypatch.setattr(module, "open_workload", lambda args: bare)
     with pytest.raises(RedrafterError, match="expected the --drafter that was trained for the model"):
-        module.run(parse_flags(module))
+        module.run(parse_flags(module, "--plans", "1,2"))

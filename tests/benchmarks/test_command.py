@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import COMMANDS, make_parser
+from benchmarks.command import make_parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,23 +17,12 @@ ROOT = Path(__file__).parents[2]
     ("words", "message"),
     [
         ("run --plans 0,3", "--plans: expected W,K or W,K,N, whole numbers above 0, got '0,3'"),
-        ("run --plans a,b", "got 'a,b'"),
-        ("run --plans 1,2,3,4", "got '1,2,3,4'"),
         ("run --repeats 0", "--repeats: expected a whole number above 0, got '0'"),
-        ("run --seed 18446744073709551616", "--seed: expected a whole number from 0 to 2^64 - 1"),
         ("run --minutes nan", "--minutes: expected a number above 0, got 'nan'"),
         ("run --output /dev/null/x", "--output: expected a file to write to, got /dev/null/x: "),
-        ("run --suite pc", "invalid choice: 'pc'"),
         ("sweep --sizes half", "--sizes: expected a whole number above 0, got 'half'"),
-        ("sweep --num-draft-tokens 2", "unrecognized arguments: --num-draft-tokens 2"),
-        ("synthetic --temp 1", "unrecognized arguments: --temp 1"),
         ("synthetic --shape nope", "invalid choice: 'nope' (choose from 'llama-3.2-1b'"),
-        ("synthetic --acceptance 0.5;0.2", "--acceptance: invalid"),
-        ("acceptance --max-tokens -1", "--max-tokens: expected a whole number above 0, got '-1'"),
-        ("round --repeats 0", "--repeats: expected a whole number above 0"),
-        ("predict --chip m9", "invalid choice: 'm9' (choose from 'm1-max', 'm2', 'm2-ultra')"),
-        ("soak --minutes 0", "--minutes: expected a number above 0"),
-        ("measure", "invalid choice: 'measure'"),
+        ("synthetic --acceptance 1.2", "--acceptance: expected a number from 0 to 1, got '1.2'"),
         ("", "arguments are required"),
     ],
 )
@@ -44,28 +33,9 @@ def test_bad_flags_are_refused_by_the_parser(words: str, message: str, capsys: p
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_a_commands_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        make_parser().parse_args([name, "--help"])
-    assert stopped.value.code == 0 and "python -m benchmarks " + name in capsys.readouterr().out
-
-
 def test_a_bad_name_is_one_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "acceptance", "--prompts", "poetry"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: no prompt, category or file is called 'poetry'")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is loaded")
-def test_openblas_is_what_mlx_then_uses() -> None:
-    code = (
-        "from benchmarks.__main__ import load_openblas\nprint(load_openblas())\n"
-        "from mlx_redrafter.planning.machine import describe_machine\n"
-        "print(describe_machine().get('blas', 'a GPU'))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    loaded, used = done.stdout.splitlines()
-    assert loaded == "None" or "openblas" in used or used == "a GPU"

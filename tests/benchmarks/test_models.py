@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,10 @@ import mlx.nn as nn
 import pytest
 from bench_records import parse_flags
 from mlx_lm.models.switch_layers import SwitchLinear
-from small import small_drafter, small_llama
+from small import small_llama
 
-from benchmarks import acceptance, run
-from benchmarks.models import Workload, count_bytes, count_bytes_read, find_prompts, open_workload
-from mlx_redrafter import demo
-from mlx_redrafter.checkpoints import save_drafter
+from benchmarks import models, run
+from benchmarks.models import count_bytes, count_bytes_read, find_prompts, open_workload
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.errors import RedrafterError
 
@@ -58,30 +54,10 @@ def test_quick_takes_a_prompt_of_each_category() -> None:
     assert found.draft_model_name == "demo" and found.describe()["model_gb"] == count_bytes(found.model) / 1e9
 
 
-def test_acceptance_takes_the_demos_own_prompts() -> None:
-    found = open_workload(parse_flags(acceptance))
-    assert found.draft_model is None and {prompt.category for prompt in found.prompts} == {"demo"}
-
-
-def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    save_drafter(tmp_path / "other", small_drafter())
-    with pytest.raises(RedrafterError, match="expects hidden size 32, the target has"):
-        open_workload(parse_flags(run, "--drafter", str(tmp_path / "other")))
-    shutil.copytree(Path(demo.__file__).parent / "target", tmp_path / "fewer")
-    tokenizer = json.loads((tmp_path / "fewer" / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"].popitem()
-    tokenizer["model"]["merges"] = []
-    (tmp_path / "fewer" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(RedrafterError, match=r"the draft model must have the target's vocabulary of .* tokens, .* has"):
-        open_workload(parse_flags(run, "--draft-model", str(tmp_path / "fewer")))
-
-
-@pytest.mark.parametrize("words", [("--plans", "1,2"), ("--random-drafter",)])
-def test_plans_need_a_drafter(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = Workload("small", small_llama(), None, None, None, None, [])
-    monkeypatch.setattr(run, "open_workload", lambda args: bare)
-    with pytest.raises(RedrafterError, match="expected the --drafter that was trained for the model"):
-        run.run(parse_flags(run, *words))
+def test_draft_models_of_other_vocabularies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "load", lambda name: (small_llama(), argparse.Namespace(vocab_size=7)))
+    with pytest.raises(RedrafterError, match="expected a draft model with the target's vocabulary"):
+        open_workload(parse_flags(run, "--draft-model", "other"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

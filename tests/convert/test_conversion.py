@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import CONFIG, WEIGHTS, apple, came_through, command, make, refused, same, tensors
+from checkpoints import CONFIG, WEIGHTS, apple, came_through, make, refused, same, tensors
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter import generate_step, load_demo, load_drafter
@@ -22,7 +22,7 @@ TARGET, DRAFTER = DIRECTORY / "target", DIRECTORY / "drafter"
 WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
 """Sizes that every group size divides when it is at most 64; `input_proj` has 128 inputs."""
 
-WAYS = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)] + [("affine", 4, 32), ("affine", 4, 128)]
+WAYS = [("affine", bits, 64) for bits in (2, 3, 8)] + [("affine", 4, 32)]
 WAYS += [(mode, bits, group) for mode, (group, bits) in MODES.items() if mode != "affine"]
 
 
@@ -51,6 +51,11 @@ def test_quantization_is_that_of_mlx(mode: str, bits: int, group: int, tmp_path:
     assert done.bits_per_weight == pytest.approx(8 * done.bytes_after / weights)
     said = json.loads((done.path / CONFIG).read_text())
     assert said["quantization"] == said["quantization_config"] == {"group_size": group, "bits": bits, "mode": mode}
+
+
+def test_bits_that_mlx_has_not_are_refused(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)))
+    refused(source, ".* number of bits 7 is not supported.*", tmp_path / "result", "-q", "--q-bits", "7")
 
 
 @pytest.mark.parametrize(
@@ -122,37 +127,11 @@ def test_requested_dtype_is_written(dtype: str, tmp_path: Path) -> None:
     assert json.loads((done.path / CONFIG).read_text())["dtype"] == dtype
 
 
-HEAD = "lm_head.1.weight"
-
-RANGES: list[tuple[str, mx.array, str | None]] = [
-    ("--dtype float16", mx.full((96, 64), 1e5), f"{HEAD} holds .* too large for float16: give --dtype bfloat16"),
-    ("--dtype bfloat16", mx.full((96, 64), 3.4e38), f"{HEAD} holds numbers too large for bfloat16"),
-    ("-q", mx.where(mx.arange(64) % 2, 3.4e38, -3.4e38) * mx.ones((96, 1)), "lm_head.1 holds .* for 4 bits in mode .*"),
-    ("-q --q-mode nvfp4", mx.full((96, 64), -60000.0), "lm_head.1 holds .* for 4 bits in mode nvfp4"),
-    ("-q --q-mode mxfp4", mx.full((96, 64), 1e-40), "lm_head.1 holds .* for 4 bits in mode mxfp4"),
-    ("-q --q-mode mxfp4", mx.zeros((96, 64)), None),
-    ("-q --q-mode mxfp8", mx.full((96, 64), 3e4), None),
-    ("-q --q-mode nvfp4 --head-bits 0", mx.full((96, 64), -60000.0), None),
-]
-
-
-@pytest.mark.parametrize(("flags", "head", "pattern"), RANGES)
-def test_weights_out_of_range_are_refused(flags: str, head: mx.array, pattern: str | None, tmp_path: Path) -> None:
-    source = apple(tmp_path / "in", tensors(make(**WIDE)) | {HEAD: head})
-    if pattern:
-        refused(source, pattern, tmp_path / "result", *flags.split())
-    else:
-        assert command("--hf-path", source, "--mlx-path", tmp_path / "out", *flags.split())[0] == 0
-
-
-def test_infinite_outputs_are_refused(tmp_path: Path) -> None:
-    arrays = {name: array.astype(mx.float16) for name, array in tensors(make(**WIDE)).items()}
-    loud = apple(tmp_path / "loud", arrays | {HEAD: mx.full((96, 64), 60000, mx.float16)})
-    pattern = "in float16 its outputs on random inputs are not finite: give --dtype bfloat16"
-    refused(loud, pattern, tmp_path / "result")
-    refused(loud, pattern, tmp_path / "result", "-q")
-    status, out, _ = command("--hf-path", loud, "--mlx-path", tmp_path / "out", "--dtype", "bfloat16")
-    assert status == 0 and "\noutputs: not compared, as those of the source are not finite" in out
+@pytest.mark.parametrize(("dtype", "number"), [("float16", 1e5), ("bfloat16", 3.4e38)])
+def test_weights_too_large_for_a_dtype_are_refused(dtype: str, number: float, tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)) | {"lm_head.1.weight": mx.full((96, 64), number)})
+    pattern = f"lm_head.1.weight holds numbers too large for {dtype}: give another --dtype"
+    refused(source, pattern, tmp_path / "result", "--dtype", dtype)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from checkpoints import Trap, base, command, prefixed, refused, save
+from checkpoints import base, command, prefixed, refused, save
 from heads import NAMES, Arrays, draft_logits, make_head, publish, read_golden
 from mlx.utils import tree_flatten
 from small import save_target, small_llama
@@ -21,7 +18,6 @@ from toys import make_tokenizer
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
-from mlx_redrafter.drafters import arctic_lstm
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 
@@ -121,18 +117,12 @@ def all_names(arrays: Arrays) -> Arrays:
         ("mlp_speculator", lambda arrays: {k.removeprefix("speculator."): v for k, v in arrays.items()}),
         ("mlp_speculator_tied", all_names),
         ("arctic_sum_rnn", all_names),
-        ("arctic_lstm", lambda arrays: prefixed("speculator.", arrays)),
+        ("arctic_lstm", lambda arrays: prefixed("speculator.", all_names(arrays))),
     ],
 )
 def test_other_names_of_a_kind_are_read(name: str, change: Any, tmp_path: Path) -> None:
     directory = publish(name, tmp_path / "in", arrays=change(read_golden(name)[0]))
     assert_golden(convert(directory, tmp_path / "out").path, name)
-
-
-def test_an_lstm_with_every_name_is_read(tmp_path: Path) -> None:
-    arrays = all_names(read_golden("arctic_lstm")[0])
-    assert {"input_emb.0.weight", "head.2.weight"} <= arrays.keys()
-    assert_golden(convert(publish("arctic_lstm", tmp_path / "in", arrays=arrays), tmp_path / "out").path, "arctic_lstm")
 
 
 def test_blocks_without_biases_have_none(tmp_path: Path) -> None:
@@ -162,20 +152,6 @@ def test_a_token_map_is_the_draft_vocabulary(tmp_path: Path) -> None:
     assert np.isinf(np.delete(found, ids, axis=-1)).all()
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("name", ["medusa", "medusa_2layers", "mlp_speculator_tied", "arctic_lstm", "arctic_sum_rnn"])
-def test_pickled_heads_with_shared_storage_are_read(name: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    directory = publish(name, tmp_path / "in")
-    made = {key: torch.from_numpy(np.array(array)) for key, array in read_golden(name)[0].items()}
-    if name == "mlp_speculator_tied":
-        made["speculator.emb.1.weight"] = made["speculator.emb.0.weight"]
-    (file,) = directory.glob("*.safetensors")
-    torch.save(made, file.with_name("medusa_lm_head.pt" if "medusa" in name else "pytorch_model.bin"))
-    file.unlink()
-    assert_golden(convert(directory, tmp_path / "out").path, name)
-
-
 def changed(name: str, drop: str = "nothing", arrays: Arrays | None = None, **config: Any) -> Any:
     """Writes a published head without some tensors, with others, and with another config."""
     weights = {key: array for key, array in read_golden(name)[0].items() if drop not in key} | (arrays or {})
@@ -186,27 +162,22 @@ ODD: dict[str, Arrays] = {
     "two layers": {"proj.0.1.weight": mx.ones((32, 32))},
     "narrow": {"input_proj.0.weight": mx.ones((40, 47))},
     "NaN": {"head.0.weight": mx.full((97, 40), mx.nan)},
-    "integers": {"0.1.weight": mx.ones((97, 48), mx.int8)},
     "unknown": {"x.weight": mx.ones(3)},
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no output matrix": (changed("medusa", "1.1.weight"), "half a head: IN: expected output.1.weight of shape .*"),
-    "a block without its bias": (changed("medusa", "1.0.linear.bias"), "half a head: IN: expected blocks.1.0.*"),
-    "half a block": (changed("medusa", "0.0.linear.weight"), "half a head: IN holds no matrix blocks.0.0.linear.*"),
+    "no output matrix": (changed("medusa", "1.1.weight"), "half a drafter: IN: expected output.1.weight of shape .*"),
+    "a block without its bias": (changed("medusa", "1.0.linear.bias"), "half a drafter: IN: expected blocks.1.0.*"),
+    "half a block": (changed("medusa", "0.0.linear.weight"), "half a drafter: IN holds no blocks.0.0.linear.*"),
     "heads that use the target's matrix": (changed("medusa_v2"), "IN holds Medusa heads that use .*--base-model"),
-    "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN: no head of this kind has a tensor x.weight"),
-    "a Medusa config alone": (changed("medusa", "", ODD["unknown"]), "IN/config.json is that of Medusa heads, .*"),
-    "a speculator's alone": (changed("arctic_lstm", "", ODD["unknown"]), "IN/config.json is that of a speculator, .*"),
+    "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN holds a tensor that no medusa has: 'x.weight'"),
     "no number of stages": (changed("mlp_speculator", n_predict=None), "IN/.*: expected n_predict from 1 .* None"),
-    "too many stages": (changed("mlp_speculator", n_predict=10**9), "IN/.*: expected n_predict from 1 to 256, .*"),
-    "fewer stages than it says": (changed("mlp_speculator", n_predict=4), "half a head: IN: expected emb.3.* None"),
+    "fewer stages than it says": (changed("mlp_speculator", n_predict=4), "half a drafter: IN: .* emb.3.* None"),
     "untied gates": (changed("arctic_lstm", tie_lstm_embs=False), "IN: expected tie_lstm_embs true .*, got False"),
-    "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN: no .* proj.0.1.weight"),
-    "no cell": (changed("arctic_lstm", "cell_proj.1"), "half a head: IN holds no matrix proj.1.weight cell; .*"),
-    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "half a head: IN: expected proj.0.weight .*"),
+    "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN holds .*'proj.0.1.weight'"),
+    "no cell": (changed("arctic_lstm", "cell_proj.1"), "half a drafter: IN holds 3 gates of four of proj.1.weight"),
+    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected proj.0.weight as matrices .*"),
     "NaN": (changed("arctic_lstm", arrays=ODD["NaN"]), "IN: head.weight holds NaN or infinity"),
-    "integers": (changed("medusa", arrays=ODD["integers"]), "IN: expected output.0.weight in F64, .*"),
 }
 
 
@@ -221,20 +192,11 @@ def test_another_base_model_is_refused_with_both_numbers(target: Path, tmp_path:
     narrow = publish("arctic_sum_rnn", tmp_path / "in")
     pattern = f"{re.escape(str(narrow))} expects hidden size 44, the target has 48"
     refused(narrow, pattern, tmp_path / "result", "--base-model", str(target))
-    for name, rows, expected in (
-        ("medusa_v2", 40, "hidden size 40, .* 48"),
-        ("medusa", 96, "vocabulary size 96, .* 97"),
-    ):
-        arrays = {}
-        for key, array in read_golden(name)[0].items():
-            if rows == 40:
-                array = array[:40, :40] if array.ndim == 2 else array[:40]
-            elif key.endswith(".1.weight"):
-                array = array[:rows]
-            arrays[key] = array
-        directory = publish(name, tmp_path / f"{name} in", arrays=arrays)
-        with pytest.raises(CheckpointError, match=f"expects {expected}"):
-            convert(directory, tmp_path / "out", base_model=str(target))
+    arrays = {
+        name: array[:40, :40] if array.ndim == 2 else array[:40] for name, array in read_golden("medusa_v2")[0].items()
+    }
+    with pytest.raises(CheckpointError, match="expects hidden size 40, the target has 48"):
+        convert(publish("medusa_v2", tmp_path / "v2", arrays=arrays), tmp_path / "out", base_model=str(target))
 
 
 def write_counts(file: Path, counts: Any) -> Path:
@@ -262,9 +224,8 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, tmp_path: Path) -
     ("counts", "size", "pattern"),
     [
         ([1, 2, 3], 4, "from 1 to the 3 tokens in .*, got 4"),
-        ([1, 2, 97], 2, "expected token ids from 0 to 96, got 1 to 97"),
-        ([1, 2, 1], 2, "names a token twice"),
-        ({"a": 3}, 1, "cannot read token counts from .*"),
+        ([1, 2, 97], 2, "expected token ids from 0 to 96, each once"),
+        ([1, 2, 1], 2, "expected token ids from 0 to 96, each once"),
         ([1.5, {}], 1, "cannot read token counts from .*"),
     ],
 )
@@ -296,24 +257,3 @@ def test_a_head_is_quantized_and_dequantized(kind: str, tmp_path: Path) -> None:
     assert mx.allclose(
         draft_logits(back, hidden, tokens), draft_logits(load_drafter(done.path), hidden, tokens), atol=1e-3
     )
-
-
-def test_an_8b_lstm_fits_beside_its_model() -> None:
-    """The numbers in docs/checkpoints.md: from the shapes alone, nothing is computed."""
-    args = arctic_lstm.DrafterArgs(4096, 128256, inner_dim=4096, n_predict=3, scale_input=True)
-    whole = arctic_lstm.Drafter(args)
-    assert sum(x.size for _, x in tree_flatten(whole.parameters())) == pytest.approx(1.185e9, rel=1e-3)
-    some = arctic_lstm.Drafter(replace(args, draft_vocab_size=32768))
-    some.set_dtype(mx.bfloat16)
-    nn.quantize(some, 64, 4)
-    assert sum(x.nbytes for _, x in tree_flatten(some.parameters())) == pytest.approx(446e6, rel=5e-3)
-
-
-def test_pickles_are_not_executed(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    directory, mark = publish("medusa", tmp_path / "in"), tmp_path / "executed"
-    (directory / "medusa_lm_head.safetensors").unlink()
-    (directory / "medusa_lm_head.pt").write_bytes(pickle.dumps({"0.1.weight": Trap(Path.touch, mark)}))
-    with pytest.raises(CheckpointError, match="is refused"):
-        convert(directory, tmp_path / "out")
-    assert not mark.exists()

@@ -55,12 +55,11 @@ def torch() -> Any:
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("name", ["drafter.pt", "pytorch_model.bin"])
-def test_pickled_state_dict_is_read_to_the_bit(name: str, new: bool, dtype: str, torch: Any, tmp_path: Path) -> None:
+def test_pickled_state_dict_is_read_to_the_bit(new: bool, dtype: str, torch: Any, tmp_path: Path) -> None:
     drafter = make("input projection")
     drafter.set_dtype(getattr(mx, dtype))
     values = to_torch(torch, tensors(drafter))
-    path = pickled(torch, tmp_path / "in" / name, values, _use_new_zipfile_serialization=new)
+    path = pickled(torch, tmp_path / "in" / "drafter.pt", values, _use_new_zipfile_serialization=new)
     for at, source in enumerate((path, path.parent)):
         assert came_through(convert(source, tmp_path / f"out{at}"), drafter)
 
@@ -95,7 +94,6 @@ def test_parameters_views_and_doubles_are_read(torch: Any, tmp_path: Path) -> No
     values["rnn_u.weight"] = torch.nn.Parameter(values["rnn_u.weight"].T.contiguous().T)
     values["rnn_u.bias"] = torch.cat([torch.zeros(3), values["rnn_u.bias"]])[3:]
     values["rnn_w.weight"] = values["rnn_w.weight"].double()
-    values["lm_head.0.linear.bias"] = torch._neg_view(-values["lm_head.0.linear.bias"])
     assert came_through(convert(pickled(torch, tmp_path / "in.pt", values), tmp_path / "out"), make())
 
 
@@ -145,21 +143,13 @@ PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda torch: {"model": {}, "args": argparse.Namespace(lr=1)},
         "IN is refused: expected tensors alone, .*",
     ),
-    "a list": (lambda torch: [torch.ones(2)], "expected a dictionary of tensors in IN, got list"),
-    "a tensor": (lambda torch: torch.ones(2), "expected a dictionary of tensors in IN, got Tensor"),
+    "tensors under another key": (
+        lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
+        "expected a dictionary of tensors in IN, or one under state_dict, .*",
+    ),
+    "a dictionary that holds itself": (lambda torch: ITSELF, "expected a dictionary of tensors in IN, .*"),
     **{
-        f"tensors under {keys}": (
-            lambda torch, value=value: value(torch),
-            rf"expected tensors in IN, or under state_dict, .*, got the keys \['{keys}'\]",
-        )
-        for keys, value in {
-            "epoch": lambda torch: {"epoch": 3},
-            "net": lambda torch: {"net": {"rnn_w.weight": torch.ones(2, 2)}},
-        }.items()
-    },
-    "a dictionary that holds itself": (lambda torch: ITSELF, "IN: dictionaries nested too deep: .*"),
-    **{
-        name: (lambda torch, value=value: {"rnn_w.weight": value(torch)}, "IN holds a tensor that is not dense: .*")
+        name: (lambda torch, value=value: {"lm_head.0.weight": value(torch)}, "IN: cannot read lm_head.0.weight: .*")
         for name, value in {
             "a sparse tensor": lambda torch: torch.eye(4).to_sparse(),
             "a tensor of one number": lambda torch: torch.ones(1).expand(2**30, 2**10),
@@ -170,12 +160,8 @@ PICKLED: dict[str, tuple[Callable[[Any], Any], str]] = {
             lambda torch, dtype=dtype: {"lm_head.0.weight": torch.ones(4, 4).to(getattr(torch, dtype))},
             f"IN: expected lm_head.0.weight in .*, got {dtype}",
         )
-        for dtype in ("int8", "float8_e4m3fn", "complex64")
+        for dtype in ("int8", "float8_e4m3fn")
     },
-    "NaN": (
-        lambda torch: {"lm_head.0.weight": torch.full((4, 8), torch.nan, dtype=torch.bfloat16)},
-        "IN: lm_head.0.weight holds NaN or infinity",
-    ),
 }
 
 

@@ -1,0 +1,38 @@
+"""How the planner weighs the drafter and the context against each other."""
+
+from __future__ import annotations
+
+from worlds import ACCEPTANCE, START, make_costs
+
+from mlx_redrafter.drafters.context import Forecast
+from mlx_redrafter.engine.plan import CONTEXT_ONLY, Plan
+from mlx_redrafter.planning.planner import AutoPlanner
+
+LIKELY = Forecast(1.0, [0.95**depth for depth in range(1, 9)])
+
+
+def decode_rounds(planner: AutoPlanner, count: int, tokens: int, *, from_context: bool = False) -> list[Plan | None]:
+    """The plans of rounds without a forecast; each that drafts makes so many tokens, and costs what the table says."""
+    plans = []
+    for _ in range(count):
+        plan = planner.next_plan(START)
+        made = tokens if plan else 1
+        planner.observe(plan, made, START, 0, None, from_context=from_context and plan is not None)
+        plans.append(plan)
+    return plans
+
+
+def test_a_bad_drafter_leaves_the_context_its_budget() -> None:
+    planner = AutoPlanner(make_costs("half of every row"), ACCEPTANCE, [Plan(1, 4, 5)], can_merge=True)
+    plans = decode_rounds(planner, 60, tokens=1)
+    assert any(plans) and not any(plans[-5:]), "the drafter was tried and given up"
+    assert planner.next_plan(START, 0, LIKELY) == CONTEXT_ONLY
+
+
+def test_a_drafter_behind_the_context_is_given_up() -> None:
+    costs, plan = make_costs("gentle"), Plan(1, 3, 4)
+    good, overtaken = (AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True) for _ in range(2))
+    decode_rounds(good, 60, tokens=3)
+    decode_rounds(overtaken, 60, tokens=3, from_context=True)
+    assert good.next_plan(START) == plan
+    assert overtaken.next_plan(START) is None
