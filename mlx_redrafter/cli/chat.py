@@ -18,8 +18,8 @@ from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 from .main import Parser
 
-TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[32m"}, "\x1b[39m"
-"""Around an accepted token, by what had drafted it: cyan or green, then the terminal's own colour."""
+TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
+"""Around an accepted token, by what had drafted it: cyan or yellow, then the terminal's own colour."""
 
 
 def run() -> int:

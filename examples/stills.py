@@ -1,0 +1,126 @@
+"""Makes the pictures of the README: the race page and the chat, both on the packaged demo, in headless Chromium.
+
+    python -m examples.stills --output docs/stills
+
+Needs the `dev` and `server` extras, and Debian's `chromium` and `chromium-driver` or Chrome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.text import Text
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+WIDTH = 1180
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PORT = 8097
+RACE_SECONDS = 120.0
+CHAT_COLUMNS, CHAT_ROWS = 100, 25
+CHAT_SECONDS = 60.0
+CHAT_LINE, CHAT_PROMPT = "class Stack:", "›"
+
+
+def open_browser(height: int) -> webdriver.Chrome:
+    """A headless browser with a window of WIDTH x `height` pixels."""
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if binary is None:
+        raise SystemExit(f"expected a browser, one of {', '.join(BROWSERS)}, found none")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in ("--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{height}"):
+        options.add_argument(flag)
+    driver = shutil.which("chromedriver")
+    return webdriver.Chrome(options, Service(driver) if driver else None)
+
+
+def picture_race(output: Path) -> None:
+    """The race page after both sides have decoded."""
+    command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    browser = open_browser(1020)
+    try:
+        url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
+        browser.get(url)
+        browser.find_element(By.ID, "start").click()
+        WebDriverWait(browser, RACE_SECONDS).until(lambda _: browser.find_element(By.ID, "replay").is_enabled())
+        browser.save_screenshot(str(output))
+    finally:
+        browser.quit()
+        server.terminate()
+        server.wait()
+
+
+def picture_chat(output: Path) -> None:
+    """A turn of the chat, with the accepted tokens tinted by what had drafted them."""
+    screen = Console(record=True, width=CHAT_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    screen.print(Text.from_ansi(run_chat()))
+    page = output.with_suffix(".html")
+    screen.save_html(str(page), theme=SVG_EXPORT_THEME)
+    browser = open_browser(26 * CHAT_ROWS)
+    try:
+        browser.get(page.resolve().as_uri())
+        browser.execute_script("document.body.style.cssText += 'background:#292929;font-size:18px;margin:18px'")
+        browser.save_screenshot(str(output))
+    finally:
+        browser.quit()
+        page.unlink()
+
+
+def run_chat() -> str:
+    """What the chat prints in a terminal, its control sequences included."""
+    chat = [
+        sys.executable,
+        "-m",
+        "mlx_redrafter.chat",
+        "--show-accepted",
+        "--max-tokens",
+        "160",
+        "--temp",
+        "0.8",
+        "--seed",
+        "1",
+    ]
+    main, side = pty.openpty()
+    variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
+    process = subprocess.Popen(chat, stdin=side, stdout=side, stderr=side, env=variables, close_fds=True)
+    os.close(side)
+    text, deadline, asked = "", time.monotonic() + CHAT_SECONDS, False
+    while time.monotonic() < deadline and "tokens per round" not in text:
+        if select.select([main], [], [], 1.0)[0]:
+            text += os.read(main, 4096).decode("utf-8", errors="replace")
+        if not asked and CHAT_PROMPT in text:
+            os.write(main, f"{CHAT_LINE}\n".encode())
+            asked = True
+    process.kill()
+    process.wait()
+    return re.sub(r"[\r\x01\x02]", "", text)
+
+
+def main() -> None:
+    """Writes race.png and chat.png."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("docs/stills"), help="a folder (default: %(default)s)")
+    output = parser.parse_args().output
+    output.mkdir(parents=True, exist_ok=True)
+    picture_race(output / "race.png")
+    picture_chat(output / "chat.png")
+
+
+if __name__ == "__main__":
+    main()
