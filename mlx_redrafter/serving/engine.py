@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -229,6 +230,8 @@ class Engine:
             self._thread.join(timeout)
             self._aborting = True
             self._thread.join()
+            # After that MLX still frees the thread's compiled functions; an interpreter that ends meanwhile aborts.
+            time.sleep(0.1)
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Puts a request into the queue.
@@ -320,6 +323,7 @@ class Engine:
             if self._batch is not None:
                 self._batch.close()
             self._prompt_cache.clear()
+            mx.synchronize()
 
     def _warm_up(self) -> None:
         """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs."""
@@ -420,12 +424,10 @@ class Engine:
         now, ended = time.perf_counter(), dict[Row, FinishReason]()
         taken = [self._take(row, each) for row, each in made]
         with mx.stream(self._host_stream):
-            chosen = [
-                each.logprobs[i][token]
-                for (_, each), own in zip(made, taken, strict=True)
-                for i, token in enumerate(own)
+            pairs = [
+                (each.logprobs[i], x) for (_, each), own in zip(made, taken, strict=True) for i, x in enumerate(own)
             ]
-            logprobs = iter(cast(list[float], mx.stack(chosen).astype(mx.float32).tolist()) if chosen else [])
+            logprobs = iter(read_logprobs(pairs))
             for (row, each), tokens in zip(made, taken, strict=True):
                 request, limit, events = row.generation.request, row.options.max_tokens, list[TokenEvent]()
                 self._count(row, each, tokens, now)
@@ -549,6 +551,13 @@ def describe_draft(made: Round, tokens: list[int]) -> DraftedRound | None:
         return None
     nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
     return DraftedRound(nodes, parents, list(made.path[: len(tokens)]), tokens[-1])
+
+
+def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:
+    """The log-probability of a token in each row (V,), evaluated; read without an operation where NumPy can."""
+    if not pairs or pairs[0][0].dtype != mx.bfloat16:
+        return [float(np.asarray(row)[token]) for row, token in pairs]
+    return cast(list[float], mx.stack([row[token] for row, token in pairs]).tolist())
 
 
 def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:

@@ -20,7 +20,7 @@ from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Round
 from ..engine.round import Processor
-from ..engine.sampling import Sampler
+from ..engine.sampling import Draws, Sampler
 from ..engine.stats import Stats
 from ..engine.target import Target
 from ..generate import open_rounds
@@ -34,6 +34,9 @@ PREFILL_ROWS = 8
 
 BATCH_PREFILL_STEP = 512
 """Prompt tokens in one forward while others wait for their next token."""
+
+DRAWS = 8
+"""Positions whose noise a row's sampler computes at once: fewer operations than one by one."""
 
 NO_LIMIT = 2**31 - 1
 """Tokens that a batch may make for a row: the engine ends rows itself."""
@@ -173,13 +176,16 @@ class RowSampler:
 
     def __init__(self, sampler: Sampler, position: int) -> None:
         self._sampler, self._position = sampler, position
+        self._draws: Draws | None = None
+        self._row = 0  # of the draws
         self.last: tuple[mx.array, mx.array] | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Called by mlx-lm once a step, with (1, V); one that is shared by greedy rows with (B, V)."""
-        draws = self._sampler.draws(mx.array(self._position), 1, logprobs.shape[-1])
-        chosen = self._sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.uint32)
-        self._position += 1
+        if self._row == 0:
+            self._draws = self._sampler.draws(mx.array(self._position), DRAWS, logprobs.shape[-1])
+        chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
+        self._position, self._row = self._position + 1, (self._row + 1) % DRAWS
         self.last = chosen, logprobs
         return chosen
 
