@@ -30,8 +30,8 @@ NO_BACKEND = (
     "pip install 'mlx_redrafter[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or '.[cuda]')"
 )
 NO_SERVER = (
-    "{name} is not installed, which server and race need: pip install \"mlx_redrafter[server]\" "
-    "(in a clone of the repository: pip install -e \".[server]\")"
+    '{name} is not installed, which server and race need: pip install "mlx_redrafter[server]" '
+    '(in a clone of the repository: pip install -e ".[server]")'
 )
 
 

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from ..options import AUTO, PLAN_OPTIONS
+from ..options import PLAN_OPTIONS
 from .answer import Service
 from .app import make_app
 from .command import check_args, make_parser, serve
@@ -101,5 +101,4 @@ def describe_models(service: Service) -> dict[str, Any]:
         "drafters": service.drafter_names[:1],
         "chat": bool(service.tokenizer.has_chat_template),
         "plan": shape or f"plan {args.plan}",
-        "free": not given and args.plan == AUTO,
     }

@@ -42,6 +42,20 @@ StopStrings = Annotated[
 Objects = list[dict[str, Any]]
 
 
+def check_prompt(given: Any) -> Any:
+    """A text or token ids, which may also stand alone in a list.
+
+    Raises:
+        ValueError: neither of them, or several prompts.
+    """
+    alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
+    prompt = given[0] if alone else given
+    is_ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token <= INT32_MAX for token in prompt)
+    if not isinstance(prompt, str) and not is_ids:
+        raise ValueError("must be one text, or the token ids of one")
+    return prompt
+
+
 class Body(BaseModel):
     """The fields that say how an answer is sampled: the same for every interface, and mlx-lm's names.
 
@@ -135,7 +149,7 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text or token ids."""
 
     refused: ClassVar = {"best_of": (1,), "echo": (False,), "suffix": ("",), "adapters": ()}
-    prompt: str | Annotated[list[Count], Field(min_length=1)]
+    prompt: Annotated[Any, BeforeValidator(check_prompt)]
     logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
 
 
@@ -233,5 +247,5 @@ def describe(error: ValidationError) -> str:
         return f"unknown field: {place:.100}"
     if first["type"] == "missing":
         return f"{place} is missing"
-    message = first["msg"].replace("Input should be", "must be")
+    message = first["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
     return f"{place:.100} {message[0].lower()}{message[1:]}, got {first['input']!r:.100}"
