@@ -44,7 +44,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 """Fields that decide about a text."""
 
-DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"num_draft_tokens": 3}, {"beam_width": 2})
+DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"logprobs": 2})
 """Fields that do not."""
 
 NONSENSE: tuple[dict[str, Any], ...] = (
@@ -52,6 +52,7 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {"temperature": -1},
     {"draft_model": "nobody"},
     {"max_tokens": "x"},
+    {"no_such_field": 1},
 )
 MAX_GROWTH = 1.05
 LOOK_SECONDS = 5.0  # between two looks at the server's memory
