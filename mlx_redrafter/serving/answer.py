@@ -20,7 +20,7 @@ from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, ApiError, Body
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream
-from .types import ClientLimitReached, EngineClosed, GenerationRequest, QueueFull, TokenEvent
+from .types import ClientLimitReached, DraftedRound, EngineClosed, GenerationRequest, QueueFull, TokenEvent
 
 PLAIN = "none"
 """A drafter's name that asks for plain decoding, for clients that cannot send null."""
@@ -95,6 +95,86 @@ class Chunk(NamedTuple):
     drafts: dict[str, Any] | None
 
 
+class Choice:
+    """One of the texts that a request asks for.
+
+    Args:
+        index: of the choice.
+        top_logprobs: of each token; None for no log-probabilities.
+        include_drafts: whether chunks have the field `redrafter`.
+
+    Attributes:
+        token_count: tokens so far, the end-of-text token included.
+        is_finished: whether it came to its end.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        generation: Generation,
+        text: TextStream,
+        tokenizer: Any,
+        top_logprobs: int | None,
+        include_drafts: bool,
+    ) -> None:
+        self.generation, self.text, self.token_count, self.is_finished = generation, text, 0, False
+        self._index, self._tokenizer = index, tokenizer
+        self._top_logprobs, self._include_drafts = top_logprobs, include_drafts
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """Its pieces as they are made. A stop string ends the generation.
+
+        Raises:
+            GenerationFailed: the engine's.
+        """
+        logprobs: list[dict[str, Any]] = []
+        drafts: list[dict[str, Any]] = []
+        tree: dict[str, Any] = {}
+        async for event in self.generation.events():
+            self.token_count += 1
+            reason: str | None = event.finish_reason
+            shown, segments = self.text.finish() if reason == "stop" else self.text.add_token(event.token)
+            if reason == "length" and self.text.stopped_by is None:
+                rest, more = self.text.finish()
+                shown, segments = shown + rest, segments + more
+            if self.text.stopped_by is not None:
+                reason = "stop"
+                self.generation.cancel()
+            if reason == "stop" and self.text.has_tool_calls:
+                reason = "tool_calls"
+            if self._top_logprobs is not None:
+                logprobs.append(self._describe_token(event))
+            if self._include_drafts:
+                source = event.draft_source
+                drafts.append({"text": shown, "from_draft": source is not None, "draft_source": source})
+                tree = self._draw_tree(event.drafts) if event.drafts else tree
+            if segments or reason is not None:
+                told = self._describe_drafts(drafts, tree) if self._include_drafts else None
+                yield Chunk(self._index, segments, logprobs, reason, told)
+                logprobs, drafts, tree = [], [], {}
+            if reason is not None:
+                self.is_finished = True
+                return
+
+    def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
+        def describe(token: int, logprob: float) -> dict[str, Any]:
+            text = self._tokenizer.decode([token])
+            found = logprob if math.isfinite(logprob) else IMPOSSIBLE
+            return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": found}
+
+        top = [describe(*each) for each in event.top_logprobs]
+        return describe(event.token, event.logprob) | {"top_logprobs": top}
+
+    def _draw_tree(self, drafts: DraftedRound) -> dict[str, Any]:
+        texts = [self._tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
+        return {"tree": {"tokens": texts[:-1], "parents": drafts.parents, "path": drafts.path, "next": texts[-1]}}
+
+    def _describe_drafts(self, tokens: list[dict[str, Any]], tree: dict[str, Any]) -> dict[str, Any]:
+        stats = self.generation.stats
+        counts = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
+        return {"tokens": tokens, **counts, "seconds": round(stats.seconds, 6), **tree}
+
+
 class Answer:
     """The choices of a request while they are generated.
 
@@ -104,10 +184,7 @@ class Answer:
         tools: those that the model may call.
         processors: makes the logits processors of an answer that follows a schema.
         choices: how many; with a seed each has its own, from that one on.
-        top_logprobs: of each token; None for no log-probabilities.
-
-    Attributes:
-        stopped_by: the stop string that ended the first choice, if one did.
+        top_logprobs, include_drafts: see `Choice`.
 
     Raises:
         ApiError: the request cannot be served, or not now.
@@ -127,25 +204,24 @@ class Answer:
         top_logprobs: int | None = None,
         include_drafts: bool = False,
     ) -> None:
-        self._service, self._top_logprobs, self._include_drafts = service, top_logprobs, include_drafts
-        self._started, self._closed, self._unfinished = time.perf_counter(), False, choices
-        self._counts = [0] * choices
-        state = None if raw else prompt.state
-        self._texts = [TextStream(service.tokenizer, state, body.stop_strings(), tools) for _ in range(choices)]
-        self._generations: list[Generation] = []
+        self._service, self._started, self._is_closed = service, time.perf_counter(), False
+        self._choices: list[Choice] = []
         request = GenerationRequest(
             prompt=prompt.ids,
-            max_tokens=self._max_tokens(body),
+            max_tokens=choose_max_tokens(body, service.args),
             logits_processors=processors,
             top_logprobs=top_logprobs or 0,
             include_drafts=include_drafts,
             client=client,
             **sampling_options(body, service.args),
         )
+        tokenizer = service.tokenizer
         try:
             for at in range(choices):
                 seed = None if request.seed is None else request.seed + at
-                self._generations.append(service.engine.submit(replace(request, seed=seed)))
+                generation = service.engine.submit(replace(request, seed=seed))
+                text = TextStream(tokenizer, None if raw else prompt.state, body.stop_strings(), tools)
+                self._choices.append(Choice(at, generation, text, tokenizer, top_logprobs, include_drafts))
         except RedrafterError as error:
             self.close()
             status = 503 if isinstance(error, QueueFull | EngineClosed) else 400
@@ -153,111 +229,65 @@ class Answer:
             wait = service.seconds_to_retry() if status != 400 else None
             raise ApiError(str(error), status, wait) from error
 
-    def _max_tokens(self, body: Body) -> int:
-        asked, most = body.asked_tokens(), self._service.args.max_completion_tokens
-        if asked is None:
-            default: int = self._service.args.max_tokens
-            return default if most is None else min(default, most)
-        if most is not None and asked > most:
-            raise ApiError(f"max_tokens must be at most {most}, got {asked}")
-        return asked
-
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the first choice."""
-        return self._texts[0].stopped_by
+        return self._choices[0].text.stopped_by
 
     async def chunks(self) -> AsyncIterator[Chunk | None]:
-        """The pieces of all choices as they are made; None where there was nothing for `PING_SECONDS`.
+        """The pieces of one choice after the other; None where a first one does not come for `PING_SECONDS`.
 
         Raises:
             GenerationFailed: the engine's; nothing comes after it.
         """
-        readers = [self._read(at) for at in range(len(self._generations))]
-        stream = readers[0] if len(readers) == 1 else merge(readers)
-        first = asyncio.ensure_future(anext(stream))
-        try:
-            while not (await asyncio.wait({first}, timeout=PING_SECONDS))[0]:
-                yield None
-            yield first.result()
-        finally:
-            first.cancel()
-        async for chunk in stream:
-            yield chunk
-
-    async def _read(self, index: int) -> AsyncIterator[Chunk]:
-        generation, text = self._generations[index], self._texts[index]
-        segments: list[Segment] = []
-        logprobs: list[dict[str, Any]] = []
-        tokens: list[dict[str, Any]] = []
-        tree: dict[str, Any] | None = None
-        async for event in generation.events():
-            self._counts[index] += 1
-            reason: str | None = event.finish_reason
-            shown, segments = text.finish() if reason == "stop" else text.add_token(event.token)
-            if reason == "length" and text.stopped_by is None:
-                rest, more = text.finish()
-                shown, segments = shown + rest, segments + more
-            if text.stopped_by is not None:
-                reason = "stop"
-                generation.cancel()
-            if reason == "stop" and text.has_tool_calls:
-                reason = "tool_calls"
-            if self._top_logprobs is not None:
-                logprobs.append(self._describe_token(event))
-            if self._include_drafts:
-                source = event.draft_source
-                tokens.append({"text": shown, "from_draft": source is not None, "draft_source": source})
-                tree = tree if event.drafts is None else self._draw_tree(event)
-            if segments or reason is not None:
-                drafts = self._describe_drafts(generation, tokens, tree) if self._include_drafts else None
-                yield Chunk(index, segments, logprobs, reason, drafts)
-                logprobs, tokens, tree = [], [], None
-            if reason is not None:
-                self._unfinished -= 1
-                return
-
-    def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
-        def describe(token: int, logprob: float) -> dict[str, Any]:
-            text = self._service.tokenizer.decode([token])
-            found = logprob if math.isfinite(logprob) else IMPOSSIBLE
-            return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": found}
-
-        top = [describe(*each) for each in event.top_logprobs]
-        return describe(event.token, event.logprob) | {"top_logprobs": top}
-
-    def _draw_tree(self, event: TokenEvent) -> dict[str, Any]:
-        drafts, decode = event.drafts, self._service.tokenizer.decode
-        assert drafts is not None
-        texts = [decode([token]) for token in (*drafts.tokens, drafts.next)]
-        return {"tokens": texts[:-1], "parents": drafts.parents, "path": drafts.path, "next": texts[-1]}
-
-    def _describe_drafts(self, generation: Generation, tokens: list[Any], tree: Any) -> dict[str, Any]:
-        stats = generation.stats
-        counts = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
-        return {"tokens": tokens, **counts, "seconds": round(stats.seconds, 6)} | ({"tree": tree} if tree else {})
+        for choice in self._choices:
+            stream = choice.chunks()
+            first = asyncio.ensure_future(anext(stream))
+            try:
+                while not (await asyncio.wait({first}, timeout=PING_SECONDS))[0]:
+                    yield None
+                yield first.result()
+            finally:
+                first.cancel()
+            async for chunk in stream:
+                yield chunk
 
     def usage(self) -> tuple[int, int, int, dict[str, Any]]:
         """(tokens of the prompt, how many of them were cached, tokens of all choices, what drafting did)."""
-        all_stats = [generation.stats for generation in self._generations]
+        all_stats = [choice.generation.stats for choice in self._choices]
         names = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted")
         drafting: dict[str, Any] = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
         rounds, accepted = drafting["rounds"], drafting["accepted"]
         drafting["tokens_per_round"] = round(1 + accepted / rounds, 3) if rounds else 1.0
-        return all_stats[0].prompt_tokens, all_stats[0].cached_tokens, sum(self._counts), drafting
+        generated = sum(choice.token_count for choice in self._choices)
+        return all_stats[0].prompt_tokens, all_stats[0].cached_tokens, generated, drafting
 
     def close(self) -> None:
-        """Cancels what still runs, and counts the request."""
-        if self._closed:
+        """Cancels what still runs, and counts the request; once."""
+        if self._is_closed:
             return
-        self._closed = True
-        for generation in self._generations:
-            generation.cancel()
-        if self._generations:
+        self._is_closed = True
+        for choice in self._choices:
+            choice.generation.cancel()
+        if self._choices:
             seconds = time.perf_counter() - self._started
             self._service.mean_seconds += 0.1 * (seconds - self._service.mean_seconds)
-            all_stats = [generation.stats for generation in self._generations]
-            self._service.metrics.count_answer(all_stats, seconds, abandoned=self._unfinished > 0)
+            all_stats = [choice.generation.stats for choice in self._choices]
+            abandoned = not all(choice.is_finished for choice in self._choices)
+            self._service.metrics.count_answer(all_stats, seconds, abandoned=abandoned)
+
+
+def choose_max_tokens(body: Body, args: argparse.Namespace) -> int:
+    """How many tokens an answer may have.
+
+    Raises:
+        ApiError: more than the command's flags allow.
+    """
+    asked, most = body.asked_tokens(), args.max_completion_tokens
+    if asked is not None and most is not None and asked > most:
+        raise ApiError(f"max_tokens must be at most {most}, got {asked}")
+    default: int = args.max_tokens if most is None else min(args.max_tokens, most)
+    return default if asked is None else asked
 
 
 def sampling_options(body: Body, args: argparse.Namespace) -> dict[str, Any]:
@@ -269,35 +299,3 @@ def sampling_options(body: Body, args: argparse.Namespace) -> dict[str, Any]:
         "presence_penalty", "presence_context_size", "frequency_penalty", "frequency_context_size",
     )  # fmt: skip
     return given | {name: getattr(body, name) for name in same} | {"draft": body.draft_model not in (None, PLAIN)}
-
-
-async def merge(streams: Sequence[AsyncIterator[Chunk]]) -> AsyncIterator[Chunk]:
-    """The items of several streams as they come.
-
-    Raises:
-        Exception: what one of them raises.
-    """
-    queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
-
-    async def forward(stream: AsyncIterator[Chunk]) -> None:
-        try:
-            async for item in stream:
-                queue.put_nowait(item)
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(forward(stream)) for stream in streams]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mlx_lm.server import convert_chat
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import RedrafterError
 from ..session.chat_template import render
@@ -15,25 +17,7 @@ from .schemas import ApiError
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """The types of content parts that hold text."""
 
-RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() | {"messages"}
 """Arguments of `apply_chat_template` itself, which `chat_template_kwargs` may not have: they are no variables of the
 model's template, and a template of the client's own might never end."""
 

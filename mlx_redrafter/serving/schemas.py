@@ -157,12 +157,13 @@ class ResponsesBody(Body):
     """POST /v1/responses."""
 
     ignored = Body.ignored | {
-        "client_metadata", "include", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "client_metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
         "safety_identifier", "store", "stream_options", "truncation", "user",
     }  # fmt: skip
     refused: ClassVar = {
         "previous_response_id": (),
         "conversation": (),
+        "include": ([], ["reasoning.encrypted_content"]),
         "background": (False,),
         "prompt": (),
         "max_tool_calls": (),
