@@ -93,21 +93,22 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         flags = save_demo(Path(folder))
         ports = {module: stack.enter_context(start_server(module, own)).port for module, own in flags.items()}
-        for clients in [1, *args.clients]:  # the first time to warm up
+        for port in ports.values():
+            ask(port, "# first", args.max_tokens)
+        for clients in args.clients:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ports, LIBRARY)}
             for _ in range(args.repeats):
                 for name, port in ports.items():
-                    found[name].append(ask_at_once(port, make_prompts(clients * args.requests, numbers), clients, args))
+                    prompts = make_prompts(clients * args.requests, numbers)
+                    found[name].append(ask_at_once(port, prompts, clients, args.max_tokens))
                 if clients == 1:
-                    found[LIBRARY].append(time_library(library, make_prompts(args.requests, numbers), args.max_tokens))
-            for what in ("tokens/s", "first token, s", "tokens/s after it"):
-                medians = {
-                    name: median(each[what] for each in own) for name, own in found.items() if own and what in own[0]
-                }
+                    prompts = make_prompts(args.requests, numbers)
+                    found[LIBRARY].append(time_library(library, prompts, args.max_tokens))
+            for what in found[OURS][0]:
+                medians = {name: median(each[what] for each in own) if own else None for name, own in found.items()}
                 rows.append({"clients": clients, "": what} | medians)
-        rows = rows[3:]
-        for name, port in ports.items():
-            rows.append({"clients": f"1, {1 + GUESTS}, 1", "": "longest pause, s"} | {name: time_guests(port, library)})
+        pauses = {name: time_guests(port, library) for name, port in ports.items()}
+        rows.append({"clients": f"1, {1 + GUESTS}, 1", "": "longest pause, s"} | pauses | {LIBRARY: None})
     show_rows(args, rows)
     return 0
 
@@ -163,11 +164,11 @@ def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
     return [f"# {number}\n{prompts[number % len(prompts)]}" for number, _ in zip(numbers, range(size), strict=False)]
 
 
-def ask_at_once(port: int, prompts: Sequence[str], clients: int, args: argparse.Namespace) -> dict[str, float]:
+def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int) -> dict[str, float]:
     """What some clients measure that ask at once, each its share of the prompts one after the other."""
 
     def ask_all(own: Sequence[str]) -> list[Answer]:
-        return [ask(port, prompt, args.max_tokens) for prompt in own]
+        return [ask(port, prompt, max_tokens) for prompt in own]
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
