@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("--clients", type=parse_positive, nargs="+", default=[1, 4, 16], help="how many at once (default: 1 4 16)")
-    add("--requests", type=parse_positive, default=2, help="of each client, one after the other (default: %(default)s)")
+    add("--requests", type=parse_positive, default=4, help="of each client, one after the other (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=64, help="of each answer (default: %(default)s)")
     add("--repeats", type=parse_positive, default=3, help="default: %(default)s")
     add_json(parser)
@@ -98,11 +98,10 @@ def run(args: argparse.Namespace) -> int:
         for clients in args.clients:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ports, LIBRARY)}
             for _ in range(args.repeats):
+                prompts = make_prompts(clients * args.requests, numbers)
                 for name, port in ports.items():
-                    prompts = make_prompts(clients * args.requests, numbers)
                     found[name].append(ask_at_once(port, prompts, clients, args.max_tokens))
                 if clients == 1:
-                    prompts = make_prompts(args.requests, numbers)
                     found[LIBRARY].append(time_library(library, prompts, args.max_tokens))
             for what in found[OURS][0]:
                 medians = {name: median(each[what] for each in own) if own else None for name, own in found.items()}
@@ -159,7 +158,7 @@ def takes_connections(port: int) -> bool:
 
 
 def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
-    """Prompts that nobody was asked before."""
+    """Prompts that were not asked before."""
     prompts = demo_prompts()
     return [f"# {number}\n{prompts[number % len(prompts)]}" for number, _ in zip(numbers, range(size), strict=False)]
 
