@@ -20,7 +20,15 @@ from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, ApiError, Body
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream
-from .types import ClientLimitReached, DraftedRound, EngineClosed, GenerationRequest, QueueFull, TokenEvent
+from .types import (
+    ClientLimitReached,
+    DraftedRound,
+    EngineClosed,
+    GenerationFailed,
+    GenerationRequest,
+    QueueFull,
+    TokenEvent,
+)
 
 PLAIN = "none"
 """A drafter's name that asks for plain decoding, for clients that cannot send null."""
@@ -66,11 +74,13 @@ class Service:
         """Refuses models and drafters that are not loaded.
 
         Raises:
-            ApiError: 404.
+            ApiError: there is none of that name.
         """
-        for name, known in ((body.model, self.model_names), (body.draft_model, [*self.drafter_names, PLAIN])):
-            if name not in (None, DEFAULT_MODEL, *known):
-                raise ApiError(f"there is no model {name!r:.100} here, expected {' or '.join(known[:1])}", 404)
+        if body.model not in (DEFAULT_MODEL, *self.model_names):
+            raise ApiError(f"there is no model {body.model!r:.100} here, expected {self.model_names[0]}", 404)
+        if body.draft_model not in (None, DEFAULT_MODEL, PLAIN, *self.drafter_names):
+            known = ", ".join([*self.drafter_names[:1], PLAIN])
+            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected one of {known}")
 
     def seconds_to_retry(self) -> int:
         """When a client that was refused may try again."""
@@ -224,10 +234,8 @@ class Answer:
                 self._choices.append(Choice(at, generation, text, tokenizer, top_logprobs, include_drafts))
         except RedrafterError as error:
             self.close()
-            status = 503 if isinstance(error, QueueFull | EngineClosed) else 400
-            status = 429 if isinstance(error, ClientLimitReached) else status
-            wait = service.seconds_to_retry() if status != 400 else None
-            raise ApiError(str(error), status, wait) from error
+            status = choose_status(error)
+            raise ApiError(str(error), status, None if status == 400 else service.seconds_to_retry()) from error
 
     @property
     def stopped_by(self) -> str | None:
@@ -275,6 +283,12 @@ class Answer:
             all_stats = [choice.generation.stats for choice in self._choices]
             abandoned = not all(choice.is_finished for choice in self._choices)
             self._service.metrics.count_answer(all_stats, seconds, abandoned=abandoned)
+
+
+def choose_status(error: Exception) -> int:
+    """The status of HTTP that tells of an error."""
+    statuses = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, GenerationFailed: 500, RedrafterError: 400}
+    return next((status for kind, status in statuses.items() if isinstance(error, kind)), 500)
 
 
 def choose_max_tokens(body: Body, args: argparse.Namespace) -> int:

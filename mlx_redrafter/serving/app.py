@@ -17,14 +17,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RedrafterError
-from .answer import Answer, Service
+from .answer import Answer, Service, choose_status
 from .anthropic_messages import CountTokens, Messages
 from .guard import Guard
 from .interface import Interface, to_event
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
 from .schemas import ApiError, parse_body
-from .types import EngineClosed, GenerationFailed
+from .types import GenerationFailed
 
 INTERFACES: dict[str, type[Interface[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
@@ -77,9 +77,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         *([("/", page)] if page else []),
     ):
         routes.append(Route(path, endpoint, methods=["GET"]))
-    cors = Middleware(
-        CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-    )  # fmt: skip
+    cors = Middleware(CORSMiddleware, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     guard = Middleware(
         Guard,
         metrics=service.metrics,
@@ -182,8 +180,7 @@ class EventStream(StreamingResponse):
             async for event in self._interface.stream(self._answer):
                 yield event
         except GenerationFailed as error:
-            status = 503 if isinstance(error, EngineClosed) else 500
-            described = self._interface.describe_error(status, str(error))
+            described = self._interface.describe_error(choose_status(error), str(error))
             yield to_event(described, described.get("type"))
 
 
@@ -193,9 +190,8 @@ async def handle_error(request: Request, error: Exception) -> Response:
         expected = f"expected one of {', '.join(INTERFACES)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code)
     elif not isinstance(error, ApiError):
-        status = 503 if isinstance(error, EngineClosed) else 500 if isinstance(error, GenerationFailed) else 400
-        status = status if isinstance(error, RedrafterError) else 500
-        error = ApiError(str(error) if isinstance(error, RedrafterError) else "the server failed; see its log", status)
+        message = str(error) if isinstance(error, RedrafterError) else "the server failed; see its log"
+        error = ApiError(message, choose_status(error))
     return make_error(request.url.path, error)
 
 

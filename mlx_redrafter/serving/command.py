@@ -113,6 +113,8 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     if args.no_drafter and args.drafter is not None:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
     check_demo_flags(args.model, args)
+    if args.chat_template and args.model is None:
+        raise RedrafterError("--chat-template needs --model: the packaged demo is taken as it is")
     for name in ("max_queue", "max_per_client", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens",
                  "decode_concurrency", "drain_timeout", "max_tokens"):  # fmt: skip
         if (value := getattr(args, name)) is not None and value < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -37,6 +38,10 @@ class Responses(Interface[ResponsesBody]):
     def prepare(self) -> Prompt:
         """The prompt of the instructions and the items."""
         body = self.body
+        try:
+            json.dumps([body.tools, body.text], allow_nan=False)
+        except ValueError as error:  # numbers such as 1e999, and the reply repeats these fields
+            raise ApiError("tools and text must have finite numbers") from error
         messages = read_items(body.input)
         if body.instructions is not None:
             messages.insert(0, {"role": "system", "content": body.instructions})

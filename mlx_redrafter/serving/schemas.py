@@ -221,7 +221,7 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         ApiError: it is not a JSON object, or a field is unknown, not supported or out of its range.
     """
     try:
-        body = from_json(raw)
+        body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

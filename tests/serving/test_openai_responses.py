@@ -90,6 +90,7 @@ def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: 
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "only text is"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference' are not supported"),
         ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+        ({"include": ["message.output_text.logprobs"]}, "include is not supported"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type must be text, json_object or json_schema"),
     ],
 )

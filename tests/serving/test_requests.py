@@ -48,6 +48,7 @@ def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt must be one text, or the token ids of one, got ['a', 'b']"),
         ("/v1/completions", {"prompt": [True]}, "prompt must be one text"),
         ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
+        ("/v1/completions", {"draft_model": "x"}, "there is no drafter 'x' here, expected one of demo, none"),
         ("/v1/completions", {"plan": "off"}, "unknown field: plan"),
         ("/v1/chat/completions", {"modalities": ["text", "audio"]}, "modalities is not supported"),
         ("/v1/chat/completions", {"audio": {"voice": "x"}}, "audio is not supported"),
@@ -119,14 +120,33 @@ def test_what_is_wrong_is_named(scripted: Scripted, path: str, fields: dict[str,
         (b"\xff\xfe", "the body is not JSON"),
         (b"[1]", "the body must be a JSON object, got list"),
         (b'{"prompt": "\\ud800"}', "the body is not JSON"),
-        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "temperature": NaN}', "the body is not JSON"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "x", "logit_bias": {"1": Infinity}}', "the body is not JSON"),
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion limit exceeded"),
     ],
 )
 def test_what_is_no_json_object_is_refused(scripted: Scripted, raw: bytes, said: str) -> None:
     reply = ask(scripted[0], "/v1/completions", raw)
     assert reply.status == 400 and said in reply.error
+
+
+def test_a_reply_repeats_no_infinity(scripted: Scripted) -> None:
+    for fields in (
+        b'"text": {"x": 1e999}',
+        b'"tools": [{"type": "function", "name": "f", "parameters": {"x": 1e999}}]',
+    ):
+        reply = ask(scripted[0], "/v1/responses", b'{"input": "x", ' + fields + b"}")
+        assert (reply.status, reply.error) == (400, "tools and text must have finite numbers")
+
+
+@pytest.mark.parametrize("seed", [0, -5, 2**70])
+def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
+    texts = set()
+    for _ in range(2):
+        reply = ask(demo, "/v1/completions", {"prompt": "x", "max_tokens": 5, "temperature": 1.0, "seed": seed})
+        texts.add(reply.json["choices"][0]["text"])
+    assert len(texts) == 1
 
 
 def test_openais_client_shows_what_is_wrong(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
