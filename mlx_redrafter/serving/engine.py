@@ -7,19 +7,17 @@ turns, a round each.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -30,21 +28,18 @@ from ..engine.wired_limit import wired_limit
 from ..errors import one_line
 from ..generate import decode_tokens, draw_seed
 from ..options import Options
+from .generation import Generation, Item, deliver, find_source, make_events, read_logprobs
 from .prompt_cache import PromptCache
 from .rows import Batch, HandedOver, Loops, Row, is_batchable
 from .types import (
     ClientLimitReached,
-    DraftedRound,
-    DraftSource,
     EngineClosed,
     EngineCounters,
     FinishReason,
     GenerationFailed,
     GenerationRequest,
-    GenerationStats,
     QueueFull,
     RequestError,
-    TokenEvent,
 )
 
 CLOSING = "the server is shutting down"
@@ -68,49 +63,6 @@ PENALTIES = (
     "frequency_context_size",
 )
 """The fields of a request that are arguments of mlx-lm's `make_logits_processors`."""
-
-
-Item = list[TokenEvent] | Exception | None
-"""What a generation gets: tokens, or its end."""
-
-
-class Generation:
-    """A request that was submitted; see `Engine.submit`.
-
-    Attributes:
-        request: what was asked for.
-        stats: counts so far; the engine's thread writes them.
-        cancelled: whether `cancel` was called.
-    """
-
-    def __init__(self, request: GenerationRequest, options: Options, processors: list[Any]) -> None:
-        assert options.seed is not None
-        self.request, self.options, self.processors = request, options, processors
-        self.stats = GenerationStats(prompt_tokens=len(request.prompt), seed=options.seed)
-        self.cancelled = False
-        self.submitted = time.perf_counter()
-        self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
-
-    async def events(self) -> AsyncIterator[TokenEvent]:
-        """Yields each token; ends after the one with a `finish_reason`, or when it is cancelled. To be called once.
-
-        Raises:
-            GenerationFailed: an error of the server's.
-        """
-        while (item := await self._items.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            for event in item:
-                yield event
-
-    def cancel(self) -> None:
-        """Ends it after the round that is being computed; from any thread. What was read stays in the prompt cache."""
-        self.cancelled = True
-
-    def deliver(self, item: Item) -> None:
-        """Called in its event loop: events, or the end."""
-        self._items.put_nowait(item)
 
 
 class Engine:
@@ -159,7 +111,7 @@ class Engine:
         self._batchable = is_batchable(model, self._options)
         self._prompt_cache = PromptCache(prompt_cache_bytes)
         self._loops = Loops(model, drafter, self._note_drafter_failure)
-        self._batch: Batch | None = None
+        self._batch = Batch(model, decode_concurrency, self._options.prefill_step_size)
         self._alone_steps = 0
         self._outbox: list[tuple[Generation, Item]] = []
         self.counters = EngineCounters()
@@ -189,7 +141,7 @@ class Engine:
     @property
     def batch_rows(self) -> int:
         """How many of them in a batch."""
-        return 0 if self._batch is None else len(self._batch.rows)
+        return len(self._batch.rows)
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
@@ -263,8 +215,9 @@ class Engine:
         if most is not None and len(prompt) > most:
             raise RequestError(f"the prompt must have at most {most} tokens, got {len(prompt)}")
         for name, ids in (("token ids", prompt), ("logit_bias token ids", request.logit_bias or ())):
-            if odd := [token for token in ids if not 0 <= token < self.vocab_size]:
-                raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {odd[0]}")
+            for extreme in (min(ids, default=0), max(ids, default=0)):
+                if not 0 <= extreme < self.vocab_size:
+                    raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
         if request.max_tokens == 0:
             raise RequestError("max_tokens must be -1 (no limit) or at least 1, got 0")
         if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
@@ -320,10 +273,9 @@ class Engine:
                     logging.exception("The engine has failed, and with it all requests that ran")
                     self._fail_all(error)
                 self._flush()
-            if self._batch is not None:
-                self._batch.close()
             self._prompt_cache.clear()
             mx.synchronize()
+        self._batch.close()
 
     def _warm_up(self) -> None:
         """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs."""
@@ -343,15 +295,18 @@ class Engine:
     def _step(self) -> None:
         """A round for every request that runs."""
         if self._aborting:
-            for row in [*self._loops.rows, *(self._batch.rows if self._batch else ())]:
+            for row in self._rows():
                 row.error = EngineClosed(CLOSING)
         self._end_failed_and_cancelled()
         self._admit()
-        if self._batch is not None and self._batch.rows:
-            self._step_batch(self._batch)
-            return
+        if self._batch.rows:
+            self._step_batch()
         for row in self._loops.rows:
             self._step_alone(row)
+
+    def _rows(self) -> list[Row]:
+        """Everything that runs."""
+        return [*self._loops.rows, *self._batch.rows]
 
     def _admit(self) -> None:
         """Starts requests from the queue, and makes the single one part of a batch where there is another."""
@@ -373,7 +328,7 @@ class Engine:
                 start = HandedOver(*self._prompt_cache.fetch(row.text))
                 row.read = generation.stats.cached_tokens = start.held
                 if self._batchable and (room > 1 or self.running):
-                    self._add_to_batch(row, start)
+                    self._batch.add(row, start)
                 else:
                     self._loops.add(row, start)
 
@@ -383,13 +338,8 @@ class Engine:
             self._step_alone(row)
         if row in self._loops.rows:
             with self._failing(row):
-                self._add_to_batch(row, self._loops.remove(row))
+                self._batch.add(row, self._loops.remove(row))
                 self.counters.mode_switches["batch"] += 1
-
-    def _add_to_batch(self, row: Row, start: HandedOver) -> None:
-        if self._batch is None:
-            self._batch = Batch(self._model, self._size, self._options.prefill_step_size)
-        self._batch.add(row, start)
 
     def _step_alone(self, row: Row) -> None:
         with self._failing(row):
@@ -398,84 +348,64 @@ class Engine:
                 self.counters.rounds += 1
                 self._end(self._report([(row, made)]))
 
-    def _step_batch(self, batch: Batch) -> None:
-        made = batch.step()
+    def _step_batch(self) -> None:
+        made = self._batch.step()
         self.counters.batch_steps += len(made) > 0
         self._end(self._report(made))
-        self._alone_steps = self._alone_steps + 1 if [row for row, _ in made] == batch.rows and len(made) == 1 else 0
-        if self._alone_steps >= ALONE_STEPS and not self._queue and batch.rows[0].may_draft:
-            self._hand_to_loop(batch)
+        is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
+        self._alone_steps = self._alone_steps + 1 if is_alone else 0
+        if self._alone_steps >= ALONE_STEPS and not self._queue and made[0][0].may_draft:
+            self._hand_to_loop()
 
-    def _hand_to_loop(self, batch: Batch) -> None:
+    def _hand_to_loop(self) -> None:
         """Reports the token that the batch is computing, after which its only row goes on alone."""
-        row, made, start = batch.remove_only()
+        row, made, start = self._batch.remove_only()
         with self._failing(row):
             if row.error is not None:
                 raise row.error
+            ended = self._report([(row, made)])
+            self._loops.add(row, start)
             self.counters.mode_switches["single"] += 1
-            if ended := self._report([(row, made)]):
-                self._prompt_cache.store(row.text[: start.held], start.cache or [])
-                self._end(ended)
-            else:
-                self._loops.add(row, start)
+            self._end(ended)
 
     def _report(self, made: list[tuple[Row, Round]]) -> dict[Row, FinishReason]:
         """Posts what one forward has made for each row; returns the rows that end with it."""
         now, ended = time.perf_counter(), dict[Row, FinishReason]()
-        taken = [self._take(row, each) for row, each in made]
+        taken = [(row, each, row.take(each.tokens, self._end_tokens)) for row, each in made]
         with mx.stream(self._host_stream):
-            pairs = [
-                (each.logprobs[i], x) for (_, each), own in zip(made, taken, strict=True) for i, x in enumerate(own)
-            ]
+            pairs = [pair for _, each, tokens in taken for pair in zip(each.logprobs, tokens, strict=False)]
             logprobs = iter(read_logprobs(pairs))
-            for (row, each), tokens in zip(made, taken, strict=True):
-                request, limit, events = row.generation.request, row.options.max_tokens, list[TokenEvent]()
-                self._count(row, each, tokens, now)
+            for row, each, tokens in taken:
                 if tokens[-1] in self._end_tokens:
                     ended[row] = "stop"
-                elif row.generated == limit:
+                elif row.generated == row.options.max_tokens:
                     ended[row] = "length"
-                for i, token in enumerate(tokens):
-                    is_last = i == len(tokens) - 1
-                    source: DraftSource | None = None if is_last else "context" if each.from_context else "drafter"
-                    drafts = describe_draft(each, tokens) if request.include_drafts and i == 0 else None
-                    top = find_likeliest(each.logprobs[i], request.top_logprobs)
-                    events.append(
-                        TokenEvent(token, next(logprobs), top, source, ended.get(row) if is_last else None, drafts)
-                    )
+                self._count(row, each, len(tokens), now)
+                own = [next(logprobs) for _ in tokens]
+                events = make_events(row.generation.request, each, tokens, own, ended.get(row))
                 self._outbox.append((row.generation, events))
         return ended
 
-    def _take(self, row: Row, made: Round) -> list[int]:
-        """The round's tokens up to the end of the text, which are now part of it."""
-        limit = row.options.max_tokens
-        tokens = made.tokens if limit == -1 else made.tokens[: limit - row.generated]
-        ends = (i + 1 for i, token in enumerate(tokens) if token in self._end_tokens)
-        tokens = tokens[: next(ends, len(tokens))]
-        row.text += tokens
-        return tokens
-
-    def _count(self, row: Row, made: Round, tokens: list[int], now: float) -> None:
-        stats, counters, accepted = row.generation.stats, self.counters, len(tokens) - 1
-        source = "context" if made.from_context else "drafter"
+    def _count(self, row: Row, made: Round, size: int, now: float) -> None:
+        """Counts a round of which `size` tokens were taken."""
+        stats, counters, source = row.generation.stats, self.counters, find_source(made)
         counters.tokens["target"] += 1
-        counters.tokens[source] += accepted
-        counters.accepted[source] += accepted
+        counters.tokens[source] += size - 1
+        counters.accepted[source] += size - 1
         if made.plan is not None:
             counters.drafted["drafter"] += made.plan.size - 1
             counters.drafted["context"] += made.plan.context
         if stats.time_to_first_token is None:
             stats.time_to_first_token = now - row.generation.submitted
         else:
-            row.stats = row.stats.add_round(made.plan, accepted, made.replayed, from_context=made.from_context)
-            stats.rounds, stats.drafted, stats.accepted = row.stats.rounds, row.stats.drafted, row.stats.accepted
-            stats.context_drafted = row.stats.context_drafted
-            stats.context_accepted = row.stats.context_accepted
-        stats.generated_tokens += len(tokens)
+            row.stats = row.stats.add_round(made.plan, size - 1, made.replayed, from_context=made.from_context)
+            for name in ("rounds", "drafted", "accepted", "context_drafted", "context_accepted"):
+                setattr(stats, name, getattr(row.stats, name))
+        stats.generated_tokens += size
         stats.seconds = now - row.generation.submitted - stats.time_to_first_token
 
     def _end_failed_and_cancelled(self) -> None:
-        rows = [*self._loops.rows, *(self._batch.rows if self._batch else ())]
+        rows = self._rows()
         for row in rows:
             if row.error is not None:
                 self._fail([row], row.error)
@@ -486,8 +416,7 @@ class Engine:
         if not reasons:
             return
         caches = {row: self._loops.remove(row) for row in reasons if row in self._loops.rows}
-        if self._batch is not None:
-            caches |= self._batch.remove(reasons, keep_caches=self._prompt_cache.max_bytes > 0)
+        caches |= self._batch.remove(reasons, keep_caches=self._prompt_cache.max_bytes > 0)
         for row, start in caches.items():
             self._prompt_cache.store(row.text[: start.held], start.cache or [])
         for row, reason in reasons.items():
@@ -495,8 +424,7 @@ class Engine:
 
     def _fail(self, rows: Sequence[Row], error: Exception) -> None:
         """Takes rows out after an error; their caches are undefined."""
-        if self._batch is not None:
-            self._batch.remove(rows, keep_caches=False)
+        self._batch.remove(rows, keep_caches=False)
         for row in rows:
             self._loops.discard(row)
             is_own = isinstance(error, GenerationFailed)
@@ -504,8 +432,9 @@ class Engine:
 
     def _fail_all(self, error: Exception) -> None:
         """Fails what runs, after an error that may have left anything behind."""
-        rows = [*self._loops.rows, *(self._batch.rows if self._batch else ())]
-        self._batch = None
+        rows = self._rows()
+        self._batch.close()
+        self._batch = Batch(self._model, self._size, self._options.prefill_step_size)
         self._fail(rows, error)
         self._prompt_cache.clear()
         mx.clear_cache()
@@ -537,33 +466,3 @@ class Engine:
         for loop in {generation.loop for generation, _ in outbox}:
             with suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(deliver, [each for each in outbox if each[0].loop is loop])
-
-
-def deliver(outbox: Iterable[tuple[Generation, Item]]) -> None:
-    """Called in an event loop with what its generations get."""
-    for generation, item in outbox:
-        generation.deliver(item)
-
-
-def describe_draft(made: Round, tokens: list[int]) -> DraftedRound | None:
-    """What a round drafted, of which `tokens` were taken; None for a plain step."""
-    if made.tree is None:
-        return None
-    nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
-    return DraftedRound(nodes, parents, list(made.path[: len(tokens)]), tokens[-1])
-
-
-def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:
-    """The log-probability of a token in each row (V,), evaluated; read without an operation where NumPy can."""
-    if not pairs or pairs[0][0].dtype != mx.bfloat16:
-        return [float(np.asarray(row)[token]) for row, token in pairs]
-    return cast(list[float], mx.stack([row[token] for row, token in pairs]).tolist())
-
-
-def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens with their log-probabilities (V,), the likeliest first."""
-    if not count:
-        return []
-    ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
-    pairs = zip(cast(list[int], ids.tolist()), cast(list[float], logprobs[ids].tolist()), strict=True)
-    return sorted(pairs, key=lambda pair: -pair[1])

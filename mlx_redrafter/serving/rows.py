@@ -6,10 +6,10 @@ that are not in it yet, so that nothing is read twice. All this runs in one thre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,9 +25,7 @@ from ..engine.stats import Stats
 from ..engine.target import Target
 from ..generate import open_rounds
 from ..options import Options
-
-if TYPE_CHECKING:
-    from .engine import Generation
+from .generation import Generation
 
 PREFILL_ROWS = 8
 """Prompts that a batch reads together, as in mlx-lm's server."""
@@ -69,6 +67,15 @@ class Row:
     def generated(self) -> int:
         """How many tokens were generated."""
         return len(self.text) - self.generation.stats.prompt_tokens
+
+    def take(self, tokens: list[int], end_tokens: Container[int]) -> list[int]:
+        """Those of a round's tokens that belong to the text, which they are appended to: up to its end."""
+        limit = self.options.max_tokens
+        tokens = tokens if limit == -1 else tokens[: limit - self.generated]
+        ends = (i + 1 for i, token in enumerate(tokens) if token in end_tokens)
+        tokens = tokens[: next(ends, len(tokens))]
+        self.text += tokens
+        return tokens
 
 
 class HandedOver(NamedTuple):
