@@ -15,7 +15,8 @@ from mlx_lm.server import get_system_fingerprint
 
 from ..errors import RedrafterError
 from .chat_prompts import Prompt
-from .engine import Engine, Generation
+from .engine import Engine
+from .generation import Generation
 from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, ApiError, Body
 from .structured_output import GrammarCompiler
@@ -60,7 +61,6 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     fingerprint: str = field(default_factory=get_system_fingerprint)
     prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
-    mean_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size)
@@ -83,9 +83,8 @@ class Service:
             raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected one of {known}")
 
     def seconds_to_retry(self) -> int:
-        """When a client that was refused may try again."""
-        waiting = self.engine.queued / max(1, self.args.decode_concurrency)
-        return min(MAX_RETRY_SECONDS, 1 + int(waiting * self.mean_seconds))
+        """When a client that was refused may try again: a second for each request that waits."""
+        return min(MAX_RETRY_SECONDS, 1 + self.engine.queued)
 
 
 class Chunk(NamedTuple):
@@ -279,7 +278,6 @@ class Answer:
             choice.generation.cancel()
         if self._choices:
             seconds = time.perf_counter() - self._started
-            self._service.mean_seconds += 0.1 * (seconds - self._service.mean_seconds)
             all_stats = [choice.generation.stats for choice in self._choices]
             abandoned = not all(choice.is_finished for choice in self._choices)
             self._service.metrics.count_answer(all_stats, seconds, abandoned=abandoned)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -56,7 +56,7 @@ def make_parser() -> Parser:
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--chat-template", default="", help="a chat template instead of the tokenizer's")
-    add("--chat-template-args", type=parse_object, default={}, help="JSON object of more arguments for it")
+    add("--chat-template-args", type=json.loads, default={}, help="JSON object of more arguments for it")
     group = parser.add_argument_group("decoding, where a request says nothing else")
     add_options(group, without=OF_REQUESTS)
     group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
@@ -84,17 +84,6 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object that a flag's value is."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text}")
-    return value
-
-
 def parse_size(text: str) -> int:
     """A number of bytes, with a unit or without."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
@@ -119,6 +108,8 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
                  "decode_concurrency", "drain_timeout", "max_tokens"):  # fmt: skip
         if (value := getattr(args, name)) is not None and value < 1:
             raise RedrafterError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not isinstance(args.chat_template_args, dict):
+        raise RedrafterError(f"--chat-template-args must be a JSON object, got {args.chat_template_args!r:.50}")
     if not 0 <= args.port < 1 << 16:
         raise RedrafterError(f"--port must be from 0 to 65535, got {args.port}")
     args.api_key = read_key(args)

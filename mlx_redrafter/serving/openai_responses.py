@@ -15,6 +15,8 @@ from .schemas import ApiError, ResponsesBody
 from .text_stream import Segment
 
 Event = dict[str, Any]
+ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}
+"""Kind of a segment -> type of the item that it is a part of."""
 
 
 class Responses(Interface[ResponsesBody]):
@@ -90,64 +92,57 @@ class Responses(Interface[ResponsesBody]):
         yield {"type": f"response.{status}", "response": self._response}
 
     def _add_segment(self, segment: Segment) -> list[Event]:
+        events = []
+        if not self._is_open() or segment.kind == "tool_call" or self._output[-1]["type"] != ITEM_TYPES[segment.kind]:
+            events = self._end_item() + self._begin_item(segment)
+        if segment.kind == "tool_call":
+            self._output[-1]["arguments"] = segment.text
+            kind = "function_call_arguments"
+            whole = self._event(f"{kind}.done", name=segment.name, arguments=segment.text)
+            return [*events, self._event(f"{kind}.delta", delta=segment.text), whole, *self._end_item()]
+        part = self._output[-1]["content"][0]
+        part["text"] += segment.text
+        return [*events, self._event(f"{part['type']}.delta", delta=segment.text)]
+
+    def _begin_item(self, segment: Segment) -> list[Event]:
+        item: dict[str, Any]
         if segment.kind == "tool_call":
             item = {"type": "function_call", "id": make_id("fc"), "call_id": segment.id, "name": segment.name}
-            events = self._end_item() + self._begin_item(item | {"arguments": ""})
-            place = self._place()
-            self._output[-1]["arguments"] = segment.text
-            kind = "response.function_call_arguments"
-            events.append({"type": f"{kind}.delta", **place, "delta": segment.text})
-            events.append({"type": f"{kind}.done", **place, "name": segment.name, "arguments": segment.text})
-            return events + self._end_item()
-        events = []
-        if not self._is_open() or self._output[-1]["type"] != ITEM_TYPES[segment.kind]:
-            events = self._end_item() + self._begin_text(segment.kind)
-        self._output[-1]["content"][0]["text"] += segment.text
-        kind = self._part_type()
-        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-        place = self._place() | {"content_index": 0}
-        return [*events, {"type": f"response.{kind}.delta", **place, "delta": segment.text, **more}]
-
-    def _begin_text(self, kind: str) -> list[Event]:
-        if kind == "reasoning":
+            self._output.append(item | {"arguments": "", "status": "in_progress"})
+            return [self._event("output_item.added", item=dict(self._output[-1]))]
+        if segment.kind == "reasoning":
             item = {"type": "reasoning", "id": make_id("rs"), "summary": []}
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         else:
             item = {"type": "message", "id": make_id("msg"), "role": "assistant"}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        events = self._begin_item(item | {"content": []})
-        self._output[-1]["content"] = [part]
-        place = self._place() | {"content_index": 0}
-        return [*events, {"type": "response.content_part.added", **place, "part": dict(part)}]
-
-    def _begin_item(self, item: dict[str, Any]) -> list[Event]:
-        self._output.append(item | {"status": "in_progress"})
-        at = len(self._output) - 1
-        return [{"type": "response.output_item.added", "output_index": at, "item": dict(self._output[-1])}]
+        self._output.append(item | {"content": [part], "status": "in_progress"})
+        added = self._event("output_item.added", item=self._output[-1] | {"content": []})
+        return [added, self._event("content_part.added", part=dict(part))]
 
     def _end_item(self, status: str = "completed") -> list[Event]:
         if not self._is_open():
             return []
-        events, item = [], self._output[-1]
-        if item["type"] != "function_call":
-            part, place = item["content"][0], self._place() | {"content_index": 0}
-            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-            events.append({"type": f"response.{part['type']}.done", **place, "text": part["text"], **more})
-            events.append({"type": "response.content_part.done", **place, "part": part})
+        item, events = self._output[-1], []
+        for part in item.get("content", ()):
+            events.append(self._event(f"{part['type']}.done", text=part["text"]))
+            events.append(self._event("content_part.done", part=part))
         item["status"] = status
-        return [*events, {"type": "response.output_item.done", "output_index": len(self._output) - 1, "item": item}]
+        return [*events, self._event("output_item.done", item=item)]
 
     def _is_open(self) -> bool:
         return bool(self._output) and self._output[-1]["status"] == "in_progress"
 
-    def _part_type(self) -> str:
-        return str(self._output[-1]["content"][0]["type"])
-
-    def _place(self) -> dict[str, Any]:
-        return {"output_index": len(self._output) - 1, "item_id": self._output[-1]["id"]}
-
-
-ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}
+    def _event(self, what: str, **fields: Any) -> Event:
+        """An event of the last item."""
+        place: dict[str, Any] = {"output_index": len(self._output) - 1}
+        if not what.startswith("output_item"):
+            place["item_id"] = self._output[-1]["id"]
+        if what.startswith(("content_part", "output_text", "reasoning_text")):
+            place["content_index"] = 0
+        if what.startswith("output_text"):
+            place["logprobs"] = []
+        return {"type": f"response.{what}", **place, **fields}
 
 
 def make_id(prefix: str) -> str:

@@ -282,6 +282,7 @@ def test_metrics_count_what_was_answered(demo: Running) -> None:
         (["--drafter", "x", "--no-drafter"], "give either --drafter or --no-drafter, got both"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--chat-template", "x"], "--chat-template needs --model"),
+        (["--chat-template-args", "[1]"], "--chat-template-args must be a JSON object, got [1]"),
         (["--max-queue", "0"], "--max-queue must be at least 1, got 0"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
