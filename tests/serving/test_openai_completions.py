@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -125,6 +126,24 @@ def test_schema_is_followed(openai_client: openai.OpenAI, temperature: float) ->
     )
     jsonschema.validate(json.loads(made.choices[0].message.content), schema)
     assert made.choices[0].finish_reason == "stop" and made.usage.drafted == 0
+
+
+def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    shape = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    bodies: list[dict[str, Any]] = [
+        {"prompt": f"# {at}\n", "max_tokens": 60, "temperature": 1.0, "seed": at} for at in range(6)
+    ]
+    for body in bodies[::2]:
+        body["response_format"] = shape
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        replies = list(pool.map(lambda body: ask(demo, "/v1/completions", body), bodies))
+    texts = [reply.json["choices"][0]["text"] for reply in replies]
+    assert demo.service.engine.counters.batch_steps > 0
+    for text in texts[::2]:
+        jsonschema.validate(json.loads(text), schema)
+    for at in (1, 3, 5):
+        assert texts[at] == expected_text(demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at)
 
 
 def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:

@@ -59,12 +59,11 @@ def post(url: str, **fields: Any) -> Any:
     return urlopen(Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()), timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_answers_end(number: int) -> None:
+def test_a_signal_lets_answers_end() -> None:
     with start("mlx_redrafter.server") as (running, url):
         with post(url, **ENDLESS | {"max_tokens": 300}) as stream:
             assert stream.readline().startswith(b"data: ")
-            running.send_signal(number)
+            running.send_signal(signal.SIGTERM)
             lines = [line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")]
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -75,8 +74,8 @@ def test_a_signal_lets_answers_end(number: int) -> None:
 def test_what_takes_too_long_is_broken_off() -> None:
     with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url), post(url, **ENDLESS) as stream:
         assert stream.readline()
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(PATIENCE) == 128 + signal.SIGTERM
+        running.send_signal(signal.SIGINT)
+        assert running.wait(PATIENCE) == 128 + signal.SIGINT
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
