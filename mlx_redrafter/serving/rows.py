@@ -6,6 +6,7 @@ that are not in it yet, so that nothing is read twice. All this runs in one thre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -30,8 +31,11 @@ from .generation import Generation
 PREFILL_ROWS = 8
 """Prompts that a batch reads together, as in mlx-lm's server."""
 
-BATCH_PREFILL_STEP = 512
-"""Prompt tokens in one forward while others wait for their next token."""
+MAX_PAUSE = 0.5
+"""Seconds that reading prompts may keep others from their next token: their pieces get smaller above it."""
+
+PIECES = (64, 256)
+"""Prompt tokens of all rows in one forward while others wait: at least, and at first."""
 
 DRAWS = 8
 """Positions whose noise a row's sampler computes at once: fewer operations than one by one."""
@@ -202,7 +206,7 @@ class Batch:
 
     Args:
         size: most rows.
-        prefill_step_size: most prompt tokens of a row in one forward.
+        prefill_step_size: most prompt tokens of a row in one forward; fewer while others wait, see `MAX_PAUSE`.
     """
 
     def __init__(self, model: nn.Module, size: int, prefill_step_size: int) -> None:
@@ -211,8 +215,9 @@ class Batch:
             model,
             completion_batch_size=size,
             prefill_batch_size=min(PREFILL_ROWS, size),
-            prefill_step_size=min(BATCH_PREFILL_STEP, prefill_step_size),
+            prefill_step_size=prefill_step_size,
         )
+        self._prefill_step_size, self._piece = prefill_step_size, PIECES[1]
         self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
         self._rows: dict[int, Row] = {}
         self._samplers: dict[Row, RowSampler] = {}
@@ -241,11 +246,25 @@ class Batch:
 
     def step(self) -> list[tuple[Row, Round]]:
         """One token for each row whose prompt is read, and a piece of the prompts of others."""
+        started, reading = time.perf_counter(), [row for row in self._rows.values() if not row.generated]
+        others_wait, size = len(reading) < len(self._rows), self._prefill_step_size
+        if reading and others_wait:
+            size = min(size, max(1, self._piece // min(len(reading), PREFILL_ROWS)))
+        self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
+        if others_wait and any(not each.end_of_prompt for each in prompts):
+            self._adapt_piece(time.perf_counter() - started)
         for each in prompts:
             row = self._rows[each.uid]
             row.read = max(row.read, min(self._held[row] + each.progress[0], row.generation.stats.prompt_tokens))
         return [(self._rows[each.uid], Round([each.token], [each.logprobs])) for each in tokens]
+
+    def _adapt_piece(self, seconds: float) -> None:
+        """After a step that read a piece of a prompt while others waited."""
+        if seconds > MAX_PAUSE:
+            self._piece = max(PIECES[0], self._piece // 2)
+        elif seconds < MAX_PAUSE / 4:
+            self._piece = min(self._prefill_step_size, self._piece * 2)
 
     def remove(self, rows: Iterable[Row], *, keep_caches: bool) -> dict[Row, HandedOver]:
         """Takes rows out; their caches hold all tokens that `step` returned.
