@@ -158,8 +158,8 @@ class Choice:
                 drafts.append({"text": shown, "from_draft": source is not None, "draft_source": source})
                 tree = self._draw_tree(event.drafts) if event.drafts else tree
             if segments or reason is not None:
-                told = self._describe_drafts(drafts, tree) if self._include_drafts else None
-                yield Chunk(self._index, segments, logprobs, reason, told)
+                described = self._describe_drafts(drafts, tree) if self._include_drafts else None
+                yield Chunk(self._index, segments, logprobs, reason, described)
                 logprobs, drafts, tree = [], [], {}
             if reason is not None:
                 self.is_finished = True

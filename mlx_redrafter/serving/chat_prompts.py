@@ -59,9 +59,8 @@ def encode_chat(
         raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
     if not tokenizer.has_chat_template:
         return Prompt(tokenizer.encode(convert_chat(list(messages), role_mapping)))
-    args = args | ({"tools": list(tools)} if tools else {"tools": None})
     try:
-        text = render(tokenizer, messages, args, prefilled=prefilled)
+        text = render(tokenizer, messages, args | {"tools": list(tools) or None}, prefilled=prefilled)
     except RedrafterError as error:
         raise ApiError(str(error)) from error
     ids = list(tokenizer.encode(text, add_special_tokens=False))

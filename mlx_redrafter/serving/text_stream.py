@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 class TextStream:
     """The text of one answer, token by token.
 
-    Stop strings are looked for in the raw text, before reasoning and tool calls are told apart.
+    Stop strings are looked for in the raw text, before reasoning and tool calls are separated.
 
     Args:
         tokenizer: mlx-lm's wrapper.

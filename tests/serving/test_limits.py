@@ -120,7 +120,7 @@ def test_a_long_body_is_refused_and_told(locked: Running) -> None:
     assert ask(locked, TEXT, {"prompt": "a" * 2_000, "max_tokens": 1}, BEARER).status == 200
 
 
-def test_a_long_answer_is_refused_and_the_default_bounded(locked: Running) -> None:
+def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 6}, BEARER)
     assert (reply.status, reply.error) == (400, "max_tokens must be at most 5, got 6")
     engine: Any = locked.service.engine
