@@ -43,7 +43,7 @@ from .tables import show_rows
 START_SECONDS = 120.0  # for a server to start, or to take a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
 LIBRARY = "library"
-LONG_ANSWER, HEAD_START, GUESTS = 400, 0.5, 3  # tokens; seconds that it runs alone; clients that come then
+LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds that it runs alone; clients that come then
 
 
 class Server(NamedTuple):

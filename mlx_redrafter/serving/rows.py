@@ -32,10 +32,10 @@ PREFILL_ROWS = 8
 """Prompts that a batch reads together, as in mlx-lm's server."""
 
 MAX_PAUSE = 0.5
-"""Seconds that reading prompts may keep others from their next token: their pieces get smaller above it."""
+"""Seconds that reading prompts should keep others from their next token: above it the pieces get smaller."""
 
-PIECES = (64, 256)
-"""Prompt tokens of all rows in one forward while others wait: at least, and at first."""
+MIN_PIECE, FIRST_PIECE = 128, 256
+"""Prompt tokens in one forward while others wait: of a row at least, of all rows at first."""
 
 DRAWS = 8
 """Positions whose noise a row's sampler computes at once: fewer operations than one by one."""
@@ -217,7 +217,7 @@ class Batch:
             prefill_batch_size=min(PREFILL_ROWS, size),
             prefill_step_size=prefill_step_size,
         )
-        self._prefill_step_size, self._piece = prefill_step_size, PIECES[1]
+        self._prefill_step_size, self._piece = prefill_step_size, FIRST_PIECE
         self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
         self._rows: dict[int, Row] = {}
         self._samplers: dict[Row, RowSampler] = {}
@@ -249,22 +249,19 @@ class Batch:
         started, reading = time.perf_counter(), [row for row in self._rows.values() if not row.generated]
         others_wait, size = len(reading) < len(self._rows), self._prefill_step_size
         if reading and others_wait:
-            size = min(size, max(1, self._piece // min(len(reading), PREFILL_ROWS)))
+            size = min(size, max(MIN_PIECE, self._piece // min(len(reading), PREFILL_ROWS)))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
         if others_wait and any(not each.end_of_prompt for each in prompts):
-            self._adapt_piece(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            if seconds > MAX_PAUSE:
+                self._piece = max(MIN_PIECE, self._piece // 2)
+            elif seconds < MAX_PAUSE / 2:
+                self._piece = min(self._prefill_step_size, self._piece * 2)
         for each in prompts:
             row = self._rows[each.uid]
             row.read = max(row.read, min(self._held[row] + each.progress[0], row.generation.stats.prompt_tokens))
         return [(self._rows[each.uid], Round([each.token], [each.logprobs])) for each in tokens]
-
-    def _adapt_piece(self, seconds: float) -> None:
-        """After a step that read a piece of a prompt while others waited."""
-        if seconds > MAX_PAUSE:
-            self._piece = max(PIECES[0], self._piece // 2)
-        elif seconds < MAX_PAUSE / 4:
-            self._piece = min(self._prefill_step_size, self._piece * 2)
 
     def remove(self, rows: Iterable[Row], *, keep_caches: bool) -> dict[Row, HandedOver]:
         """Takes rows out; their caches hold all tokens that `step` returned.
