@@ -325,6 +325,44 @@ def test_cancelled_at_any_stage() -> None:
         assert engine.counters.cached_tokens == len(PROMPTS[0]) - 1
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
+    long = ask(make_prompt(600), 4)
+
+    async def main(engine: Engine) -> None:
+        others = [engine.submit(ask(PROMPTS[0], -1))] if together == 2 else []
+        generation = engine.submit(long)
+        await wait_until(lambda: engine.running == together)
+        await asyncio.sleep(0.02)
+        for each in (generation, *others):
+            each.cancel()
+        await collect(generation)
+        again = engine.submit(long)
+        assert tokens_of(await collect(again)) == plain(long)
+        assert engine.counters.prompt_tokens == 600 + (together - 1) * len(PROMPTS[0])
+
+    with running(options={"prefill_step_size": 8}) as engine:
+        asyncio.run(finish(main(engine)))
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_PAUSE", 0.0)
+    long = ask(make_prompt(rows.FIRST_PIECE + 3 * rows.MIN_PIECE), 4)
+
+    async def main(engine: Engine) -> None:
+        streaming = engine.submit(ask(PROMPTS[0], -1))
+        stream = streaming.events()
+        await anext(stream)
+        other = engine.submit(long)
+        assert tokens_of(await collect(other)) == plain(long)
+        assert engine.counters.batch_steps >= 4 + 3  # its pieces, and its tokens after the first
+        streaming.cancel()
+        assert len([event async for event in stream]) >= 4
+
+    with running() as engine:
+        asyncio.run(finish(main(engine)))
+
+
 def test_queue_and_clients_are_limited() -> None:
     async def main(engine: Engine) -> None:
         runs = engine.submit(ask(PROMPTS[0], -1, client="a"))
