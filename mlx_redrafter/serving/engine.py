@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine.decode import Round, on_stream
 from ..engine.request_checks import check_request
@@ -109,6 +110,7 @@ class Engine:
             model, mx.array([0]), None, self._options.quantization, self._options.max_kv_size
         )
         self._batchable = is_batchable(model, self._options)
+        evaluate(model, drafter)  # another thread will use them
         self._prompt_cache = PromptCache(prompt_cache_bytes)
         self._loops = Loops(model, drafter, self._note_drafter_failure)
         self._batch = Batch(model, decode_concurrency, self._options.prefill_step_size)
