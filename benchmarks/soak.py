@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         end = started + 60 * args.minutes
 
         def ask_until_the_end(client: int) -> list[tuple[str, str]]:
-            generator, answers = random.Random(f"{args.seed} {client}"), []
+            generator, answers = random.Random(f"{args.seed} {client}"), list[tuple[str, str]]()
             while time.monotonic() < end and len(answers) != args.requests:
                 try:
                     answers.append(ask_anything(server.port, generator, prompts, expected, args.max_tokens))

@@ -29,9 +29,10 @@ from ..engine.wired_limit import wired_limit
 from ..errors import one_line
 from ..generate import decode_tokens, draw_seed
 from ..options import Options
+from .batchable import count_prefill_rows
 from .generation import Generation, Item, deliver, find_source, make_events, read_logprobs
 from .prompt_cache import PromptCache
-from .rows import Batch, HandedOver, Loops, Row, is_batchable
+from .rows import Batch, HandedOver, Loops, Row
 from .types import (
     ClientLimitReached,
     EngineClosed,
@@ -109,11 +110,11 @@ class Engine:
         self.vocab_size = check_request(
             model, mx.array([0]), None, self._options.quantization, self._options.max_kv_size
         )
-        self._batchable = is_batchable(model, self._options)
+        self._prefill_rows = count_prefill_rows(model, self._options)
         evaluate(model, drafter)  # another thread will use them
         self._prompt_cache = PromptCache(prompt_cache_bytes)
         self._loops = Loops(model, drafter, self._note_drafter_failure)
-        self._batch = Batch(model, decode_concurrency, self._options.prefill_step_size)
+        self._batch = self._make_batch()
         self._alone_steps = 0
         self._outbox: list[tuple[Generation, Item]] = []
         self.counters = EngineCounters()
@@ -306,6 +307,9 @@ class Engine:
         for row in self._loops.rows:
             self._step_alone(row)
 
+    def _make_batch(self) -> Batch:
+        return Batch(self._model, self._size, max(1, self._prefill_rows), self._options.prefill_step_size)
+
     def _rows(self) -> list[Row]:
         """Everything that runs."""
         return [*self._loops.rows, *self._batch.rows]
@@ -316,7 +320,7 @@ class Engine:
             self._drop_cancelled_waiting()
             room = min(self._size - self.running, len(self._queue))
             generations = [self._queue.popleft() for _ in range(room)]
-        if generations and self._batchable and self.running + room > 1:
+        if generations and self._prefill_rows and self.running + room > 1:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
         for generation in generations:
@@ -329,7 +333,7 @@ class Engine:
                     row.processors += request.logits_processors()
                 start = HandedOver(*self._prompt_cache.fetch(row.text))
                 row.read = generation.stats.cached_tokens = start.held
-                if self._batchable and (room > 1 or self.running):
+                if self._prefill_rows and (room > 1 or self.running):
                     self._batch.add(row, start)
                 else:
                     self._loops.add(row, start)
@@ -436,7 +440,7 @@ class Engine:
         """Fails what runs, after an error that may have left anything behind."""
         rows = self._rows()
         self._batch.close()
-        self._batch = Batch(self._model, self._size, self._options.prefill_step_size)
+        self._batch = self._make_batch()
         self._fail(rows, error)
         self._prompt_cache.clear()
         mx.clear_cache()

@@ -28,9 +28,6 @@ from ..generate import open_rounds
 from ..options import Options
 from .generation import Generation
 
-PREFILL_ROWS = 8
-"""Prompts that a batch reads together, as in mlx-lm's server."""
-
 MAX_PAUSE = 0.5
 """Seconds that reading prompts should keep others from their next token: above it the pieces get smaller."""
 
@@ -87,15 +84,6 @@ class HandedOver(NamedTuple):
 
     cache: kv_cache.Cache | None
     held: int
-
-
-def is_batchable(model: nn.Module, options: Options) -> bool:
-    """Whether mlx-lm can decode rows of this model together, with the same text as alone."""
-    cache = make_prompt_cache(model, options.max_kv_size)
-    # A batch's rings have no rows that stay.
-    return options.kv_bits is None and all(
-        hasattr(c, "merge") and not getattr(c, "keep", 0) for c in kv_cache.leaves(cache)
-    )
 
 
 @dataclass
@@ -206,18 +194,19 @@ class Batch:
 
     Args:
         size: most rows.
+        prefill_rows: most prompts in one forward.
         prefill_step_size: most prompt tokens of a row in one forward; fewer while others wait, see `MAX_PAUSE`.
     """
 
-    def __init__(self, model: nn.Module, size: int, prefill_step_size: int) -> None:
+    def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
         self._model = model
         self._generator = BatchGenerator(
             model,
             completion_batch_size=size,
-            prefill_batch_size=min(PREFILL_ROWS, size),
+            prefill_batch_size=min(prefill_rows, size),
             prefill_step_size=prefill_step_size,
         )
-        self._prefill_step_size, self._piece = prefill_step_size, FIRST_PIECE
+        self._prefill_rows, self._prefill_step_size, self._piece = prefill_rows, prefill_step_size, FIRST_PIECE
         self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
         self._rows: dict[int, Row] = {}
         self._samplers: dict[Row, RowSampler] = {}
@@ -249,7 +238,7 @@ class Batch:
         started, reading = time.perf_counter(), [row for row in self._rows.values() if not row.generated]
         others_wait, size = len(reading) < len(self._rows), self._prefill_step_size
         if reading and others_wait:
-            size = min(size, max(MIN_PIECE, self._piece // min(len(reading), PREFILL_ROWS)))
+            size = min(size, max(MIN_PIECE, self._piece // min(len(reading), self._prefill_rows)))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
         if others_wait and any(not each.end_of_prompt for each in prompts):

@@ -109,7 +109,7 @@ def test_alone_is_the_command_lines_own(sampling: dict[str, Any]) -> None:
         assert counters.prompt_tokens == len(prompt) and counters.finished == {"length": 1}
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
 def test_rows_of_a_batch_are_plain_decoding(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
