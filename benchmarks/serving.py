@@ -4,7 +4,8 @@
 
 Each server is a process of its own over the packaged demo in float32, and they are asked in turns: the same prompts,
 none of them twice, greedy, streamed. Prints tokens per second of all clients together and seconds to a first token,
-medians over the repeats.
+medians over the repeats; for one client also tokens per second after the first, beside the library's own in this
+process. Last, a long answer while three clients come and go: its longest pause, and whether its text is right.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from ctypes.util import find_library
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -34,19 +35,15 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import generate, stream_generate
 
 from .command import add_json, parse_positive
 from .tables import show_rows
 
 START_SECONDS = 120.0  # for a server to start, or to take a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
-CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    THEIRS: (THEIRS, {}),
-    "plain": (OURS, {"draft_model": None}),
-    "auto": (OURS, {}),
-    "1 x 3": (OURS, {"draft_depth": 3}),
-}
-"""A module to serve with, and what its requests have besides. Other servers and ways of drafting get a line here."""
+LIBRARY = "library"
+LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds that it runs alone; clients that come then
 
 
 class Server(NamedTuple):
@@ -56,32 +53,61 @@ class Server(NamedTuple):
     pid: int
 
 
+class Answer(NamedTuple):
+    """A streamed answer.
+
+    Attributes:
+        times: seconds from the request to each chunk.
+    """
+
+    text: str
+    tokens: int
+    times: list[float]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second after the first; 0 where there are no more."""
+        seconds = self.times[-1] - self.times[0]
+        return (self.tokens - 1) / seconds if seconds else 0.0
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds between two chunks."""
+        return max(later - earlier for earlier, later in pairwise(self.times))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("--clients", type=parse_positive, nargs="+", default=[1, 4, 16], help="how many at once (default: 1 4 16)")
-    add("--requests", type=parse_positive, default=2, help="of each client, one after the other (default: %(default)s)")
+    add("--requests", type=parse_positive, default=4, help="of each client, one after the other (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=64, help="of each answer (default: %(default)s)")
     add("--repeats", type=parse_positive, default=3, help="default: %(default)s")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints two rows for each number of clients; the exit status."""
-    rows, numbers = [], count()
+    """Prints some rows for each number of clients; the exit status."""
+    rows: list[dict[str, Any]] = []
+    numbers, library = count(), load_demo()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         flags = save_demo(Path(folder))
         ports = {module: stack.enter_context(start_server(module, own)).port for module, own in flags.items()}
         for port in ports.values():
-            ask(port, "# first", args.max_tokens, {})
+            ask(port, "# first", args.max_tokens)
         for clients in args.clients:
-            results: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTESTANTS}
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ports, LIBRARY)}
             for _ in range(args.repeats):
-                for name, (module, fields) in CONTESTANTS.items():
-                    results[name].append(ask_at_once(ports[module], clients, args, fields, numbers))
-            for column, what in enumerate(("tokens/s", "first token, s")):
-                medians = {name: median(each[column] for each in found) for name, found in results.items()}
+                prompts = make_prompts(clients * args.requests, numbers)
+                for name, port in ports.items():
+                    found[name].append(ask_at_once(port, prompts, clients, args.max_tokens))
+                if clients == 1:
+                    found[LIBRARY].append(time_library(library, prompts, args.max_tokens))
+            for what in found[OURS][0]:
+                medians = {name: median(each[what] for each in own) if own else None for name, own in found.items()}
                 rows.append({"clients": clients, "": what} | medians)
+        pauses = {name: time_guests(port, library) for name, port in ports.items()}
+        rows.append({"clients": f"1, {1 + GUESTS}, 1", "": "longest pause, s"} | pauses | {LIBRARY: None})
     show_rows(args, rows)
     return 0
 
@@ -131,40 +157,85 @@ def takes_connections(port: int) -> bool:
     return True
 
 
-def ask_at_once(
-    port: int, clients: int, args: argparse.Namespace, fields: dict[str, Any], numbers: Iterator[int]
-) -> tuple[float, float]:
-    """(tokens per second of all clients together, median seconds to a first token)."""
+def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
+    """Prompts that were not asked before."""
     prompts = demo_prompts()
-    work = [[next(numbers) for _ in range(args.requests)] for _ in range(clients)]
+    return [f"# {number}\n{prompts[number % len(prompts)]}" for number, _ in zip(numbers, range(size), strict=False)]
 
-    def ask_all(own: list[int]) -> list[tuple[int, float]]:
-        return [ask(port, f"# {each}\n{prompts[each % len(prompts)]}", args.max_tokens, fields) for each in own]
+
+def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int) -> dict[str, float]:
+    """What some clients measure that ask at once, each its share of the prompts one after the other."""
+
+    def ask_all(own: Sequence[str]) -> list[Answer]:
+        return [ask(port, prompt, max_tokens) for prompt in own]
 
     started = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        answers = [answer for own in pool.map(ask_all, work) for answer in own]
+        shares = [prompts[client::clients] for client in range(clients)]
+        answers = [answer for own in pool.map(ask_all, shares) for answer in own]
     seconds = time.perf_counter() - started
-    return sum(tokens for tokens, _ in answers) / seconds, median(first for _, first in answers)
+    found = {
+        "tokens/s": sum(answer.tokens for answer in answers) / seconds,
+        "first token, s": median(answer.times[0] for answer in answers),
+    }
+    return found | ({"tokens/s after it": median(answer.speed for answer in answers)} if clients == 1 else {})
 
 
-def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any]) -> tuple[int, float]:
-    """(tokens of an answer, seconds to its first). A server that refuses the connection is asked again."""
+def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
+    """What the command line's own function measures, asked for the same."""
+    model, tokenizer, drafter = demo
+    answers, started = [], time.perf_counter()
+    for prompt in prompts:
+        asked = time.perf_counter()
+        stream = stream_generate(model, tokenizer, prompt, drafter=drafter, max_tokens=max_tokens)
+        times = [time.perf_counter() - asked for _ in stream]
+        answers.append(Answer("", len(times), times))
+    return {
+        "tokens/s": sum(answer.tokens for answer in answers) / (time.perf_counter() - started),
+        "first token, s": median(answer.times[0] for answer in answers),
+        "tokens/s after it": median(answer.speed for answer in answers),
+    }
+
+
+def time_guests(port: int, demo: Any) -> float:
+    """The longest pause in a long answer while other clients come and go.
+
+    Raises:
+        RedrafterError: its text is not the one that a client gets alone.
+    """
+    model, tokenizer, _ = demo
+    long, *guests = [f"# guests\n{prompt}" for prompt in demo_prompts()[: 1 + GUESTS]]
+    with ThreadPoolExecutor(1 + GUESTS) as pool:
+        answer = pool.submit(ask, port, long, LONG_ANSWER)
+        time.sleep(HEAD_START)
+        for other in [pool.submit(ask, port, guest, 32) for guest in guests]:
+            other.result()
+    if answer.result().text != generate(model, tokenizer, long, max_tokens=LONG_ANSWER):
+        raise RedrafterError(f"port {port}: a long answer's text changed while other clients came and went")
+    return answer.result().longest_pause
+
+
+def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
+    """A streamed completion. A server that refuses the connection is asked again."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
-    usage: dict[str, int] = {}
-    started, first = time.perf_counter(), 0.0
-    while not usage:
+    started = time.perf_counter()
+    while True:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        text, tokens, times = "", 0, list[float]()
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body | fields))
+            connection.request("POST", "/v1/completions", json.dumps(body | (fields or {})))
             for line in connection.getresponse():
-                if line.startswith(b"data: {"):
-                    first = first or time.perf_counter() - started
-                    usage = json.loads(line[6:]).get("usage") or usage
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                if chunk["choices"]:
+                    times.append(time.perf_counter() - started)
+                    text += chunk["choices"][0]["text"]
+            return Answer(text, tokens, times)
         except ConnectionError:
-            if first or time.perf_counter() - started > START_SECONDS:
+            if times or time.perf_counter() - started > START_SECONDS:
                 raise
             time.sleep(0.05)
         finally:
             connection.close()
-    return usage["completion_tokens"], first

@@ -1,7 +1,7 @@
 """A server under mixed load for as long as asked: is an answer ever wrong, and does the process grow?
 
     python -m benchmarks soak --minutes 60
-    python -m benchmarks soak --minutes 5 --clients 4
+    python -m benchmarks soak --requests 200 --clients 16
 
 The server is a process of its own over the packaged demo in float32. Its clients ask, each one thing after the other:
 greedy, sampled and penalised texts, streamed and whole, with and without a drafter; they go away in the middle, and
@@ -44,7 +44,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 """Fields that decide about a text."""
 
-DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"num_draft_tokens": 3}, {"beam_width": 2})
+DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"logprobs": 2})
 """Fields that do not."""
 
 NONSENSE: tuple[dict[str, Any], ...] = (
@@ -52,6 +52,8 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {"temperature": -1},
     {"draft_model": "nobody"},
     {"max_tokens": "x"},
+    {"no_such_field": 1},
+    {},  # the body is cut off in the middle
 )
 MAX_GROWTH = 1.05
 LOOK_SECONDS = 5.0  # between two looks at the server's memory
@@ -61,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("--minutes", type=parse_above_zero, default=60.0, help="default: %(default)g")
+    add("--requests", type=parse_positive, help="of each client, after which it ends in any case")
     add("--clients", type=parse_positive, default=16, help="how many at once (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=24, help="of each answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="of what is asked (default: %(default)s)")
@@ -77,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         end = started + 60 * args.minutes
 
         def ask_until_the_end(client: int) -> list[tuple[str, str]]:
-            generator, answers = random.Random(f"{args.seed} {client}"), []
-            while time.monotonic() < end:
+            generator, answers = random.Random(f"{args.seed} {client}"), list[tuple[str, str]]()
+            while time.monotonic() < end and len(answers) != args.requests:
                 try:
                     answers.append(ask_anything(server.port, generator, prompts, expected, args.max_tokens))
                 except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
@@ -124,11 +127,14 @@ def ask_anything(
     body = {"prompt": prompts[prompt], "max_tokens": max_tokens, "stream": stream}
     body |= SAMPLING[way] | generator.choice(DRAFTING)
     kind = generator.randrange(10)
+    sent = json.dumps(body)
     if kind == 0:
-        body |= generator.choice(NONSENSE)
+        nonsense = generator.choice(NONSENSE)
+        body |= nonsense
+        sent = json.dumps(body) if nonsense else sent[: len(sent) // 2]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.request("POST", "/v1/completions", sent)
         if kind == 1:  # the client leaves, before an answer or in the middle of one
             time.sleep(generator.random())
             return "left", ""

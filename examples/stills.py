@@ -32,7 +32,7 @@ PORT = 8097
 RACE_SECONDS = 120.0
 CHAT_COLUMNS, CHAT_ROWS = 100, 25
 CHAT_SECONDS = 60.0
-CHAT_LINE, CHAT_PROMPT = "class Stack:", "›"
+CHAT_LINE, CHAT_PROMPT = "class Stack:", "\u203a"
 
 
 def open_browser(height: int) -> webdriver.Chrome:
@@ -84,21 +84,17 @@ def picture_chat(output: Path) -> None:
 
 def run_chat() -> str:
     """What the chat prints in a terminal, its control sequences included."""
-    chat = [
-        sys.executable,
-        "-m",
-        "mlx_redrafter.chat",
-        "--show-accepted",
-        "--max-tokens",
-        "160",
-        "--temp",
-        "0.8",
-        "--seed",
-        "1",
-    ]
+    flags = ["--show-accepted", "--max-tokens", "160", "--temp", "0.8", "--seed", "1"]
     main, side = pty.openpty()
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
-    process = subprocess.Popen(chat, stdin=side, stdout=side, stderr=side, env=variables, close_fds=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_redrafter.chat", *flags],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=variables,
+        close_fds=True,
+    )
     os.close(side)
     text, deadline, asked = "", time.monotonic() + CHAT_SECONDS, False
     while time.monotonic() < deadline and "tokens per round" not in text:

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -28,7 +28,7 @@ from .checkpoints import check_fit
 from .drafters.context import ContextIndex
 from .drafters.protocol import Drafter
 from .engine import kv_cache
-from .engine.decode import Planner, decode, on_stream, prefill
+from .engine.decode import Planner, Round, decode, on_stream, prefill
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
@@ -284,37 +284,15 @@ def _decode_steps(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | None, options: Options
 ) -> Generator[Step | None, None, None]:
     """As `decode_tokens`: rounds flattened to tokens. Yields None between two pieces of the prompt."""
-    tokens = check_prompt(prompt)
-    target, chooser = _open_target(model, tokens, options)
-    is_own = options.prompt_cache is None and options.max_kv_size is None
-    drafting = _open_drafting(model, drafter, options, None if is_own else target.cache)
-    target.before_norm = drafting.drafter is not None and drafting.drafter.args.before_norm
-    reading: dict[str, Any] = {
-        "history": options.history,
-        "prefill_step_size": options.prefill_step_size,
-        "prompt_progress_callback": options.prompt_progress_callback,
-    }
-    if options.max_tokens == 0:
-        for _ in prefill(target, tokens, chooser, **reading, want_hidden=False):
-            yield None
-        return
-    length, count, token, stats = target.length + tokens.shape[0], 0, 0, Stats()
+    prompt = check_prompt(prompt)
+    target, rounds = open_rounds(prompt, model, drafter, options)
+    length, count, token, stats = target.length + len(prompt), 0, 0, Stats()
 
     def finish() -> None:
         if count and options.prompt_cache is not None:
             with on_stream():
                 target.finish(length + count, token)
 
-    rounds = decode(
-        target,
-        drafting.drafter,
-        chooser,
-        drafting.planner,
-        tokens,
-        context=drafting.context,
-        on_drafter_failure=options.on_drafter_failure,
-        **reading,
-    )
     with closing(rounds):
         try:
             for each in rounds:
@@ -338,6 +316,48 @@ def _decode_steps(
             finish()
             raise
         finish()
+
+
+def open_rounds(
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    drafter: Drafter | None,
+    options: Options,
+    *,
+    may_run_ahead: Callable[[], bool] | None = None,
+) -> tuple[Target, Generator[Round, None, Any]]:
+    """(the target, whose `length` is that of the text in its cache; the rounds after `prompt`, see `decode`).
+
+    Of the options, `max_tokens` and `on_round` are the caller's matter, but for a `max_tokens` of 0: there are only the
+    prompt's rounds then.
+
+    Raises:
+        RedrafterError: see `generate_step`.
+    """
+    tokens = check_prompt(prompt)
+    target, chooser = _open_target(model, tokens, options)
+    is_own = options.prompt_cache is None and options.max_kv_size is None
+    drafting = _open_drafting(model, drafter, options, None if is_own else target.cache)
+    target.before_norm = drafting.drafter is not None and drafting.drafter.args.before_norm
+    reading: dict[str, Any] = {
+        "history": options.history,
+        "prefill_step_size": options.prefill_step_size,
+        "prompt_progress_callback": options.prompt_progress_callback,
+    }
+    if options.max_tokens == 0:
+        return target, prefill(target, tokens, chooser, **reading, want_hidden=False)
+    rounds = decode(
+        target,
+        drafting.drafter,
+        chooser,
+        drafting.planner,
+        tokens,
+        context=drafting.context,
+        on_drafter_failure=options.on_drafter_failure,
+        may_run_ahead=may_run_ahead,
+        **reading,
+    )
+    return target, rounds
 
 
 def _open_target(model: nn.Module, tokens: mx.array, options: Options) -> tuple[Target, Chooser]:
@@ -431,7 +451,7 @@ def fit_plan(model: nn.Module, plan: Plan, cache: list[Any] | None = None) -> Pl
     if reason is None:
         return plan
     # The line that is pointed to is the one that called a public function.
-    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=6)
+    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=7)
     return chain_plan(plan.depth)
 
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "convert": ("mlx_redrafter.convert.command", "convert a PyTorch drafter checkpoint, and quantize it"),
     "train": ("mlx_redrafter.training.command", "train a drafter for a model"),
     "doctor": ("mlx_redrafter.cli.doctor", "measure what drafting costs and brings on this machine"),
-    "server": ("mlx_redrafter.serving.command", "serve the OpenAI API over HTTP"),
+    "server": ("mlx_redrafter.serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
     "race": ("mlx_redrafter.serving.race", "a page that decodes with and without drafting, side by side"),
     "stdio": ("mlx_redrafter.cli.stdio", "sessions for another program, over lines of JSON"),
 }
@@ -28,6 +28,10 @@ COMMANDS = {
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
     "pip install 'mlx_redrafter[cuda]' (in a clone of the repository: pip install -e '.[cpu]' or '.[cuda]')"
+)
+NO_SERVER = (
+    '{name} is not installed, which server and race need: pip install "mlx_redrafter[server]" '
+    '(in a clone of the repository: pip install -e ".[server]")'
 )
 
 
@@ -69,6 +73,10 @@ def run_module(module: str) -> None:
     try:
         status = import_module(module).run()
         sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if not module.startswith("mlx_redrafter.serving"):
+            raise
+        exit_with_error(NO_SERVER.format(name=error.name))
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:

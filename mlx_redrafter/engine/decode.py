@@ -146,6 +146,7 @@ def decode(
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     on_drafter_failure: Callable[[Exception], None] | None = None,
+    may_run_ahead: Callable[[], bool] | None = None,
 ) -> Generator[Round, None, None]:
     """Yields a round at a time, without end; before the first one an empty one after each piece of the prompt.
 
@@ -158,6 +159,8 @@ def decode(
         context: an empty index to draft from; None for none.
         history: the tokens that the cache holds, for processors and context.
         prefill_step_size, prompt_progress_callback, on_drafter_failure: see `Options`.
+        may_run_ahead: asked in each round; if not, no plain step is enqueued before it is read, and the cache then ends
+            before the round's last token.
     """
     first, seen = yield from prefill(
         target,
@@ -227,7 +230,8 @@ def decode(
                 if plan and plan.depth:
                     draft = enqueue_draft(plan)
                     plan = plan if draft else None  # the drafter failed
-            following = enqueue_step(now.outcome.report) if plan is None and now.draft is None else None
+            runs_ahead = plan is None and now.draft is None and (may_run_ahead is None or may_run_ahead())
+            following = enqueue_step(now.outcome.report) if runs_ahead else None
             path, tokens = now.outcome.read()  # the one host read
             milliseconds = 1e3 * (perf_counter() - started)
             if now.draft is not None:

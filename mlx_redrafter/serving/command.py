@@ -1,272 +1,124 @@
-"""What `server` does: flags, models, a socket, and an orderly end."""
+"""What `server` does: flags, a port, models, and an orderly end."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import re
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
+from types import FrameType
+from typing import NoReturn
 
-import mlx.core as mx
-from mlx_lm.server import get_system_fingerprint
-from mlx_lm.utils import maybe_set_recommended_wired_limit
+import uvicorn
+from starlette.types import ASGIApp
 
-from ..checkpoints import check_demo_flags
-from ..demo import DIRECTORY
-from ..engine.plan import MAX_DRAFT_DEPTH
+from ..checkpoints import check_demo_flags, load_pair
 from ..errors import RedrafterError, one_line
-from .answers import Responder
-from .asking import check_flags
-from .flags import read_flags
-from .handler import Handler
-from .jobs import DEFAULT
-from .prompts import Prompts
-from .provider import PLAIN, Provider, local
+from ..options import OPTION_FLAGS, Options, add_options
+from .answer import Service
+from .app import make_app
+from .engine import Engine
+from .metrics import Metrics
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-ENDS = (signal.SIGINT, signal.SIGTERM)
-"""What tells the server to end."""
-
-WATCH = 1.0
-"""Seconds between looks at whether the generation thread lives."""
+UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
+"""Options that are no flags here: a request has them, or nobody."""
 
 
-class Server(ThreadingHTTPServer):
-    """Python's, which knows how many requests it is busy with.
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a usage error in one line."""
 
-    Args:
-        host, port: where to listen; port 0 takes a free one.
-        responder: answers.
-        kind: of handler.
-
-    Raises:
-        RedrafterError: nobody can listen there.
-    """
-
-    request_queue_size = 128
-    daemon_threads = True
-
-    def __init__(self, host: str, port: int, responder: Responder, kind: type[Handler] = Handler) -> None:
-        fingerprint = get_system_fingerprint()
-
-        def handler(*args: Any, **more: Any) -> Handler:
-            """A request's handler, told of the responder."""
-            return kind(responder, *args, system_fingerprint=fingerprint, **more)
-
-        self.responder = responder
-        self._busy = 0
-        self._idle = threading.Condition()
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self.address_family, _, _, _, address = found[0]
-            super().__init__(address[:2], handler)  # type: ignore[arg-type]
-        except (OSError, OverflowError) as error:
-            raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Counts a request that has been read, for as long as it is being answered."""
-        with self._idle:
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._idle:
-                self._busy -= 1
-                self._idle.notify_all()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Into the log; that a client has gone is no error."""
-        error = sys.exc_info()[1]
-        if isinstance(error, (ConnectionError, TimeoutError)):
-            logging.info(f"A client has gone: {error}")
-        else:
-            logging.exception("A request has failed")
-
-    def wait_idle(self, timeout: float) -> bool:
-        """Whether nothing is being answered, after waiting for that."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._busy, timeout)
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        host, port = self.server_address[:2]
-        name = host.decode() if isinstance(host, bytes) else str(host)
-        return f"http://{f'[{name}]' if ':' in name else name}:{port}"
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def run() -> int:
-    """Serves as `sys.argv` says until it is told to end; the exit status."""
-    return serve(checked(read_flags()))
+    """Serves as `sys.argv` says until a signal; the exit status."""
+    return serve(check_args(make_parser().parse_args()))
 
 
-def serve(
-    args: argparse.Namespace, kind: type[Handler] = Handler, listening: Callable[[str], None] | None = None
-) -> int:
-    """Serves until it is told to end; the exit status.
-
-    Args:
-        args: see `checked`.
-        kind: of handler.
-        listening: called with the URL once requests are answered.
-    """
-    logging.basicConfig(
-        level=getattr(logging, args.log_level.upper(), None), format="%(asctime)s - %(levelname)s - %(message)s"
-    )
-    logging.captureWarnings(True)
-    logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # as --log-level says
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while models are loaded there is nothing to finish
-    # Once for all: of answers in turns, the first to end would else set back what the others rely on.
-    maybe_set_recommended_wired_limit()
-    signals: SimpleQueue[int] = SimpleQueue()
-    with serving(args, kind) as server:
-        for number in ENDS:
-            signal.signal(number, lambda number, frame: heard(number, signals))
-        print(f"serving on {server.url}", file=sys.stderr, flush=True)
-        if listening is not None:
-            listening(server.url)
-        return attend(server, signals)
-
-
-def heard(number: int, signals: SimpleQueue[int]) -> None:
-    """Passes the first signal on; a second one ends the process at once, whatever its threads are doing."""
-    for each in ENDS:
-        signal.signal(each, signal.SIG_DFL)
-    signals.put(number)
-
-
-@contextmanager
-def serving(args: argparse.Namespace, kind: type[Handler] = Handler) -> Iterator[Server]:
-    """A server that answers, in threads of its own, once its models are loaded; it is gone at the end.
-
-    Args:
-        args: see `checked`.
-        kind: of handler.
-
-    Raises:
-        RedrafterError: a model cannot be loaded, or nobody can listen there.
-    """
-    most = {} if args.prompt_cache_bytes is None else {"max_bytes": args.prompt_cache_bytes}
-    provider = Provider(args)
-    responder = Responder(provider, Prompts(args.prompt_cache_size, **most))
-    try:
-        try:
-            provider.loaded.result()
-        except RedrafterError:
-            raise
-        except Exception as error:  # whatever a damaged directory makes mlx-lm say
-            raise RedrafterError(f"cannot load {args.model}: {one_line(error)}") from error
-        with Server(args.host, args.port, responder, kind) as server:
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-            thread.start()
-            try:
-                yield server
-            finally:
-                server.shutdown()
-                thread.join()
-    finally:
-        responder.stop_and_join()
+def make_parser() -> Parser:
+    """The parser: flags and defaults of mlx-lm's server, and ours."""
+    about = "Serve the OpenAI and Anthropic APIs, with speculative decoding; without --model the packaged demo."
+    parser = Parser(prog="mlx_redrafter.server", description=about)
+    add = parser.add_argument
+    add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
+    add("--drafter", help="local directory or Hugging Face repo of its drafter; without one the context drafts")
+    add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
+    add("--adapter-path", help="path of trained adapter weights and config")
+    add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
+    add("--chat-template", default="", help="a chat template instead of the tokenizer's")
+    add("--chat-template-args", type=json.loads, default={}, help="JSON object of more arguments for it")
+    group = parser.add_argument_group("decoding, where a request says nothing else")
+    add_options(group, without=OF_REQUESTS)
+    group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
+    parser.set_defaults(max_tokens=512)  # as mlx-lm's server
+    add = parser.add_argument_group("service").add_argument
+    add("--host", default="127.0.0.1", help="where to listen; others than loopback need a key (default: %(default)s)")
+    add("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
+    add("--allowed-origins", type=lambda text: text.split(","), default=["*"],
+        help="web pages that may ask, separated by commas (default: *, all)")  # fmt: skip
+    add("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
+    add("--api-key-file", metavar="FILE", help="a file that holds the key")
+    add("--decode-concurrency", type=int, default=32, help="most requests in a batch (default: %(default)s)")
+    add("--prompt-cache-bytes", type=parse_size, default=1 << 30,
+        help="memory for the prompts of earlier requests, as in 512MB or 2GB (default: 1GiB)")  # fmt: skip
+    add("--max-queue", type=int, default=64, help="requests that may wait (default: %(default)s)")
+    add("--max-per-client", type=int, default=32, help="requests of one address at once (default: %(default)s)")
+    add("--max-request-bytes", type=int, default=8 << 20, help="length of a request's body (default: 8 MiB)")
+    add("--max-prompt-tokens", type=int, help="length of a prompt (default: no limit)")
+    add("--max-completion-tokens", type=int, help="length of an answer (default: no limit)")
+    add("--drain-timeout", type=int, default=120,
+        help="seconds for what runs to be finished after a first SIGINT or SIGTERM; what is not is broken off, with "
+        "128 + the signal as exit status (default: %(default)s)")  # fmt: skip
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    add("--log-level", default="INFO", choices=levels, help="how much is logged (default: %(default)s)")
+    return parser
 
 
-def attend(server: Server, signals: SimpleQueue[int]) -> int:
-    """Waits for a signal, lets what runs end, and gives the exit status; where that takes longer than it may, clients
-    are told.
-
-    Raises:
-        RedrafterError: there is nothing that could answer any more.
-    """
-    responder = server.responder
-    while not (first := received(signals)):
-        if not responder.generation_available():
-            raise RedrafterError("the thread that generates has died; see the log")
-    logging.info("Ending: what runs is finished, what waits is refused; a second signal ends it at once")
-    responder.drain()
-    until = time.monotonic() + responder.cli_args.drain_timeout
-    while not server.wait_idle(WATCH / 4):
-        if time.monotonic() > until:
-            logging.warning("Ending before all is finished: --drain-timeout is over")
-            responder.break_off()
-            server.wait_idle(WATCH)
-            return 128 + first
-    return 0
+def parse_size(text: str) -> int:
+    """A number of bytes, with a unit or without."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, as in 512MB or 2GB, got {text!r}")
+    return int(float(found[1]) * unit)
 
 
-def received(signals: SimpleQueue[int]) -> int:
-    """A signal's number, or 0 if none came in a while."""
-    try:
-        return signals.get(timeout=WATCH)
-    except Empty:
-        return 0
-
-
-def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags, with the demo where there is no model, the drafters by name, and the key.
+def check_args(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags, checked before anything is loaded, with the decoding options in `options` and the key in `api_key`.
 
     Raises:
         RedrafterError: flags that do not go together, or out of their range.
     """
-    if args.draft_model is not None:
-        raise RedrafterError("--draft-model is not served: expected --drafter, or mlx_lm.server for two whole models")
-    if args.pipeline or mx.distributed.init().size() > 1:
-        raise RedrafterError("several processes are not served: expected one, without --pipeline")
-    if args.no_drafter and args.drafter:
+    if args.no_drafter and args.drafter is not None:
         raise RedrafterError("give either --drafter or --no-drafter, got both")
     check_demo_flags(args.model, args)
-    low = ("max_queue", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens", "max_tree_size",
-           "decode_concurrency", "prompt_cache_size", "prefill_step_size", "max_tokens", "beam_width",
-           "drain_timeout")  # fmt: skip
-    for name in low:
+    if args.chat_template and args.model is None:
+        raise RedrafterError("--chat-template needs --model: the packaged demo is taken as it is")
+    for name in ("max_queue", "max_per_client", "max_request_bytes", "max_prompt_tokens", "max_completion_tokens",
+                 "decode_concurrency", "drain_timeout", "max_tokens"):  # fmt: skip
         if (value := getattr(args, name)) is not None and value < 1:
             raise RedrafterError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not isinstance(args.chat_template_args, dict):
+        raise RedrafterError(f"--chat-template-args must be a JSON object, got {args.chat_template_args!r:.50}")
     if not 0 <= args.port < 1 << 16:
         raise RedrafterError(f"--port must be from 0 to 65535, got {args.port}")
     args.api_key = read_key(args)
     if args.api_key is None and args.host not in LOOPBACK:
         raise RedrafterError(f"--host {args.host} lets others in: expected --api-key-file or --api-key, got none")
-    if args.max_completion_tokens is not None:
-        args.max_tokens = min(args.max_tokens, args.max_completion_tokens)
-    if not isinstance(args.chat_template_args, dict):
-        raise RedrafterError(f"--chat-template-args must be a JSON object, got {args.chat_template_args!r:.50}")
-    args.drafters = read_drafters(args)
-    depth, args.num_draft_tokens = args.num_draft_tokens, 0
-    if depth is not None and not 0 <= depth <= MAX_DRAFT_DEPTH:
-        raise RedrafterError(f"--num-draft-tokens must be from 0 to {MAX_DRAFT_DEPTH}, got {depth}")
-    if depth is not None and args.draft_depth is None:
-        args.draft_depth, args.drafters = (depth, args.drafters) if depth else (None, {})
-    check_flags(args)
-    args.model = local(DIRECTORY / "target" if args.model is None else args.model)
+    names = [flag.name for flag in OPTION_FLAGS if flag.name not in OF_REQUESTS]
+    args.options = Options(**{name: getattr(args, name) for name in names})
+    args.options.plan_shape()
     return args
-
-
-def read_drafters(args: argparse.Namespace) -> dict[str, str]:
-    """Paths by name, of `[NAME=]PATH`; the demo's where there is no model.
-
-    Raises:
-        RedrafterError: two have one name, or one has none.
-    """
-    if args.no_drafter:
-        return {}
-    if args.model is None and not args.drafter:
-        return {"demo": str(DIRECTORY / "drafter")}
-    found: dict[str, str] = {}
-    for given in args.drafter or ():
-        name, equals, path = given.partition("=")
-        if not equals:
-            name, path = Path(given).name or given, given
-        if not name or not path or name in found or name in (PLAIN, DEFAULT):
-            raise RedrafterError(f"--drafter must be [NAME=]PATH with a name of its own, got {given!r}")
-        found[name] = path
-    return found
 
 
 def read_key(args: argparse.Namespace) -> str | None:
@@ -287,3 +139,137 @@ def read_key(args: argparse.Namespace) -> str | None:
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise RedrafterError("the key must be printable ASCII, and not empty")
     return key
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the port; nobody is answered before the models are loaded.
+
+    Raises:
+        RedrafterError: nobody can listen there.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]  # fmt: skip
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
+    return bound
+
+
+def load_service(args: argparse.Namespace) -> Service:
+    """The models of the flags, in an engine that has started.
+
+    Raises:
+        RedrafterError: a model cannot be loaded, or they do not fit together.
+    """
+    template = {"chat_template": args.chat_template} if args.chat_template else {}
+    model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
+    engine = Engine(
+        model,
+        tokenizer,
+        drafter,
+        options=args.options,
+        max_queue=args.max_queue,
+        max_per_client=args.max_per_client,
+        max_prompt_tokens=args.max_prompt_tokens,
+        decode_concurrency=args.decode_concurrency,
+        prompt_cache_bytes=args.prompt_cache_bytes,
+    )
+    engine.start()
+    drafters = [] if drafter is None else names_of(args.drafter)
+    return Service(engine, tokenizer, args, names_of(args.model), drafters, Metrics(engine))
+
+
+def names_of(name: str | None) -> list[str]:
+    """What clients may call a model: of a directory first its last name, and not where it is."""
+    if name is None:
+        return ["demo"]
+    path = Path(name).expanduser()
+    return [path.resolve().name, name, str(path.resolve())] if path.exists() else [name]
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends in order at the first signal, at once at the second, and when the engine is gone.
+
+    Attributes:
+        signal_number: the first signal, once there was one.
+        end: when what runs is broken off, by `time.monotonic`.
+    """
+
+    signal_number = 0
+    end = float("inf")
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._service = service
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            ws="none",
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=service.args.drain_timeout,
+            callback_notify=self._watch,
+            timeout_notify=1,
+        )
+        super().__init__(config)
+
+    async def _watch(self) -> None:
+        self.should_exit |= not self._service.engine.alive
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes no more requests, and lets those that run or wait be finished."""
+        logging.info("ending: what runs is finished; a second signal ends it at once")
+        self.signal_number, self.should_exit = sig, True
+        self.end = time.monotonic() + self._service.args.drain_timeout
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+
+
+def serve(
+    args: argparse.Namespace,
+    make: Callable[[Service], ASGIApp] = make_app,
+    on_listening: Callable[[str], None] | None = None,
+) -> int:
+    """Serves until a signal; the exit status.
+
+    Args:
+        args: see `check_args`.
+        make: makes the application.
+        on_listening: called with the URL once connections are accepted.
+
+    Raises:
+        RedrafterError: the port is taken, the models cannot be loaded, or the engine died.
+    """
+    level = getattr(logging, args.log_level)
+    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
+    logging.captureWarnings(True)
+    logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # as --log-level says
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without its account of start and end
+    with bind(args.host, args.port) as bound:
+        service = load_service(args)
+        server = Server(make(service), service)
+        bound.listen(128)
+        print(f"serving on {url_of(bound)}", file=sys.stderr, flush=True)
+        if on_listening is not None:
+            on_listening(url_of(bound))
+        try:
+            server.run([bound])
+        finally:
+            alive = service.engine.alive
+            service.close(timeout=1.0)
+    if not alive:
+        raise RedrafterError("the thread that generates has died; see the log")
+    return 128 + server.signal_number if time.monotonic() > server.end else 0
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where it listens."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

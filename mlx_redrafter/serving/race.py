@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import html
@@ -10,40 +11,42 @@ import os
 import re
 import sys
 import webbrowser
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..demo import DIRECTORY
-from ..options import AUTO
-from .asking import beam_of
-from .command import checked, serve
-from .flags import Parser, make_parser, read_flags
-from .handler import Handler
-from .provider import local
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from ..options import PLAN_OPTIONS
+from .answer import Service
+from .app import make_app
+from .command import check_args, make_parser, serve
+
+PORT = 8090
 
 
 def run() -> int:
-    """Serves the page and what it asks, as `sys.argv` says, until it is told to end; the exit status."""
-    args = checked(read_flags(parser=make_race_parser()))
-    return serve(args, RaceHandler, None if args.no_browser else show)
+    """Serves the page and what it asks, as `sys.argv` says, until a signal; the exit status."""
+    args = check_args(make_race_parser().parse_args())
+    return serve(args, make_race_app, None if args.no_browser else show_page)
 
 
-def make_race_parser() -> Parser:
+def make_race_parser() -> argparse.ArgumentParser:
     """The server's parser, and a flag; only its own page may ask, if nothing else is said."""
     parser = make_parser()
-    parser.changed = {"--allowed-origins": {"default": [], "help": "Other pages that may ask (default: none)"}}
     parser.prog = "mlx_redrafter.race"
     parser.description = (
         "A page that shows plain and drafted decoding side by side, served on this machine alone. "
         "Without --model it runs the packaged demo. The other flags are those of mlx_redrafter.server."
     )
-    parser.add_argument("--no-browser", action="store_true", help="open no browser: the URL is told")
+    parser.add_argument("--no-browser", action="store_true", help="open no browser, only print the URL")
+    parser.set_defaults(port=PORT, allowed_origins=[])
     return parser
 
 
-def show(url: str) -> None:
+def show_page(url: str) -> None:
     """Opens the page in a browser, or says where it is."""
     # Without a screen Python might start a browser in this very terminal.
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
@@ -51,66 +54,51 @@ def show(url: str) -> None:
         print(f"open {url} in a browser", file=sys.stderr, flush=True)
 
 
+def make_race_app(service: Service) -> Starlette:
+    """The server's application with the page. It is open to all; what it asks needs the key, if there is one."""
+    headers = {
+        "Content-Security-Policy": make_policy(),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+    async def show(request: Request) -> Response:
+        about = html.escape(json.dumps(describe_models(service)))
+        return HTMLResponse(read_page().replace("@about@", about, 1), headers=headers)
+
+    return make_app(service, show)
+
+
 @cache
-def source() -> str:
+def read_page() -> str:
     """The page, which knows nothing of the models yet."""
     return Path(__file__).with_name("race.html").read_text(encoding="utf-8")
 
 
 @cache
-def policy() -> str:
+def make_policy() -> str:
     """The header that keeps the page to itself: its own script and style, by their digests, and this server."""
-    own = {name: digest(re.findall(f"<{name}>(.*?)</{name}>", source(), re.DOTALL)) for name in ("script", "style")}
+
+    def digest(tag: str) -> str:
+        (block,) = re.findall(f"<{tag}>(.*?)</{tag}>", read_page(), re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
+
     return (
-        f"default-src 'none'; script-src {own['script']}; style-src {own['style']}; img-src data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
-def digest(blocks: Sequence[str]) -> str:
-    """The one block's SHA-256, as a Content-Security-Policy names it."""
-    (block,) = blocks
-    return f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
-
-
-def page(about: dict[str, Any]) -> str:
-    """The page for these models; see `RaceHandler.about`."""
-    return source().replace("@about@", html.escape(json.dumps(about)), 1)
-
-
-class RaceHandler(Handler):
-    """One request to the server of a race, which has a page besides."""
-
-    def do_GET(self) -> None:
-        """The page is open to all, as it says nothing but names; what it asks needs the key, if there is one."""
-        if self.path.partition("?")[0] != "/":
-            super().do_GET()
-            return
-        told = page(self.about()).encode()
-        try:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(told)))
-            self.send_header("Content-Security-Policy", policy())
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("Referrer-Policy", "no-referrer")
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(told)
-        except (ConnectionError, TimeoutError) as error:
-            self.gone(error)
-
-    def about(self) -> dict[str, Any]:
-        """What the page has to know: names, whether the model chats, and what happens where no beam is chosen."""
-        args, provider = self.response_generator.cli_args, self.response_generator.model_provider
-        demo = args.model == local(DIRECTORY / "target")
-        given = {name: value for name, value in beam_of(args).items() if name != "plan"}
-        words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in given.items())
-        return {
-            "model": Path(args.model).name,
-            "demo": demo,
-            "drafters": list(provider.drafters),
-            "chat": bool(provider.tokenizer.has_chat_template),
-            "plan": f"as started: {words}" if given else f"as started: {args.plan}",
-            "free": not given and args.plan == AUTO,
-        }
+def describe_models(service: Service) -> dict[str, Any]:
+    """What the page has to know: names, whether the model chats, and what is drafted."""
+    args = service.args
+    given = [name for name in PLAN_OPTIONS[1:] if getattr(args, name) is not None]
+    shape = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in given)
+    return {
+        "model": service.model_names[0],
+        "demo": args.model is None,
+        "drafters": service.drafter_names[:1],
+        "chat": bool(service.tokenizer.has_chat_template),
+        "plan": shape or f"plan {args.plan}",
+    }

@@ -134,3 +134,18 @@ def test_decoding_goes_on_where_a_drafter_fails(
     fail_at(drafter, 3, monkeypatch)
     with pytest.raises(Broken):
         run(model, PROMPT, drafter, max_tokens=count, plan=plan, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
+    model = make_model() if name == "llama" else make_family(name)
+    target = Target(model)
+    asked = iter([True] * 4 + [False] * 3)
+    rounds = decode(
+        target, None, Chooser(Sampler()), Planner(None), mx.array(PROMPT), may_run_ahead=lambda: next(asked)
+    )
+    tokens = []
+    for count in range(1, 8):
+        tokens += next(iter(each.tokens for each in rounds if each.tokens))
+        assert target.length == len(PROMPT) + count - (count > 4)
+    assert tokens == ids(run(model, PROMPT, max_tokens=7))

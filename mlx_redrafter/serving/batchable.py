@@ -1,0 +1,82 @@
+"""Whether mlx-lm decodes rows of a model together as it decodes each alone.
+
+For some architectures it does not: their states or masks know nothing of the padding of shorter prompts, or of rows at
+different positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..engine import kv_cache
+from ..engine.round import log_softmax
+from ..engine.supported_models import model_name
+from ..options import Options
+
+PREFILL_ROWS = 8
+"""Prompts that a batch reads together, as in mlx-lm's server."""
+
+PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
+FOLLOWING = [1, 1, 1]
+TOLERANCE, NOISE = 1e-3, 3.0  # of the logits' deviation; how many times that of reading a text in one piece
+
+
+def count_prefill_rows(model: nn.Module, options: Options) -> int:
+    """How many prompts mlx-lm may read together: `PREFILL_ROWS`, or 1; 0 where it cannot decode rows together at all.
+
+    What it computes for two short prompts is compared with each alone.
+    """
+    cache = make_prompt_cache(model, options.max_kv_size)
+    # A batch's cache is not quantized, and its rings have no rows that stay.
+    if options.kv_bits is not None or any(getattr(c, "keep", 0) for c in kv_cache.leaves(cache)):
+        return 0
+    alone = [_decode_alone(model, prompt, len(prompt) - 1) for prompt in PROMPTS]
+    whole = [_decode_alone(model, prompt, len(prompt) + len(FOLLOWING)) for prompt in PROMPTS]
+    most = TOLERANCE + NOISE * _deviation(alone, whole)
+    for rows in (PREFILL_ROWS, 1):
+        try:
+            if _deviation(alone, _decode_together(model, rows)) <= most:
+                return rows
+        except Exception as error:  # whatever a model's code makes of a batch
+            logging.debug(f"mlx-lm cannot batch {model_name(model)}", exc_info=error)
+    logging.warning(f"mlx-lm does not batch {model_name(model)} as it decodes it alone: requests take turns")
+    return 0
+
+
+def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
+    """(1 + F, V) log-probabilities after the prompt and each of `FOLLOWING`; the first `size` tokens in one forward."""
+    text, cache = mx.array([prompt + FOLLOWING]), make_prompt_cache(model)
+    pieces = [text[:, :size], *(text[:, i : i + 1] for i in range(size, text.shape[1]))]
+    logits = mx.concatenate([model(piece, cache=cache)[0] for piece in pieces])
+    return log_softmax(logits[len(prompt) - 1 :].astype(mx.float32))
+
+
+def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
+    """The same for all prompts in one batch."""
+    generator = BatchGenerator(
+        model,
+        sampler=lambda logprobs: mx.full((logprobs.shape[0],), FOLLOWING[0], mx.uint32),
+        prefill_batch_size=prefill_rows,
+    )
+    try:
+        uids = generator.insert([list(prompt) for prompt in PROMPTS], [1 + len(FOLLOWING)] * len(PROMPTS))
+        made: dict[int, list[mx.array]] = {uid: [] for uid in uids}
+        while any(len(rows) <= len(FOLLOWING) for rows in made.values()):
+            for each in generator.next()[1]:
+                made[each.uid].append(each.logprobs.astype(mx.float32))
+        return [mx.stack(rows) for rows in made.values()]
+    finally:
+        generator.close()
+
+
+def _deviation(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
+    """The largest mean difference, in standard deviations of the log-probabilities."""
+    pairs = zip(expected, found, strict=True)
+    return max(cast(float, (mx.abs(x - y).mean() / mx.sqrt(mx.var(x))).item()) for x, y in pairs)

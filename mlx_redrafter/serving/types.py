@@ -1,0 +1,169 @@
+"""What passes between the interfaces and the engine: plain Python values, no arrays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..errors import RedrafterError
+from ..options import Options
+
+DraftSource = Literal["drafter", "context"]
+FinishReason = Literal["stop", "length"]
+
+
+class RequestError(RedrafterError):
+    """A request that cannot be served as it is: a number out of range, too long a prompt."""
+
+
+class QueueFull(RedrafterError):
+    """As many requests wait as may; another one can be tried later."""
+
+
+class ClientLimitReached(QueueFull):
+    """As many requests of this client wait or run as may."""
+
+
+class GenerationFailed(RedrafterError):
+    """A generation that ended with an error of the server's."""
+
+
+class EngineClosed(GenerationFailed):
+    """The engine ends: it takes no more requests, and refuses those that wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What to generate. Defaults are those of `Options` and of `mlx_lm.sample_utils.make_logits_processors`.
+
+    Attributes:
+        prompt: token ids, one at least.
+        max_tokens: -1 for no limit.
+        seed: equal seeds give equal texts; None draws one.
+        logits_processors: makes the request's own logits processors, each called once a token with (all tokens so far,
+            (1, V) logits). Such a request is not drafted.
+        top_logprobs: how many of the likeliest tokens each event has.
+        draft: False decodes plainly.
+        include_drafts: events have the rounds' trees.
+        client: whose limit it counts for.
+    """
+
+    prompt: list[int]
+    max_tokens: int = Options.max_tokens
+    temp: float = Options.temp
+    top_p: float = Options.top_p
+    top_k: int = Options.top_k
+    min_p: float = Options.min_p
+    xtc_probability: float = Options.xtc_probability
+    xtc_threshold: float = Options.xtc_threshold
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logit_bias: dict[int, float] | None = None
+    logits_processors: Callable[[], list[Any]] | None = None
+    top_logprobs: int = 0
+    draft: bool = True
+    include_drafts: bool = False
+    client: str = ""
+
+
+class DraftedRound(NamedTuple):
+    """What a round drafted, and what came of it.
+
+    Attributes:
+        tokens: of the nodes, the root first, which is the token before the round's.
+        parents: each node's; the root is its own.
+        path: the accepted nodes from the root down.
+        next: the token after them, the target's own.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    next: int
+
+
+class TokenEvent(NamedTuple):
+    """One token.
+
+    Attributes:
+        logprob: its log-probability.
+        top_logprobs: (token, log-probability) of the likeliest tokens, as many as asked for, the likeliest first.
+        draft_source: what had drafted it; None for one of the target's own.
+        finish_reason: "stop" for an end-of-text token, which is not part of the text, "length" for the last of
+            `max_tokens`, None for all others.
+        drafts: the round that it is the first token of, where that is asked for and the round drafted.
+    """
+
+    token: int
+    logprob: float
+    top_logprobs: list[tuple[int, float]]
+    draft_source: DraftSource | None = None
+    finish_reason: FinishReason | None = None
+    drafts: DraftedRound | None = None
+
+
+@dataclass
+class GenerationStats:
+    """Counts of one generation so far; see `mlx_redrafter.GenerationResponse` for the rounds.
+
+    Attributes:
+        prompt_tokens, generated_tokens: the end-of-text token included.
+        cached_tokens: how many of the prompt's were in the prompt cache.
+        seed: the one in use, also when it was drawn.
+        queue_seconds: from `submit` until it ran; None before.
+        time_to_first_token: seconds from `submit`; None before.
+        seconds: from the first token to the last one so far.
+    """
+
+    prompt_tokens: int
+    seed: int
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    context_drafted: int = 0
+    context_accepted: int = 0
+    queue_seconds: float | None = None
+    time_to_first_token: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After the first token; 0 when there is no more than that."""
+        return (self.generated_tokens - 1) / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class EngineCounters:
+    """What an engine has done since its start; counters only grow.
+
+    Attributes:
+        prompt_tokens: read by the model, those of the prompt cache not counted.
+        cached_tokens: found in the prompt cache.
+        tokens: generated, by what had drafted them: "target" for the target's own, "drafter", "context".
+        rounds: of single mode, plain steps included.
+        batch_steps: of batch mode.
+        drafted, accepted: drafted tokens, by source.
+        mode_switches: to "batch" and to "single".
+        finished: generations, by how they ended: "stop", "length", "cancelled", "failed".
+        drafter_failures: generations that went on without their drafter.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+    batch_steps: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    mode_switches: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+    drafter_failures: int = 0

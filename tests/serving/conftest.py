@@ -1,0 +1,72 @@
+"""What the tests of the server start from: servers, and the real clients of the APIs that they speak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from servers import PATIENCE, Running, ScriptedEngine, save_tokenizer, start_demo, start_scripted
+
+from mlx_redrafter import load_demo
+
+
+@pytest.fixture(scope="session")
+def demo_models() -> Any:
+    """(model, tokenizer, drafter) of the packaged demo."""
+    return load_demo()
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """See `save_tokenizer`."""
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Running]:
+    """A server over the packaged demo that drafts in every round."""
+    with start_demo("--draft-depth", "3", "--log-level", "WARNING") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedEngine]]:
+    """A server that says what a test wants."""
+    with start_scripted(chat_tokenizer) as both:
+        yield both
+
+
+@pytest.fixture
+def scripted(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[tuple[Running, ScriptedEngine]]:
+    """The same, as it was at its start."""
+    server, engine = scripted_server
+    engine.texts, engine.refusal, engine.generations = [["hello"]], None, []
+    engine.gate.set()
+    yield server, engine
+    engine.gate.set()
+
+
+@pytest.fixture(scope="module")
+def openai_client(demo: Running) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the demo, which does not try twice."""
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted_openai(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the scripted server."""
+    url = f"{scripted_server[0].url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted_anthropic(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client of the scripted server."""
+    url = scripted_server[0].url
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client

@@ -1,0 +1,125 @@
+"""Messages, as Anthropic's own client and a client such as Claude Code use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+from servers import Running, ScriptedEngine, ask
+
+Scripted = tuple[Running, ScriptedEngine]
+SHELL: Any = {"name": "shell", "description": "Run it.", "input_schema": {"type": "object"}}
+CALL = '<tool_call>{"name": "shell", "arguments": {"command": "ls"}}</tool_call>'
+USER: Any = [{"role": "user", "content": "Hi"}]
+
+
+def test_text_comes_in_one_piece(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    scripted[1].texts = [["Hm.</think>", "I am ", "fine."]]
+    system: Any = [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind.", "cache_control": {"type": "x"}}]
+    made = scripted_anthropic.messages.create(model="demo", max_tokens=50, system=system, messages=USER)
+    assert scripted[1].prompt == "<system>Be\n\nkind.<user>Hi<assistant><think>"
+    blocks: Any = made.content
+    assert [block.type for block in blocks] == ["thinking", "text"]
+    assert (blocks[0].thinking, blocks[1].text, made.stop_reason) == ("Hm.", "I am fine.", "end_turn")
+    usage: Any = made.usage
+    assert (usage.cache_read_input_tokens, usage.output_tokens > 3, usage.rounds) == (1, True, 4)
+
+
+def test_the_clients_own_stream_gathers_it(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    scripted[1].texts = [["Hm.</think>", "I ", "look.", CALL, CALL]]
+    kinds, texts = [], []
+    with scripted_anthropic.messages.stream(model="demo", max_tokens=99, messages=USER, tools=[SHELL]) as stream:
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "text":
+                texts.append(event.text)
+        made: Any = stream.get_final_message()
+    assert "".join(texts) == "I look." and kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert [block.type for block in made.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block.input for block in made.content[2:]] == [{"command": "ls"}] * 2
+    assert made.stop_reason == "tool_use" and made.content[2].id != made.content[3].id
+    assert made.usage.output_tokens > 0
+
+
+def test_tool_results_are_messages_of_their_own(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    messages: Any = [
+        *USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "shell", "input": {"command": "ls"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "a.py"}]},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+    scripted_anthropic.messages.create(
+        model="demo", max_tokens=9, messages=messages, tools=[SHELL], tool_choice={"type": "auto"},
+        thinking={"type": "disabled"}, metadata={"user_id": "me"}, extra_body={"context_management": {"edits": []}},
+    )  # fmt: skip
+    assert scripted[1].prompt == (
+        '<tool_call> is how to call shell\n<user>Hi<assistant>I look.<tool_call>shell {"command": "ls"}</tool_call>'
+        "<tool>a.py<user>And now?<assistant>"
+    )
+
+
+def test_an_answer_goes_on_where_it_began(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    messages: Any = [*USER, {"role": "assistant", "content": "I am"}]
+    scripted_anthropic.messages.create(model="demo", max_tokens=9, messages=messages)
+    assert scripted[1].prompt == "<user>Hi<assistant>I am"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_sequence_is_named(scripted: Scripted, scripted_anthropic: anthropic.Anthropic, stream: bool) -> None:
+    scripted[1].texts = [["</think>one, two, three"]]
+    keywords: Any = {"model": "demo", "max_tokens": 99, "messages": USER, "stop_sequences": ["zero", ", th"]}
+    if stream:
+        with scripted_anthropic.messages.stream(**keywords) as events:
+            made: Any = events.get_final_message()
+    else:
+        made = scripted_anthropic.messages.create(**keywords)
+    assert made.content[0].text == "one, two" and (made.stop_reason, made.stop_sequence) == ("stop_sequence", ", th")
+
+
+def test_limit_of_tokens_is_told(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    made = scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=USER)
+    assert made.stop_reason == "max_tokens" and made.usage.output_tokens == 1
+
+
+def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    counted = scripted_anthropic.messages.count_tokens(model="demo", messages=USER, tools=[SHELL], system="Be kind.")
+    assert not scripted[1].generations
+    scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=USER, tools=[SHELL], system="Be kind.")
+    assert counted.input_tokens == len(scripted[1].generations[-1].request.prompt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools of type 'web_search_20250305' are not"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type must be 'auto' or 'none', got 'any'"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role must be 'user' or 'assistant'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "only text is supported"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
+        ({"frobnicate": 1}, "unknown field: frobnicate"),
+    ],
+)
+def test_what_is_not_supported_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+    body = {"model": "demo", "max_tokens": 9, "messages": USER, **fields}
+    reply = ask(scripted[0], "/v1/messages", body)
+    assert reply.status == 400 and said in reply.error
+    assert reply.json["type"] == "error" and reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_other_errors_have_anthropics_types(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
+        scripted_anthropic.messages.create(model="claude", max_tokens=1, messages=USER)

@@ -1,0 +1,494 @@
+"""The engine: the texts of one request and of several, the changes between, and what happens after errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import make_family
+from mlx_lm.sample_utils import make_logits_processors
+from toys import ids, make_model, make_prompt, make_tokenizer, run, with_plain
+
+from mlx_redrafter import RedrafterError
+from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving import rows
+from mlx_redrafter.serving.engine import Engine, Generation
+from mlx_redrafter.serving.types import (
+    ClientLimitReached,
+    EngineClosed,
+    GenerationFailed,
+    GenerationRequest,
+    QueueFull,
+    RequestError,
+    TokenEvent,
+)
+
+SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 5: -50.0}}
+PROMPTS = [make_prompt(length) for length in (9, 14, 5, 30, 1)]
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
+    "rings that keep rows": ("qwen2", {"max_kv_size": 16}),
+}
+"""Caches that mlx-lm cannot batch: a kind of toy, and options."""
+
+
+@contextmanager
+def running(
+    model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
+) -> Iterator[Engine]:
+    """An engine of a toy."""
+    options = Options(**({"context": False} | (options or {})))
+    engine = Engine(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close(20)
+
+
+def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompt=prompt, max_tokens=max_tokens, **fields)
+
+
+async def collect(generation: Generation) -> list[TokenEvent]:
+    return [event async for event in generation.events()]
+
+
+def generate(engine: Engine, *requests: GenerationRequest) -> list[list[TokenEvent]]:
+    """The events of requests that are submitted at once."""
+
+    async def main() -> list[list[TokenEvent]]:
+        return await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
+
+    return asyncio.run(main())
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
+
+
+def plain(request: GenerationRequest, model: Any = None, **options: Any) -> list[int]:
+    """The tokens of plain decoding, as from the command line."""
+    names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
+    fields = {name: getattr(request, name) for name in names}
+    return ids(run(make_model() if model is None else model, request.prompt, **fields, **options))
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+async def finish(awaitable: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaitable, 60)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_alone_is_the_command_lines_own(sampling: dict[str, Any]) -> None:
+    prompt, count = PROMPTS[0], 60
+    _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3, **sampling)
+    own = {"beam_width": 3, "draft_depth": 3, "context": True}
+    request = ask(prompt, count, **sampling)
+    with running(drafter=drafter, options=own) as engine:
+        (events,) = generate(engine, request)
+        steps = run(make_model(), prompt, drafter, max_tokens=count, **sampling, **own)
+        assert tokens_of(events) == ids(steps)
+        assert [event.draft_source for event in events] == [step.draft_source for step in steps]
+        for event, step in zip(events, steps, strict=True):
+            assert event.logprob == pytest.approx(step.logprobs[event.token].item(), abs=1e-5)
+        counters = engine.counters
+        assert counters.tokens.total() == count and counters.tokens["target"] < count
+        assert counters.accepted["drafter"] == steps[-1].stats.accepted - steps[-1].stats.context_accepted
+        assert counters.prompt_tokens == len(prompt) and counters.finished == {"length": 1}
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next", "mamba"])
+def test_rows_of_a_batch_are_plain_decoding(name: str) -> None:
+    model = make_model() if name == "llama" else make_family(name)
+    requests = [ask(prompt, 12 + 3 * i) for i, prompt in enumerate(PROMPTS)]
+    with running(model) as engine:
+        for request, events in zip(requests, generate(engine, *requests), strict=True):
+            assert tokens_of(events) == plain(request, model)
+            assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+        assert engine.counters.batch_steps > 0
+        assert engine.counters.prompt_tokens == sum(map(len, PROMPTS))
+
+
+def test_rows_of_the_demo_are_plain_decoding() -> None:
+    # In float32 on one machine; where two tokens are within rounding of each other, a batch may take the other one.
+    model, tokenizer, drafter = load_demo()
+    requests = [ask(tokenizer.encode(prompt), 16) for prompt in demo_prompts()[:3]]
+    engine = Engine(model, tokenizer, drafter)
+    engine.start()
+    for request, events in zip(requests, generate(engine, *requests), strict=True):
+        assert tokens_of(events) == plain(request, model)[: len(events)]
+    engine.close(20)
+
+
+def test_seeds_belong_to_their_rows() -> None:
+    requests = [ask(PROMPTS[1], **(SAMPLED | {"seed": seed})) for seed in (1, 2, 1)]
+    requests += [ask(PROMPTS[1]), ask(PROMPTS[1], temp=1.3, seed=5, xtc_probability=0.4)]
+    with running() as engine:
+        together = [tokens_of(events) for events in generate(engine, *requests)]
+        alone = [tokens_of(generate(engine, request)[0]) for request in requests]
+    assert together == alone
+    assert together[0] == together[2] != together[1]
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text"])
+def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
+    model = make_model() if name == "llama" else make_family(name)
+    long = ask(PROMPTS[0], 150, **sampling)
+    short = [ask(prompt, 20, **sampling) for prompt in PROMPTS[1:4]]
+
+    async def main(engine: Engine) -> list[list[TokenEvent]]:
+        first = engine.submit(long)
+        stream = first.events()
+        head = [await anext(stream) for _ in range(10)]
+        assert engine.mode == "single"
+        others = await asyncio.gather(*[collect(engine.submit(request)) for request in short])
+        return [head + [event async for event in stream], *others]
+
+    with running(model, options={"context": True}) as engine:
+        answers = asyncio.run(finish(main(engine)))
+        for request, events in zip([long, *short], answers, strict=True):
+            assert tokens_of(events) == plain(request, model)
+        assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+        assert engine.counters.prompt_tokens == sum(len(request.prompt) for request in [long, *short])
+        assert engine.counters.tokens.total() == 150 + 60
+        assert engine.mode == "idle"
+
+
+def test_prompt_that_is_being_read_joins_a_batch() -> None:
+    long, short = ask(make_prompt(300), 8), ask(PROMPTS[0], 8)
+
+    async def main(engine: Engine) -> list[list[TokenEvent]]:
+        first = engine.submit(long)
+        await wait_until(lambda: engine.running == 1)
+        return await asyncio.gather(collect(first), collect(engine.submit(short)))
+
+    with running(options={"prefill_step_size": 4}) as engine:
+        answers = asyncio.run(finish(main(engine)))
+        assert [tokens_of(events) for events in answers] == [plain(long), plain(short)]
+        assert engine.counters.mode_switches["batch"] == 1
+        assert engine.counters.prompt_tokens == 300 + len(short.prompt)
+
+
+@pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
+def test_caches_that_cannot_be_batched_take_turns(kind: str, options: dict[str, Any]) -> None:
+    model = make_model(kind)
+    requests = [ask(prompt, 40, **sampling) for prompt, sampling in zip(PROMPTS, [{}, SAMPLED, {}], strict=False)]
+    modes = set()
+
+    async def main(engine: Engine) -> list[list[TokenEvent]]:
+        async def watch(generation: Generation) -> list[TokenEvent]:
+            events = []
+            async for event in generation.events():
+                modes.add(engine.mode)
+                events.append(event)
+            return events
+
+        return await asyncio.gather(*[watch(engine.submit(request)) for request in requests])
+
+    with running(model, options=options) as engine:
+        answers = asyncio.run(finish(main(engine)))
+        assert [tokens_of(events) for events in answers] == [plain(request, model, **options) for request in requests]
+        assert "turns" in modes and engine.counters.batch_steps == 0
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_end_token_is_the_last_one(together: int) -> None:
+    requests = [ask(prompt, 40) for prompt in PROMPTS[:together]]
+    texts = [plain(request) for request in requests]
+    end = texts[0][5]
+    with running(eos=(end,)) as engine:
+        for text, events in zip(texts, generate(engine, *requests), strict=True):
+            if end in text:
+                assert tokens_of(events) == text[: text.index(end) + 1]
+                assert events[-1].finish_reason == "stop"
+            else:
+                assert tokens_of(events) == text and events[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_penalties_and_biases_are_those_of_a_row(together: int) -> None:
+    requests = [ask(prompt, **PENALTIES, **SAMPLED) for prompt in PROMPTS[:together]]
+    with running(options={"context": True}) as engine:
+        for request, events in zip(requests, generate(engine, *requests), strict=True):
+            assert tokens_of(events) == plain(request, logits_processors=make_logits_processors(**PENALTIES))
+            assert 5 not in tokens_of(events)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_own_processors_see_every_token_once(together: int) -> None:
+    seen: list[list[list[int]]] = []
+
+    def make() -> list[Any]:
+        histories: list[list[int]] = []
+        seen.append(histories)
+
+        def ban_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:
+            histories.append(tokens.tolist())  # type: ignore[arg-type]
+            return mx.put_along_axis(logits, tokens[None, -2:].astype(mx.int32), mx.array(-100.0), axis=-1)
+
+        return [ban_the_last_two]
+
+    requests = [ask(prompt, 12, logits_processors=make) for prompt in PROMPTS[:together]]
+    with running(options={"context": True}) as engine:
+        answers = [tokens_of(events) for events in generate(engine, *requests)]
+        assert engine.counters.drafted.total() == 0
+    for request, tokens, histories in zip(requests, answers, seen, strict=True):
+        assert len(set(tokens)) > 2 and all(one != two for one, two in pairwise(tokens))
+        assert histories[:12] == [request.prompt + tokens[:i] for i in range(12)]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_failing_processor_fails_its_request_only(together: int) -> None:
+    def fail_later(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) > 14:
+            raise KeyError("broken")
+        return logits
+
+    bad = ask(PROMPTS[0], 60, logits_processors=lambda: [fail_later])
+    good = [ask(prompt) for prompt in PROMPTS[1:together]]
+
+    async def main(engine: Engine) -> tuple[Generation, list[Any]]:
+        failing = engine.submit(bad)
+        answers = [collect(engine.submit(request)) for request in good]
+        return failing, await asyncio.gather(collect(failing), *answers, return_exceptions=True)
+
+    with running() as engine:
+        failing, (error, *answers) = asyncio.run(finish(main(engine)))
+        assert isinstance(error, GenerationFailed) and "broken" in str(error)
+        assert 0 < failing.stats.generated_tokens < 10
+        assert [tokens_of(events) for events in answers] == [plain(request) for request in good]
+        assert tokens_of(generate(engine, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
+        assert engine.counters.finished["failed"] == 1
+
+
+def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, fails = rows.Batch.step, iter([False] * 5 + [True])
+
+    def fail_once(batch: rows.Batch) -> Any:
+        if next(fails, False):
+            raise RuntimeError("[malloc] out of memory")
+        return step(batch)
+
+    monkeypatch.setattr(rows.Batch, "step", fail_once)
+
+    async def main(engine: Engine) -> list[Any]:
+        answers = [collect(engine.submit(ask(prompt, 40))) for prompt in PROMPTS]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    with running() as engine:
+        errors = asyncio.run(finish(main(engine)))
+        assert all(isinstance(error, GenerationFailed) and "out of memory" in str(error) for error in errors)
+        requests = [ask(prompt) for prompt in PROMPTS]
+        assert [tokens_of(events) for events in generate(engine, *requests)] == [plain(each) for each in requests]
+        assert engine.alive and engine.running == 0
+
+
+def test_cancelled_at_any_stage() -> None:
+    async def main(engine: Engine) -> None:
+        first = engine.submit(ask(PROMPTS[0], -1))
+        stream = first.events()
+        await anext(stream)
+        waiting = engine.submit(ask(PROMPTS[1], -1, client="b"))
+        second = waiting.events()
+        await anext(second)  # both are in the batch now
+        third, fourth = engine.submit(ask(make_prompt(400), -1)), engine.submit(ask(PROMPTS[2], 10))
+        third.cancel()  # while it waits, or its prompt is read
+        fourth_events = asyncio.create_task(collect(fourth))
+        waiting.cancel()
+        assert [event async for event in third.events()] == []
+        assert all(event.finish_reason is None for event in [event async for event in second])
+        assert tokens_of(await fourth_events) == plain(ask(PROMPTS[2], 10))
+        first.cancel()  # alone or in the batch
+        count = len([event async for event in stream])
+        assert first.stats.generated_tokens == count + 1
+        await wait_until(lambda: engine.mode == "idle")
+
+    with running(decode_concurrency=2, options={"prefill_step_size": 16}) as engine:
+        asyncio.run(finish(main(engine)))
+        assert engine.counters.finished == {"cancelled": 3, "length": 1}
+        # What was read is not read again.
+        (events,) = generate(engine, ask(PROMPTS[0], 5))
+        assert tokens_of(events) == plain(ask(PROMPTS[0], 5))
+        assert engine.counters.cached_tokens == len(PROMPTS[0]) - 1
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
+    long = ask(make_prompt(600), 4)
+
+    async def main(engine: Engine) -> None:
+        others = [engine.submit(ask(PROMPTS[0], -1))] if together == 2 else []
+        generation = engine.submit(long)
+        await wait_until(lambda: engine.running == together)
+        await asyncio.sleep(0.02)
+        for each in (generation, *others):
+            each.cancel()
+        await collect(generation)
+        again = engine.submit(long)
+        assert tokens_of(await collect(again)) == plain(long)
+        assert engine.counters.prompt_tokens == 600 + (together - 1) * len(PROMPTS[0])
+
+    with running(options={"prefill_step_size": 8}) as engine:
+        asyncio.run(finish(main(engine)))
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_PAUSE", 0.0)
+    long = ask(make_prompt(rows.FIRST_PIECE + 3 * rows.MIN_PIECE), 4)
+
+    async def main(engine: Engine) -> None:
+        streaming = engine.submit(ask(PROMPTS[0], -1))
+        stream = streaming.events()
+        await anext(stream)
+        other = engine.submit(long)
+        assert tokens_of(await collect(other)) == plain(long)
+        assert engine.counters.batch_steps >= 4 + 3  # its pieces, and its tokens after the first
+        streaming.cancel()
+        assert len([event async for event in stream]) >= 4
+
+    with running() as engine:
+        asyncio.run(finish(main(engine)))
+
+
+def test_queue_and_clients_are_limited() -> None:
+    async def main(engine: Engine) -> None:
+        runs = engine.submit(ask(PROMPTS[0], -1, client="a"))
+        await wait_until(lambda: engine.running == 1)
+        waits = [engine.submit(ask(PROMPTS[0], 2, client=client)) for client in "ab"]
+        assert (engine.queued, engine.running) == (2, 1)
+        with pytest.raises(ClientLimitReached, match="2 requests of this client"):
+            engine.submit(ask(PROMPTS[0], 2, client="a"))
+        third = engine.submit(ask(PROMPTS[0], 2, client="c"))
+        with pytest.raises(QueueFull, match="3 requests are waiting"):
+            engine.submit(ask(PROMPTS[0], 2, client="d"))
+        waits[0].cancel()
+        last = engine.submit(ask(PROMPTS[0], 2, client="a"))  # in its place
+        runs.cancel()
+        for each in (waits[1], third, last):
+            assert len(await collect(each)) == 2
+
+    with running(decode_concurrency=1, max_queue=3, max_per_client=2) as engine:
+        asyncio.run(finish(main(engine)))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
+    model = make_model() if name == "llama" else make_family(name)
+    requests = [ask(prompt, 10) for prompt in PROMPTS[:together]]
+    with running(model) as engine:
+        answers = generate(engine, *requests)
+        read = engine.counters.prompt_tokens
+        # The conversations go on.
+        following = [
+            ask(request.prompt + tokens_of(events) + [1, 2], 10)
+            for request, events in zip(requests, answers, strict=True)
+        ]
+        for request, events in zip(following, generate(engine, *following), strict=True):
+            assert tokens_of(events) == plain(request, model)
+        # What stood before, and the last token of an answer perhaps, were not read again.
+        assert engine.counters.prompt_tokens - read <= 3 * together
+        assert engine.prompt_cache_bytes > 0
+
+
+def test_without_prompt_cache_everything_is_read() -> None:
+    with running(prompt_cache_bytes=0) as engine:
+        for _ in range(2):
+            generate(engine, ask(PROMPTS[0], 3))
+        assert (engine.counters.prompt_tokens, engine.counters.cached_tokens) == (2 * len(PROMPTS[0]), 0)
+
+
+def test_events_describe_what_was_drafted() -> None:
+    prompt, count = PROMPTS[0], 30
+    _, drafter = with_plain(make_model(), prompt, count, "mixed", width=3)
+    request = ask(prompt, count, include_drafts=True, top_logprobs=3)
+    with running(drafter=drafter, options={"beam_width": 3, "draft_depth": 2}) as engine:
+        (events,) = generate(engine, request)
+    made: list[int] = []
+    for event in events:
+        assert event.top_logprobs[0][0] == event.token and len(event.top_logprobs) == 3
+        assert event.top_logprobs[0][1] == pytest.approx(event.logprob)
+        if (drafted := event.drafts) is not None:
+            assert drafted.tokens[0] == made[-1] and drafted.parents[0] == 0 == drafted.path[0]
+            accepted = [drafted.tokens[node] for node in drafted.path[1:]]
+            start = len(made)
+            assert tokens_of(events)[start : start + len(accepted) + 1] == [*accepted, drafted.next]
+        made.append(event.token)
+    assert any(event.drafts for event in events)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [1, 40]}, "token ids must be from 0 to 39, got 40"),
+        ({"prompt": [1] * 51}, "at most 50 tokens, got 51"),
+        ({"max_tokens": 0}, "max_tokens must be -1"),
+        ({"temp": -1}, "temp must be at least 0"),
+        ({"temp": 1.0, "top_k": 40}, "top_k must be below the vocabulary's 40"),
+        ({"top_logprobs": 21}, "top_logprobs must be from 0 to 20"),
+        ({"logit_bias": {77: 1.0}}, "logit_bias token ids must be from 0 to 39, got 77"),
+        ({"repetition_penalty": -2.0}, "non-negative float"),
+    ],
+)
+def test_impossible_requests_are_refused(fields: dict[str, Any], message: str) -> None:
+    async def main(engine: Engine) -> None:
+        engine.submit(GenerationRequest(**({"prompt": [1, 2]} | fields)))
+
+    with running(max_prompt_tokens=50) as engine:
+        with pytest.raises(RequestError, match=message):
+            asyncio.run(main(engine))
+        assert engine.queued == engine.running == 0
+
+
+def test_closing_drains_what_runs() -> None:
+    async def main(engine: Engine) -> None:
+        runs = engine.submit(ask(PROMPTS[0], 200))
+        await wait_until(lambda: engine.running == 1)
+        waits = engine.submit(ask(PROMPTS[1]))
+        closing = asyncio.create_task(asyncio.to_thread(engine.close, 60))
+        with pytest.raises(EngineClosed):
+            await collect(waits)
+        with pytest.raises(EngineClosed):
+            engine.submit(ask(PROMPTS[1]))
+        assert tokens_of(await collect(runs)) == plain(ask(PROMPTS[0], 200))
+        await closing
+        assert not engine.alive
+
+    with running(decode_concurrency=1) as engine:
+        asyncio.run(finish(main(engine)))
+
+
+def test_closing_ends_what_takes_too_long() -> None:
+    async def main(engine: Engine) -> None:
+        endless = [engine.submit(ask(prompt, -1)) for prompt in PROMPTS[:2]]
+        await wait_until(lambda: engine.batch_rows == 2)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close, 0.1))
+        for generation in endless:
+            with pytest.raises(EngineClosed):
+                await collect(generation)
+        await closing
+
+    with running() as engine:
+        asyncio.run(finish(main(engine)))
+
+
+def test_start_refuses_a_drafter_of_another_model() -> None:
+    _, drafter = with_plain(make_model(vocab=30), PROMPTS[4], 8, "right", width=1)
+    engine = Engine(make_model(), make_tokenizer(), drafter)
+    with pytest.raises(RedrafterError):
+        engine.start()
+    assert not engine.alive

@@ -1,0 +1,336 @@
+"""Who may ask, how much, and what becomes of those who go, or ask too much."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_scripted, until
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.serving import answer, app
+from mlx_redrafter.serving.command import make_parser
+from mlx_redrafter.serving.types import ClientLimitReached, EngineClosed, GenerationFailed, QueueFull
+
+Scripted = tuple[Running, ScriptedEngine]
+KEY = "correct-horse"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+TEXT = "/v1/completions"
+USER: Any = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def locked(chat_tokenizer: Any) -> Iterator[Running]:
+    """A server with a key and other limits."""
+    flags = ("--api-key", KEY, "--max-request-bytes", "3000", "--max-completion-tokens", "5")
+    with start_scripted(chat_tokenizer, *flags, "--allowed-origins", "http://a.example") as (server, _):
+        yield server
+
+
+def send(server: Running, data: bytes) -> socket.socket:
+    """A connection on which these bytes were sent."""
+    connection = socket.create_connection(server.address, timeout=PATIENCE)
+    connection.sendall(data)
+    return connection
+
+
+def request_bytes(path: str = TEXT, **fields: Any) -> bytes:
+    """A request as it is sent."""
+    raw = json.dumps({"prompt": "x"} | fields).encode()
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw)) + raw
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"},
+     {"Authorization": "Bearer \xe9\xff"}, {"Authorization": f"Bearer {KEY}x"}, {"x-api-key": "wrong"}],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [TEXT, "/x", "/v1/models", "/metrics"])
+def test_without_the_key_nothing_is_answered(locked: Running, path: str, headers: dict[str, str]) -> None:
+    reply = ask(locked, path, {"prompt": "x"} if path == TEXT else None, headers)
+    assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer" and KEY not in reply.error
+
+
+def test_the_key_opens_all_and_health_needs_none(locked: Running) -> None:
+    assert ask(locked, "/health").status == 200
+    for path in ("/v1/models", "/metrics"):
+        assert ask(locked, path, headers=BEARER | {"Host": "proxy.example"}).status == 200
+    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=KEY, max_retries=0) as client:
+        assert client.completions.create(model="demo", prompt="x", max_tokens=3).choices[0].text
+    with anthropic.Anthropic(base_url=locked.url, api_key=KEY, max_retries=0) as client:
+        assert client.messages.create(model="demo", max_tokens=3, messages=USER).id
+    with (
+        anthropic.Anthropic(base_url=locked.url, api_key="x", max_retries=0) as client,
+        pytest.raises(anthropic.AuthenticationError, match="this server's key"),
+    ):
+        client.messages.create(model="demo", max_tokens=3, messages=USER)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example:8080", "192.168.0.7",
+     "[::2]", "[", "localhost@evil.example", "a:b:c", ""],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [TEXT, "/health", "/v1/models"])
+def test_other_hosts_names_are_refused(scripted: Scripted, host: str, path: str) -> None:
+    reply = ask(scripted[0], path, {"prompt": "x"} if path == TEXT else None, {"Host": host})
+    said = f"without --api-key the Host must be localhost, 127.0.0.1 or [::1], got {host!r}"
+    assert (reply.status, reply.error) == (403, said)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost:8080", "127.0.0.1", "127.8.9.10:80", "[::1]", "[::1]:8080", "::1"]
+)
+def test_this_machines_names_are_answered(scripted: Scripted, host: str) -> None:
+    assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
+
+
+def test_a_second_host_is_refused_too(scripted: Scripted) -> None:
+    with send(scripted[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n") as connection:
+        assert connection.recv(64).split()[1] in (b"400", b"403")
+
+
+def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripted) -> None:
+    for origin, status in (("http://a.example", 200), ("http://evil.example", 403), ("null", 403)):
+        reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 1}, BEARER | {"Origin": origin})
+        assert reply.status == status, origin
+        assert (reply.headers.get("access-control-allow-origin") == origin) is (status == 200)
+    reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
+
+
+def test_a_named_page_may_send_the_key(locked: Running) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    reply = ask(locked, TEXT, None, asked | {"Origin": "http://a.example"}, "OPTIONS")
+    assert reply.status == 200 and "authorization" in reply.headers["access-control-allow-headers"]
+    assert ask(locked, TEXT, None, asked | {"Origin": "http://evil.example"}, "OPTIONS").status == 400
+
+
+def test_a_long_body_is_refused_and_told(locked: Running) -> None:
+    reply = ask(locked, TEXT, {"prompt": "a" * 2_000_000}, BEARER)
+    assert (reply.status, reply.error) == (413, "the body must have at most 3000 bytes")
+    assert ask(locked, TEXT, {"prompt": "a" * 2_000, "max_tokens": 1}, BEARER).status == 200
+
+
+def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
+    reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 6}, BEARER)
+    assert (reply.status, reply.error) == (400, "max_tokens must be at most 5, got 6")
+    engine: Any = locked.service.engine
+    assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
+    assert engine.generations[-1].request.max_tokens == 5
+
+
+def test_a_body_that_does_not_come_is_dropped(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SILENCE_SECONDS", 0.2)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    with send(scripted[0], head) as waiting:
+        assert waiting.recv(64).split()[1] == b"408"
+
+
+@pytest.mark.parametrize("data", [b"\r\n", b"nonsense\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\xff\x00" * 50])
+def test_what_is_no_http_does_no_harm(scripted: Scripted, data: bytes) -> None:
+    with send(scripted[0], data) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1 << 16)
+    assert ask(scripted[0], TEXT, {"prompt": "x"}).status == 200
+
+
+def test_what_is_sent_cannot_forge_the_log(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with send(scripted[0], b"GET /moved%0d%0ax\x1b[2J HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
+        connection.recv(64)
+    assert ask(scripted[0], "/moved%0d%0a%1b[2J").status == 404
+    found = [record.getMessage() for record in caplog.records if "moved" in record.getMessage()]
+    assert found and all(each.isprintable() for each in found)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"), [(QueueFull("full"), 503), (ClientLimitReached("yours"), 429), (EngineClosed("ends"), 503)]
+)
+def test_a_client_is_told_when_to_try_again(scripted: Scripted, refusal: Exception, status: int) -> None:
+    server, engine = scripted
+    engine.refusal = refusal
+    bodies: dict[str, Any] = {TEXT: {"prompt": "x"}, "/v1/messages": {"max_tokens": 1, "messages": USER}}
+    for path, body in bodies.items():
+        reply = ask(server, path, body)
+        assert (reply.status, reply.error) == (status, str(refusal)) and int(reply.headers["retry-after"]) >= 1
+    assert reply.json["error"]["type"] == ("rate_limit_error" if status == 429 else "overloaded_error")
+
+
+def test_one_refused_choice_cancels_the_others(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, engine = scripted
+    submit = engine.submit
+
+    def submit_two(request: Any) -> Any:
+        engine.refusal = QueueFull("full") if len(engine.generations) == 2 else None
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", submit_two)
+    assert ask(server, TEXT, {"prompt": "x", "n": 3}).status == 503
+    assert [each.cancelled for each in engine.generations] == [True, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_an_answer_ends_when_its_client_goes(scripted: Scripted, stream: bool, started: bool) -> None:
+    server, engine = scripted
+    engine.texts = [["x" for _ in range(50)]]
+    left = server.service.metrics.registry.get_sample_value("mlx_redrafter_clients_left_total") or 0
+    engine.gate.clear()
+    with send(server, request_bytes(stream=stream)) as connection:
+        until(lambda: len(engine.generations) == 1)
+        if started and stream:
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    until(lambda: engine.generations[0].cancelled)
+    until(lambda: server.service.metrics.registry.get_sample_value("mlx_redrafter_clients_left_total") == left + 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> None:
+    engine = demo.service.engine
+    cancelled = engine.counters.finished["cancelled"]
+    fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
+    with send(demo, request_bytes(**fields)) as connection:
+        until(lambda: engine.running == 1)
+        assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
+    until(lambda: engine.running == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/messages"])
+def test_a_silent_stream_is_kept_alive(scripted: Scripted, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "PING_SECONDS", 0.05)
+    server, engine = scripted
+    engine.gate.clear()
+    fields: Any = {"prompt": "x"} if path == TEXT else {"max_tokens": 9, "messages": USER}
+    raw = json.dumps(fields | {"stream": True}).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw))
+    with send(server, head + raw) as connection:
+        found = b""
+        while (b": keepalive" if path == TEXT else b"event: ping") not in found:
+            found += connection.recv(1 << 16)
+        engine.gate.set()
+        while (b"[DONE]" if path == TEXT else b"message_stop") not in found:
+            found += connection.recv(1 << 16)
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("error", [GenerationFailed("no memory"), EngineClosed("the server ends")])
+def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Exception) -> None:
+    server, engine = scripted
+    fields: dict[str, Any] = {"max_tokens": 9, "messages": USER}
+    body = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, fields)
+    engine.texts = [["</think>", "one ", error]]
+    status = 503 if isinstance(error, EngineClosed) else 500
+    reply = ask(server, path, body)
+    assert (reply.status, reply.error) == (status, str(error))
+    last = events_of(ask(server, path, body | {"stream": True}))[-1]
+    assert last["error"]["message"] == str(error)
+
+
+def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
+    assert "expected one of /v1/chat/completions" in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
+    assert ask(scripted[0], TEXT).status == 405 and ask(scripted[0], "/health", {}).status == 405
+
+
+def test_health_says_what_there_is(scripted: Scripted) -> None:
+    server, engine = scripted
+    counts = {"running": 0, "queue": 0, "mode": "idle"}
+    assert ask(server, "/health").json == {"status": "ok", "model": "demo", "drafters": ["demo"], **counts}
+    engine.alive = False
+    try:
+        reply = ask(server, "/health")
+        assert (reply.status, reply.json["status"]) == (503, "unavailable")
+    finally:
+        engine.alive = True
+
+
+def read_metrics(server: Running) -> dict[str, float]:
+    """The metrics by name and labels."""
+    lines = [line for line in ask(server, "/metrics").body.decode().splitlines() if line[0] != "#"]
+    return {line.rpartition(" ")[0].removeprefix("mlx_redrafter_"): float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_metrics_count_what_was_answered(demo: Running) -> None:
+    before = read_metrics(demo)
+    for _ in range(2):
+        assert ask(demo, TEXT, {"prompt": "class Stack:\n", "max_tokens": 9}).status == 200
+    assert ask(demo, TEXT, {"prompt": [5000]}).error == "token ids must be from 0 to 2047, got 5000"
+    assert ask(demo, "/no/such/path").status == 404
+    found = {name: value - before.get(name, 0) for name, value in read_metrics(demo).items()}
+    assert found['requests_total{endpoint="/v1/completions",status="200"}'] == 2
+    assert found['requests_total{endpoint="/v1/completions",status="400"}'] == 1
+    assert found['requests_total{endpoint="other",status="404"}'] == 1
+    assert found['tokens_total{kind="generated"}'] == 18
+    assert 0 < found['tokens_total{kind="accepted"}'] <= found['tokens_total{kind="drafted"}']
+    assert found['tokens_total{kind="cached"}'] > 0 and found["rounds_total"] > 0
+    assert found["answer_seconds_count"] == found["first_token_seconds_count"] == 2
+    assert found["queue_length"] == found["running"] == 0 and "prompt_cache_bytes" in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 lets others in: expected --api-key-file or --api-key, got none"),
+        (["--drafter", "x", "--no-drafter"], "give either --drafter or --no-drafter, got both"),
+        (["--adapter-path", "x"], "--adapter-path needs --model"),
+        (["--chat-template", "x"], "--chat-template needs --model"),
+        (["--chat-template-args", "[1]"], "--chat-template-args must be a JSON object, got [1]"),
+        (["--max-queue", "0"], "--max-queue must be at least 1, got 0"),
+        (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+        (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
+        (["--api-key", " "], "the key must be printable ASCII, and not empty"),
+        (["--api-key", "x", "--api-key-file", "y"], "give either --api-key or --api-key-file, got both"),
+        (["--api-key-file", "/no/such/file"], "cannot read the key in /no/such/file"),
+        (["--temp", "-1"], "temp must be at least 0, got -1"),
+        (["--plan", "off", "--draft-depth", "3"], "give either plan or draft_depth"),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
+    with pytest.raises(RedrafterError) as raised:
+        parse_flags(*flags)
+    assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize("size", ["x", "5 parsecs", "-1", "1.2.3GB", ""])
+def test_a_wrong_size_is_told(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--prompt-cache-bytes", size])
+    assert "expected a number of bytes, as in 512MB or 2GB" in capsys.readouterr().err
+
+
+def test_flags_mean_what_they_say(tmp_path: Any) -> None:
+    (tmp_path / "key").write_text(" secret\n")
+    args = parse_flags("--api-key-file", str(tmp_path / "key"), "--prompt-cache-bytes", "1.5GB", "--kv-bits", "8",
+                       "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip
+    assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, 512)
+    assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)
+
+
+def test_many_clients_are_all_answered_rightly(demo: Running, demo_models: Any) -> None:
+    model, tokenizer, _ = demo_models
+    prompts = [f"def f{number}(x):\n" for number in range(6)]
+
+    def expect(prompt: str) -> str:
+        return "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30, context=False))
+
+    expected, found = [expect(prompt) for prompt in prompts], [""] * len(prompts)
+
+    def ask_one(at: int) -> None:
+        time.sleep(0.05 * at)
+        pieces = events_of(ask(demo, TEXT, {"prompt": prompts[at], "max_tokens": 30, "stream": True}))
+        found[at] = "".join(each["choices"][0]["text"] for each in pieces)
+
+    threads = [threading.Thread(target=ask_one, args=(at,)) for at in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected

@@ -1,0 +1,287 @@
+"""Chat and text completions, as OpenAI's own client sees them."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from servers import Running, ScriptedEngine, ask, events_of
+
+from mlx_redrafter import stream_generate
+
+PROMPT = "class Stack:\n    def __init__(self):\n"
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def expected_text(models: Any, prompt: Any, **options: Any) -> str:
+    """What the library says."""
+    model, tokenizer, drafter = models
+    return "".join(each.text for each in stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED])
+def test_text_is_the_librarys(openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]) -> None:
+    options = {"temp": sampling.get("temperature", 0.0), **{k: v for k, v in sampling.items() if k != "temperature"}}
+    expected = expected_text(demo_models, PROMPT, max_tokens=40, **options)
+    for stored in (False, True):  # the second time the prompt is in the cache
+        made = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=40, **sampling)
+        assert made.choices[0].text == expected and made.choices[0].finish_reason == "length"
+        usage: Any = made.usage
+        assert usage.completion_tokens == 40 and usage.total_tokens == usage.prompt_tokens + 40
+        assert usage.drafted > 0 and 1 + usage.rounds + usage.accepted >= 40
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 or not stored
+
+
+def test_stream_is_the_whole_text(openai_client: openai.OpenAI, demo_models: Any) -> None:
+    chunks = list(
+        openai_client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *pieces, usage = chunks
+    assert "".join(each.choices[0].text for each in pieces) == expected_text(demo_models, PROMPT, max_tokens=40)
+    assert [each.choices[0].finish_reason for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 40
+
+
+def test_prompts_may_be_token_ids(openai_client: openai.OpenAI, demo_models: Any) -> None:
+    ids = demo_models[1].encode(PROMPT)
+    made = openai_client.completions.create(model="demo", prompt=ids, max_tokens=20)
+    assert made.choices[0].text == expected_text(demo_models, ids, max_tokens=20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: Any, stream: bool) -> None:
+    whole = expected_text(demo_models, PROMPT, max_tokens=40)
+    stop = whole[12:15]
+    made: Any = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=40, stop=["never", stop], stream=stream
+    )
+    choices = [each.choices[0] for each in made] if stream else made.choices
+    assert "".join(each.text for each in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_plain_decoding_says_the_same(demo: Running, demo_models: Any) -> None:
+    for fields in ({"draft_model": None}, {"draft_model": "none"}):
+        made = ask(demo, "/v1/completions", {"prompt": PROMPT, "max_tokens": 40, **fields}).json
+        assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=40)
+        assert made["usage"]["drafted"] == 0
+
+
+def test_choices_have_seeds_of_their_own(openai_client: openai.OpenAI, demo_models: Any) -> None:
+    made = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, n=3, seed=5, temperature=1.0, stream=False
+    )
+    texts = [expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)]
+    assert [each.text for each in made.choices] == texts and len(set(texts)) > 1
+    streamed = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=20, n=3, seed=5, temperature=1.0, stream=True
+    )
+    pieces = [each.choices[0] for each in streamed]
+    assert ["".join(each.text for each in pieces if each.index == at) for at in range(3)] == texts
+
+
+def test_logprobs_are_the_librarys(openai_client: openai.OpenAI, demo_models: Any) -> None:
+    model, tokenizer, _ = demo_models
+    steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
+    made: Any = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
+    found = made.choices[0].logprobs
+    assert "".join(found.tokens) == made.choices[0].text
+    assert found.token_logprobs == pytest.approx([each.logprobs[each.token].item() for each in steps], abs=1e-3)
+    assert all(len(each) == 2 for each in found.top_logprobs)
+    body = {"prompt": PROMPT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
+    content = ask(demo_url(openai_client), "/v1/completions", body).json["choices"][0]["logprobs"]["content"]
+    assert [each["id"] for each in content] == [each.token for each in steps]
+    assert [len(each["top_logprobs"]) for each in content] == [3] * 5
+
+
+def demo_url(client: openai.OpenAI) -> Any:
+    """The server of a client."""
+    return Running(str(client.base_url).removesuffix("/v1/"), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_schema_is_followed(openai_client: openai.OpenAI, temperature: float) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "even": {"type": "boolean"}},
+        "required": ["name", "even"],
+        "additionalProperties": False,
+    }
+    made: Any = openai_client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=200,
+        temperature=temperature,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}},
+    )
+    jsonschema.validate(json.loads(made.choices[0].message.content), schema)
+    assert made.choices[0].finish_reason == "stop" and made.usage.drafted == 0
+
+
+def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    shape = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    bodies: list[dict[str, Any]] = [
+        {"prompt": f"# {at}\n", "max_tokens": 60, "temperature": 1.0, "seed": at} for at in range(6)
+    ]
+    for body in bodies[::2]:
+        body["response_format"] = shape
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        replies = list(pool.map(lambda body: ask(demo, "/v1/completions", body), bodies))
+    texts = [reply.json["choices"][0]["text"] for reply in replies]
+    assert demo.service.engine.counters.batch_steps > 0
+    for text in texts[::2]:
+        jsonschema.validate(json.loads(text), schema)
+    for at in (1, 3, 5):
+        assert texts[at] == expected_text(demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at)
+
+
+def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:
+    made = openai_client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=30,
+        response_format={"type": "json_object"},
+    )
+    assert (made.choices[0].message.content or "").startswith("{")
+
+
+def test_drafts_are_told_while_streaming(demo: Running, demo_models: Any) -> None:
+    options = {"include_drafts": True, "include_usage": True}
+    body = {"prompt": PROMPT, "max_tokens": 30, "stream": True, "stream_options": options}
+    *pieces, usage = events_of(ask(demo, "/v1/completions", body))
+    drafts = [each["redrafter"] for each in pieces]
+    tokens = [token for each in drafts for token in each["tokens"]]
+    assert "".join(each["text"] for each in tokens) == expected_text(demo_models, PROMPT, max_tokens=30)
+    assert len(tokens) == 30 and usage["usage"]["accepted"] >= sum(each["from_draft"] for each in tokens) > 0
+    trees = [each["tree"] for each in drafts if "tree" in each]
+    assert trees and all(len(each["parents"]) == len(each["tokens"]) and each["path"][0] == 0 for each in trees)
+    assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
+
+
+def test_chat_goes_through_the_template(
+    scripted: tuple[Running, ScriptedEngine], scripted_openai: openai.OpenAI
+) -> None:
+    _, engine = scripted
+    engine.texts = [["I ", "am fine."]]
+    messages: Any = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "are you?"}]},
+    ]
+    made = scripted_openai.chat.completions.create(model="demo", messages=messages)
+    assert engine.prompt == "<system>Be kind.<user>How are you?<assistant><think>"
+    # The prompt ended within the model's reasoning, and so did the answer.
+    message: Any = made.choices[0].message
+    assert (message.content, message.reasoning) == (None, "I am fine.")
+    made = scripted_openai.chat.completions.create(
+        model="demo", messages=messages, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert engine.prompt.endswith("<assistant>") and made.choices[0].message.content == "I am fine."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_and_tool_calls_are_told_apart(
+    scripted: tuple[Running, ScriptedEngine], scripted_openai: openai.OpenAI, stream: bool
+) -> None:
+    scripted[1].texts = [["Let me see.", "</think>", "I ask. ", CALL, CALL.replace("Bern", "Rom")]]
+    made: Any = scripted_openai.chat.completions.create(
+        model="demo", messages=USER, tools=[WEATHER], parallel_tool_calls=True, stream=stream
+    )
+    choices = [each.choices[0] for each in made] if stream else made.choices
+    messages = [each.delta if stream else each.message for each in choices]
+    assert "".join(each.content or "" for each in messages) == "I ask. "
+    assert "".join(getattr(each, "reasoning", "") for each in messages) == "Let me see."
+    calls = [call for each in messages for call in each.tool_calls or []]
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": "Bern"}),
+        ("weather", {"city": "Rom"}),
+    ]
+    assert choices[-1].finish_reason == "tool_calls" and len({call.id for call in calls}) == 2
+    assert not stream or [call.index for call in calls] == [0, 1]
+
+
+def test_tool_results_reach_the_template(
+    scripted: tuple[Running, ScriptedEngine], scripted_openai: openai.OpenAI
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    messages: Any = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    scripted_openai.chat.completions.create(model="demo", messages=messages, tools=[WEATHER])
+    prompt = scripted[1].prompt
+    assert prompt.startswith("<tool_call> is how to call weather\n<user>Hi<assistant><tool_call>weather")
+    assert '{"city": "Bern"}</tool_call><tool>sunny<' in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({}, CALL), ({"tools": [WEATHER], "tool_choice": "none"}, CALL), ({"tools": [WEATHER]}, "<tool_call>no JSON")],
+)
+def test_what_is_no_call_stays_text(
+    scripted: tuple[Running, ScriptedEngine], fields: dict[str, Any], text: str
+) -> None:
+    server, engine = scripted
+    engine.texts = [["</think>", text]]
+    made = ask(server, "/v1/chat/completions", {"messages": USER, **fields}).json["choices"][0]
+    assert made["message"]["content"] == text and made["finish_reason"] == "stop"
+    assert ("is how to call" in engine.prompt) is (fields.get("tool_choice") is None and bool(fields))
+
+
+def test_stop_strings_end_reasoning_and_calls_too(scripted: tuple[Running, ScriptedEngine]) -> None:
+    server, engine = scripted
+    engine.texts = [["Let me see</think>", CALL]]
+    body = {"messages": USER, "tools": [WEATHER], "stop": "me s"}
+    made = ask(server, "/v1/chat/completions", body).json["choices"][0]
+    assert made["message"] == {"role": "assistant", "content": None, "reasoning": "Let "}
+    until_cancelled = engine.generations[-1]
+    assert made["finish_reason"] == "stop" and until_cancelled.cancelled
+
+
+def test_bytes_of_a_character_come_together(scripted: tuple[Running, ScriptedEngine]) -> None:
+    server, engine = scripted
+    engine.texts = [["</think>", "→ 日本 🙂 é"]]
+    pieces = events_of(ask(server, "/v1/chat/completions", {"messages": USER, "stream": True}))
+    texts = [each["choices"][0]["delta"].get("content", "") for each in pieces]
+    assert "".join(texts) == "→ 日本 🙂 é" and not any("\ufffd" in text for text in texts)
+
+
+def test_sampling_fields_reach_the_engine(scripted: tuple[Running, ScriptedEngine]) -> None:
+    server, engine = scripted
+    fields = {
+        "top_k": 5, "min_p": 0.1, "xtc_probability": 0.2, "xtc_threshold": 0.3, "repetition_penalty": 1.1,
+        "repetition_context_size": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 0,
+    }  # fmt: skip
+    body = {"prompt": "x", "logit_bias": {"3": -100}, "temperature": 0.5, "max_completion_tokens": 9, **fields}
+    assert ask(server, "/v1/completions", body).status == 200
+    request = engine.generations[-1].request
+    assert {name: getattr(request, name) for name in fields} == fields
+    assert (request.temp, request.max_tokens, request.logit_bias, request.client) == (0.5, 9, {3: -100.0}, "127.0.0.1")
+
+
+def test_impossible_logprobs_are_numbers(scripted: tuple[Running, ScriptedEngine]) -> None:
+    server, _ = scripted
+    body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
+    made = ask(server, "/v1/chat/completions", body)
+    assert b"Infinity" not in made.body
+    assert made.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -9999.0
+
+
+def test_models_are_listed(openai_client: openai.OpenAI) -> None:
+    assert [model.id for model in openai_client.models.list()] == ["demo"]
+    assert openai_client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here, expected demo"):
+        openai_client.models.retrieve("gpt-5")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here"):
+        openai_client.completions.create(model="gpt-5", prompt="x")

@@ -1,0 +1,105 @@
+"""Responses, as OpenAI's own client and a client such as Codex use them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from servers import Running, ScriptedEngine, ask
+
+Scripted = tuple[Running, ScriptedEngine]
+SHELL = {"type": "function", "name": "shell", "description": "Run it.", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "shell", "arguments": {"command": ["ls"]}}</tool_call>'
+
+
+def test_text_comes_in_one_piece(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    scripted[1].texts = [["Let me see.</think>", "It is ", "blue."]]
+    made = scripted_openai.responses.create(model="demo", input="Why?", instructions="Be brief.")
+    assert scripted[1].prompt == "<system>Be brief.<user>Why?<assistant><think>"
+    assert made.output_text == "It is blue." and made.status == "completed"
+    assert [item.type for item in made.output] == ["reasoning", "message"]
+    usage: Any = made.usage
+    assert usage.input_tokens + usage.output_tokens == usage.total_tokens
+    assert (usage.rounds, usage.drafted, usage.accepted, usage.tokens_per_round) == (4, 8, 6, 2.5)
+
+
+def test_events_come_in_the_apis_order(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    scripted[1].texts = [["Hm.", "</think>", "I ", "look.", CALL]]
+    events = list(scripted_openai.responses.create(model="demo", input="ls", tools=[SHELL], stream=True))  # type: ignore[list-item]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    text = ["output_item.added", "content_part.added", "DELTAS", "DONE", "content_part.done", "output_item.done"]
+    expected = ["created", "in_progress"]
+    for kind in ("reasoning_text", "output_text"):
+        expected += [each.replace("DELTAS", f"{kind}.delta").replace("DONE", f"{kind}.done") for each in text]
+    expected += ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+    expected += ["output_item.done", "completed"]
+    assert [kind for at, kind in enumerate(kinds) if kinds[at - 1] != kind or not kind.endswith("delta")] == expected
+    for kind, whole in (("reasoning_text", "Hm."), ("output_text", "I look.")):
+        deltas = [event.delta for event in events if event.type == f"response.{kind}.delta"]  # type: ignore[union-attr]
+        (done,) = [event.text for event in events if event.type == f"response.{kind}.done"]  # type: ignore[union-attr]
+        assert "".join(deltas) == done == whole
+    last: Any = events[-1]
+    call = last.response.output[-1]
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "shell", {"command": ["ls"]})
+    assert call.status == "completed" and last.response.usage.output_tokens > 0
+
+
+def test_the_clients_own_stream_gathers_it(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    scripted[1].texts = [["</think>", "blue", CALL]]
+    with scripted_openai.responses.stream(model="demo", input="Why?", tools=[SHELL]) as stream:  # type: ignore[list-item]
+        made = stream.get_final_response()
+    assert made.output_text == "blue" and made.output[-1].type == "function_call"
+
+
+def test_items_become_one_conversation(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    items: Any = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "In /tmp."}]},
+        {"role": "user", "content": "What is here?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "shell", "arguments": '{"command": ["ls"]}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+    ]
+    scripted_openai.responses.create(
+        model="demo", input=items, instructions="You code.", tools=[SHELL], store=False,
+        include=["reasoning.encrypted_content"], parallel_tool_calls=False, prompt_cache_key="k",
+        extra_body={"client_metadata": {"x": "y"}, "text": {"verbosity": "low"}},
+    )  # type: ignore[call-overload]  # fmt: skip
+    assert scripted[1].prompt == (
+        "<tool_call> is how to call shell\n<system>You code.\n\nIn /tmp.<user>What is here?<assistant>I look."
+        '<tool_call>shell {"command": ["ls"]}</tool_call><tool>a.py<assistant><think>'
+    )
+
+
+def test_an_answer_cut_short_is_incomplete(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    scripted[1].texts = [["</think>one two three four five six"]]
+    made = scripted_openai.responses.create(model="demo", input="Count.", max_output_tokens=4)
+    assert made.status == "incomplete" and made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens" and made.usage and made.usage.output_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported, got 'resp_1'"),
+        ({"background": True}, "background is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not supported"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "only text is"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference' are not supported"),
+        ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+        ({"include": ["message.output_text.logprobs"]}, "include is not supported"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type must be text, json_object or json_schema"),
+    ],
+)
+def test_what_is_not_supported_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+    reply = ask(scripted[0], "/v1/responses", {"model": "demo", "input": "x", **fields})
+    assert reply.status == 400 and said in reply.error
+
+
+def test_a_schema_is_passed_on(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    shape: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
+    scripted_openai.responses.create(model="demo", input="x", text=shape)
+    assert scripted[1].generations[-1].request.logits_processors is not None

@@ -1,0 +1,125 @@
+"""The commands as processes: what they print, how they end, and what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from servers import PATIENCE
+
+ROOT = Path(__file__).parent.parent.parent
+ENDLESS = {"stream": True, "max_tokens": 1800, "logit_bias": {"0": -100}}
+WITHOUT_STARLETTE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "starlette":
+            raise ModuleNotFoundError("No module named 'starlette'", name="starlette")
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    places = [str(place) for place in (path, ROOT, os.environ.get("PYTHONPATH")) if place]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
+    given = [sys.executable, "-m", *command]
+    return subprocess.run(given, env=variables, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+@contextmanager
+def start(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(a command over the demo that runs, its URL); killed at the end if it still runs."""
+    given = [sys.executable, "-m", *command, "--port", "0", "--log-level", "ERROR", "--draft-depth", "2"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr is not None
+            line = running.stderr.readline()
+            assert line.startswith("serving on http://127.0.0.1:"), line + running.stderr.read()
+            yield running, line.split()[-1]
+        finally:
+            running.kill()
+
+
+def post(url: str, **fields: Any) -> Any:
+    """An open reply."""
+    return urlopen(Request(f"{url}/v1/completions", json.dumps({"prompt": "def"} | fields).encode()), timeout=PATIENCE)
+
+
+def test_a_signal_lets_answers_end() -> None:
+    with start("mlx_redrafter.server") as (running, url):
+        with post(url, **ENDLESS | {"max_tokens": 300}) as stream:
+            assert stream.readline().startswith(b"data: ")
+            running.send_signal(signal.SIGTERM)
+            lines = [line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert running.wait(PATIENCE) == 0
+        assert running.stderr is not None and running.stderr.read() == ""
+
+
+def test_what_takes_too_long_is_broken_off() -> None:
+    with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url), post(url, **ENDLESS) as stream:
+        assert stream.readline()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(PATIENCE) == 128 + signal.SIGINT
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with start("mlx_redrafter.server") as (running, url), post(url, **ENDLESS) as stream:
+        assert stream.readline()
+        running.send_signal(signal.SIGTERM)
+        with pytest.raises(OSError):
+            while True:  # until the first signal has closed the port
+                socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE).close()
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(PATIENCE) == -signal.SIGTERM
+
+
+def test_the_race_serves_its_page() -> None:
+    with start("mlx_redrafter.race", "--no-browser") as (running, url):
+        with urlopen(url, timeout=PATIENCE) as reply:
+            assert b"<!doctype html>" in reply.read()
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(PATIENCE) == 0
+
+
+def test_a_port_in_use_is_told_first() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run("mlx_redrafter.server", "--model", "/no/such/model", "--port", port)
+    assert result.returncode == 1 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: cannot listen on 127.0.0.1, port")
+
+
+def test_a_missing_model_is_told() -> None:
+    result = run("mlx_redrafter.server", "--model", "./nowhere/at/all", "--port", "0")
+    assert result.returncode == 1 and result.stderr == "error: no such directory: './nowhere/at/all'\n"
+
+
+@pytest.mark.parametrize("command", ["server", "race"])
+def test_a_missing_extra_is_named(command: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_STARLETTE)
+    result = run(f"mlx_redrafter.{command}", path=tmp_path)
+    assert result.returncode == 1 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and 'pip install "mlx_redrafter[server]"' in result.stderr
+
+
+def test_help_has_mlx_lms_flags_and_ours() -> None:
+    result = run("mlx_redrafter", "server", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    for flag in ("--drafter", "--api-key-file", "--host", "--prompt-cache-bytes", "--chat-template-args", "--kv-bits"):
+        assert flag in result.stdout

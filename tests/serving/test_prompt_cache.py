@@ -1,0 +1,86 @@
+"""The caches that requests leave for later ones, by their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import make_family
+from mlx_lm.models.cache import make_prompt_cache
+from toys import assert_same_cache, make_model
+
+from mlx_redrafter.serving.prompt_cache import PromptCache
+
+BIG = 1 << 30
+
+
+def read(tokens: list[int], model: Any = None) -> Any:
+    """A cache that holds these tokens."""
+    model = model or make_model()
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=cache))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("wanted", "held"),
+    [([1, 2, 3, 4, 5], 3), ([1, 2, 3], 2), ([1, 2, 9, 9], 2), ([1, 2], 1), ([9, 1, 2, 3], 0), ([1], 0)],
+)
+def test_longest_common_prefix_is_found(wanted: list[int], held: int) -> None:
+    cache = PromptCache(BIG)
+    cache.store([1, 2, 3], read([1, 2, 3]))
+    found, count = cache.fetch(wanted)
+    assert count == held
+    if held:
+        assert_same_cache(found or [], read(wanted[:held]))
+    else:
+        assert found is None
+
+
+def test_what_is_fetched_is_a_copy() -> None:
+    cache, model = PromptCache(BIG), make_model()
+    cache.store([1, 2, 3], read([1, 2, 3]))
+    first, _ = cache.fetch([1, 2, 3, 4])
+    mx.eval(model(mx.array([[7, 8, 9]]), cache=first))
+    assert_same_cache(cache.fetch([1, 2, 3, 4])[0] or [], read([1, 2, 3]))
+
+
+def test_states_are_found_only_as_prefixes() -> None:
+    model = make_family("mamba2")
+    cache = PromptCache(BIG)
+    cache.store([1, 2, 3], read([1, 2, 3], model))
+    assert cache.fetch([1, 2, 4, 5]) == (None, 0)
+    assert cache.fetch([1, 2, 3, 5])[1] == 3
+    # A longer one does not stand for it.
+    cache.store([1, 2, 3, 4], read([1, 2, 3, 4], model))
+    assert len(cache) == 2 and cache.fetch([1, 2, 3, 5])[1] == 3
+
+
+def test_longer_texts_replace_their_prefixes() -> None:
+    cache = PromptCache(BIG)
+    for tokens in ([1, 2], [1, 2, 3], [1, 2, 3], [1, 4]):
+        cache.store(tokens, read(tokens))
+    assert len(cache) == 2
+
+
+def test_bytes_are_bounded_oldest_use_first() -> None:
+    size = sum(c.nbytes for c in read([1, 2]))
+    cache = PromptCache(2 * size)
+    cache.store([1, 2], read([1, 2]))
+    cache.store([3, 4], read([3, 4]))
+    cache.fetch([1, 2, 5])
+    cache.store([5, 6], read([5, 6]))
+    assert cache.nbytes == 2 * size
+    assert [cache.fetch([*tokens, 0])[1] for tokens in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
+    # What alone is too large is not kept, and drives nothing out.
+    cache.store(list(range(600)), read([token % 40 for token in range(600)]))
+    assert len(cache) == 2
+    cache.clear()
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_no_bytes_keep_nothing() -> None:
+    cache = PromptCache(0)
+    cache.store([1, 2], read([1, 2]))
+    assert len(cache) == 0

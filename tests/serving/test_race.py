@@ -1,0 +1,189 @@
+"""The page that shows plain and drafted decoding side by side: its text, its headers, and how it runs in a browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from servers import Running, ScriptedEngine, ask, parse_flags, start_scripted, start_server, until
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.serving import race
+from mlx_redrafter.serving.command import load_service
+from mlx_redrafter.serving.race import make_policy, make_race_app, make_race_parser, read_page
+
+CHROME = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+)
+DRIVER = shutil.which("chromedriver")
+in_browser = pytest.mark.skipif(not (CHROME and DRIVER), reason="Chromium and chromedriver are not installed")
+NASTY = "<img src=x onerror=\"document.title='hit'\"></textarea><script>document.title='hit'</script>&amp;"
+TEXT = "/v1/completions"
+
+
+@contextmanager
+def start_race(*flags: str) -> Iterator[Running]:
+    """A race of the demo."""
+    with start_server(load_service(parse_flags(*flags, make=make_race_parser)), make_race_app) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def page_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedEngine]]:
+    """A race over a scripted engine."""
+    with start_scripted(chat_tokenizer, "--allowed-origins", "http://a.example", make=make_race_app) as both:
+        yield both
+
+
+def read_about(text: str) -> Any:
+    """What the page is told of the models."""
+    found = re.search(r'data-about="([^"]*)"', text)
+    assert found is not None
+    return json.loads(html.unescape(found.group(1)))
+
+
+def test_the_page_names_nothing_outside_itself() -> None:
+    address = r"https?://[^\s\"'<>)]+|(?:src|href|action)=\"[^\"]*\"|url\([^)]*\)|@import|import\("
+    icon, *others = re.findall(address, read_page())
+    # The icon is in its own address; the name of SVG is no address, and nothing fetches it.
+    assert icon.startswith('href="data:image/svg+xml,') and others == ["http://www.w3.org/2000/svg"]
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", read_page())
+    assert not re.search(r"\son\w+=|\sstyle=", read_page().split("<body>")[1].split("<script>")[0])
+
+
+def test_the_header_allows_its_own_script_alone(page_server: tuple[Running, ScriptedEngine]) -> None:
+    reply = ask(page_server[0], "/?prompt=x&go=1")
+    assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
+    told = reply.headers["content-security-policy"]
+    assert told == make_policy() and told.startswith("default-src 'none'; ") and "connect-src 'self'" in told
+    assert "unsafe" not in told and len(re.findall(r"'sha256-[\w+/]{43}='", told)) == 2
+    assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_what_the_page_is_told_is_data(page_server: tuple[Running, ScriptedEngine]) -> None:
+    server, _ = page_server
+    expected = {"model": "demo", "demo": True, "drafters": ["demo"], "chat": True, "plan": "plan auto"}
+    assert read_about(ask(server, "/").body.decode()) == expected
+    names = server.service.model_names
+    server.service.model_names = [NASTY]
+    try:
+        told = ask(server, "/").body.decode()
+    finally:
+        server.service.model_names = names
+    assert read_about(told)["model"] == NASTY
+    # What the header allows is what it was: nothing of it is in the script.
+    assert told.split("<style>")[1] == read_page().split("<style>")[1]
+
+
+def test_the_page_is_on_a_race_alone(scripted: tuple[Running, ScriptedEngine], chat_tokenizer: Any) -> None:
+    assert ask(scripted[0], "/").status == 404
+    with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
+        assert ask(server, "/").status == 200 and b"secret" not in ask(server, "/").body
+        assert ask(server, TEXT, {"prompt": "x"}).status == 401
+
+
+def test_only_its_own_page_may_ask(page_server: tuple[Running, ScriptedEngine]) -> None:
+    server, _ = page_server
+    where = server.url.removeprefix("http://")
+    body = {"prompt": "x", "max_tokens": 1}
+    for origin in (f"http://{where}", f"https://{where}", None, "http://a.example"):
+        assert ask(server, TEXT, body, {"Origin": origin} if origin else {}).status == 200
+    for origin in ("http://evil.example", "null", "", f"http://{where}.evil.example", "http://[", "http://127.0.0.1:1"):
+        for path, given in ((TEXT, body), ("/", None), ("/health", None)):
+            reply = ask(server, path, given, {"Origin": origin})
+            assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
+            assert reply.error == f"pages of the Origin {origin!r} are not among --allowed-origins"
+
+
+def test_the_page_opens_where_a_screen_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(race.webbrowser, "open", lambda url: opened.append(url) or "8" in url)
+    monkeypatch.setattr(race.sys, "platform", "linux")
+    monkeypatch.setenv("DISPLAY", ":0")
+    race.show_page("http://127.0.0.1:8")
+    assert opened == ["http://127.0.0.1:8"] and capsys.readouterr().err == ""
+    race.show_page("http://127.0.0.1:9")  # it could not be opened
+    assert len(opened) == 2 and capsys.readouterr().err == "open http://127.0.0.1:9 in a browser\n"
+    monkeypatch.delenv("DISPLAY")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    race.show_page("http://127.0.0.1:8")
+    assert len(opened) == 2 and capsys.readouterr().err == "open http://127.0.0.1:8 in a browser\n"
+
+
+def test_its_flags_are_the_servers() -> None:
+    args = vars(make_race_parser().parse_args(["--no-browser"]))
+    assert args.pop("no_browser") is True and (args["allowed_origins"], args["port"]) == ([], 8090)
+    server_args = vars(parse_flags("--port", "7"))
+    assert args.keys() == server_args.keys() - {"options"} and server_args["allowed_origins"] == ["*"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """Chromium without a window."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROME or ""
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run",
+                 "disable-background-networking", "window-size=1200,1000", f"user-data-dir={profile}"):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def finish(browser: webdriver.Chrome) -> str:
+    """How the race ended, once it did."""
+    until(lambda: bool(browser.execute_script("return document.body.dataset.done")), 120)
+    return str(browser.execute_script("return document.body.dataset.done"))
+
+
+def read_side(browser: webdriver.Chrome, side: str) -> str:
+    """What a column says after the prompt."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent).join('')"
+    return str(browser.execute_script(script, f"#{side} pre span:not(.asked)"))
+
+
+@in_browser
+def test_the_demo_runs_by_itself(browser: webdriver.Chrome, demo_models: Any) -> None:
+    model, tokenizer, _ = demo_models
+    prompt = "class Stack:\n    def push(self, item):\n"
+    steps = stream_generate(model, tokenizer, prompt, max_tokens=60, temp=0.8, seed=3)
+    expected = "".join(response.text for response in steps)
+    with start_race("--draft-depth", "3", "--beam-width", "2") as server:
+        browser.get(f"{server.url}/?go=1&max=60&seed=3&temp=0.8&prompt={quote(prompt)}")
+        assert finish(browser) == "same"
+        assert read_side(browser, "plain") == read_side(browser, "drafted") == expected
+        kept = browser.find_elements(By.CSS_SELECTOR, "#drafted pre .kept")
+        assert 0 < len(kept) < 60 and not browser.find_elements(By.CSS_SELECTOR, "#plain pre .kept")
+        assert browser.find_elements(By.CSS_SELECTOR, "#drawing .node")
+        assert "Same text, to the character: 60 tokens." in browser.find_element(By.ID, "result").text
+        browser.find_element(By.ID, "replay").click()
+        until(lambda: browser.find_element(By.ID, "replay").is_enabled())
+        assert read_side(browser, "plain") == read_side(browser, "drafted") == expected
+        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+@in_browser
+def test_what_looks_like_html_is_text(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedEngine]) -> None:
+    server, engine = page_server
+    engine.texts = [[NASTY]]
+    browser.get(f"{server.url}/?prompt={quote(NASTY)}&max=999")
+    browser.find_element(By.ID, "chat").click()
+    title = browser.title
+    browser.find_element(By.ID, "start").click()
+    assert finish(browser) == "same" and browser.title == title
+    assert read_side(browser, "plain") == NASTY
+    assert not browser.find_elements(By.CSS_SELECTOR, "pre img, pre script, main img, main script")

@@ -1,0 +1,207 @@
+"""What clients may send: what is ignored, what is refused by name, and what no body can break."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers import Running, ScriptedEngine, ask
+
+Scripted = tuple[Running, ScriptedEngine]
+USER = [{"role": "user", "content": "Hi"}]
+CHAT: dict[str, Any] = {"messages": USER}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": USER, "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": USER},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"user": "me", "store": True, "metadata": {}, "service_tier": "auto"}),
+        ("/v1/chat/completions", {"parallel_tool_calls": False, "modalities": ["text"], "function_call": "none"}),
+        ("/v1/chat/completions", {"prediction": {"type": "content", "content": "x"}, "num_draft_tokens": 3}),
+        ("/v1/chat/completions", {"stop": None, "tools": None, "logit_bias": None, "response_format": None}),
+        ("/v1/chat/completions", {"top_logprobs": -1, "reasoning_effort": "low", "model": "default_model"}),
+        ("/v1/completions", {"best_of": 1, "echo": False, "suffix": None, "user": "me"}),
+    ],
+)
+def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict[str, Any]) -> None:
+    reply = ask(scripted[0], path, {**BODIES[path], **fields})
+    assert reply.status == 200, reply.body
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        ("/v1/completions", {"best_of": 2}, "best_of is not supported, got 2"),
+        ("/v1/completions", {"echo": True}, "echo is not supported, got True"),
+        ("/v1/completions", {"suffix": "}"}, "suffix is not supported"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt must be one text, or the token ids of one, got ['a', 'b']"),
+        ("/v1/completions", {"prompt": [True]}, "prompt must be one text"),
+        ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
+        ("/v1/completions", {"draft_model": "x"}, "there is no drafter 'x' here, expected one of demo, none"),
+        ("/v1/completions", {"plan": "off"}, "unknown field: plan"),
+        ("/v1/chat/completions", {"modalities": ["text", "audio"]}, "modalities is not supported"),
+        ("/v1/chat/completions", {"audio": {"voice": "x"}}, "audio is not supported"),
+        ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions is not supported"),
+        ("/v1/chat/completions", {"adapters": "x"}, "adapters is not supported"),
+        ("/v1/chat/completions", {"messages": []}, "messages list should have at least 1 item"),
+        ("/v1/chat/completions", {"messages": None}, "messages is missing"),
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role must be a string, got None"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "must be a text or a list"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
+            "messages[0].content: only text is supported, got a part of type 'image_url'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "got a part of type 'input_audio'",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "arguments must be JSON, got '{'",
+        ),
+        ("/v1/chat/completions", {"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function'"),
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice must be 'auto' or 'none', got 'required'"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"chat_template": "x"}}, "got chat_template"),
+        ("/v1/chat/completions", {"n": 0}, "n must be greater than or equal to 1, got 0"),
+        ("/v1/chat/completions", {"n": 17}, "n must be less than or equal to 16, got 17"),
+        ("/v1/chat/completions", {"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
+        ("/v1/chat/completions", {"temperature": True}, "temperature must be a valid number, got True"),
+        ("/v1/chat/completions", {"max_tokens": "x"}, "max_tokens must be a valid integer, got 'x'"),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
+        ("/v1/chat/completions", {"stop": ""}, "stop.0 string should have at least 1 character"),
+        ("/v1/chat/completions", {"stop": ["x"] * 65}, "stop list should have at most 64 items"),
+        ("/v1/chat/completions", {"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+        ("/v1/chat/completions", {"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
+        ("/v1/chat/completions", {"stream": 1}, "stream must be a valid boolean, got 1"),
+        ("/v1/chat/completions", {"response_format": {"type": "xml"}}, "response_format.type must be text"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            "the JSON schema cannot be followed: Invalid type: objekt",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+            "response_format and tools are not supported together",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(scripted: Scripted, path: str, fields: dict[str, Any], said: str) -> None:
+    reply = ask(scripted[0], path, {**BODIES[path], **fields})
+    assert reply.status == 400 and said in reply.error, reply.body
+    assert "\n" not in reply.error and len(reply.error) < 400
+    error = reply.json["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", 400)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "the body is not JSON"),
+        (b"{", "the body is not JSON"),
+        (b"\xff\xfe", "the body is not JSON"),
+        (b"[1]", "the body must be a JSON object, got list"),
+        (b'{"prompt": "\\ud800"}', "the body is not JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "the body is not JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "x", "logit_bias": {"1": Infinity}}', "the body is not JSON"),
+        (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion limit exceeded"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(scripted: Scripted, raw: bytes, said: str) -> None:
+    reply = ask(scripted[0], "/v1/completions", raw)
+    assert reply.status == 400 and said in reply.error
+
+
+def test_a_reply_repeats_no_infinity(scripted: Scripted) -> None:
+    for fields in (
+        b'"text": {"x": 1e999}',
+        b'"tools": [{"type": "function", "name": "f", "parameters": {"x": 1e999}}]',
+    ):
+        reply = ask(scripted[0], "/v1/responses", b'{"input": "x", ' + fields + b"}")
+        assert (reply.status, reply.error) == (400, "tools and text must have finite numbers")
+
+
+@pytest.mark.parametrize("seed", [0, -5, 2**70])
+def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
+    texts = set()
+    for _ in range(2):
+        reply = ask(demo, "/v1/completions", {"prompt": "x", "max_tokens": 5, "temperature": 1.0, "seed": seed})
+        texts.add(reply.json["choices"][0]["text"])
+    assert len(texts) == 1
+
+
+def test_openais_client_shows_what_is_wrong(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature must be greater than or equal to 0, got -1"):
+        scripted_openai.completions.create(model="demo", prompt="x", temperature=-1)
+
+
+def test_a_model_without_tools_says_so(demo: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    reply = ask(demo, "/v1/chat/completions", {"messages": USER, "tools": tools})
+    assert reply.status == 400 and "tools are not supported by this model" in reply.error
+
+
+def test_a_model_without_a_template_chats(demo: Running, demo_models: Any) -> None:
+    body = {"messages": USER, "max_tokens": 5, "role_mapping": {"user": "Q: ", "assistant": "A: ", "stop": "|"}}
+    made = ask(demo, "/v1/chat/completions", body).json
+    assert made["usage"]["prompt_tokens"] == len(demo_models[1].encode("Q: Hi|A:"))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from(
+    ["model", "messages", "prompt", "input", "max_tokens", "stop", "stop_sequences", "tools", "tool_choice", "system",
+     "temperature", "top_p", "seed", "logprobs", "top_logprobs", "n", "stream", "stream_options", "logit_bias", "text",
+     "response_format", "thinking", "reasoning", "instructions", "role_mapping", "chat_template_kwargs", "user"]
+)  # fmt: skip
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "x"]) | values},
+    optional={"content": values, "tool_calls": values, "tool_call_id": values},
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(list(BODIES)),
+    fields=st.dictionaries(names, values, max_size=3),
+    talk=st.none() | st.lists(messages, max_size=3),
+)
+def test_no_field_breaks_the_server(
+    scripted: Scripted, path: str, fields: dict[str, Any], talk: list[Any] | None
+) -> None:
+    body = {**BODIES[path], **fields} | ({"messages": talk} if talk is not None and "messages" in BODIES[path] else {})
+    reply = ask(scripted[0], path, body)
+    assert reply.status in (200, 400, 404), (body, reply)
+    if reply.status != 200:
+        assert reply.error
+    elif not body.get("stream"):
+        json.loads(reply.body, parse_constant=lambda name: pytest.fail(name))
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(list(BODIES)), raw=st.binary(max_size=60))
+def test_no_bytes_break_the_server(scripted: Scripted, path: str, raw: bytes) -> None:
+    assert ask(scripted[0], path, raw).status == 400
+    assert ask(scripted[0], path, BODIES[path]).status == 200

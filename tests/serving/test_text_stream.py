@@ -1,0 +1,99 @@
+"""Tokens to text, reasoning and tool calls, however they are cut into tokens; schemas after reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter.serving.structured_output import GrammarCompiler
+from mlx_redrafter.serving.text_stream import TextStream
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
+def read(tokenizer: Any, pieces: list[str], state: str | None = "normal", stops: tuple[str, ...] = ()) -> Any:
+    """(text, reasoning, calls, the raw text, the stream) of an answer whose tokens are those of each piece."""
+    stream = TextStream(tokenizer, state, stops, TOOLS)
+    segments, raw = [], ""
+    for token in [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]:
+        shown, more = stream.add_token(token)
+        segments, raw = segments + more, raw + shown
+        if stream.stopped_by is not None:
+            break
+    else:
+        shown, more = stream.finish()
+        segments, raw = segments + more, raw + shown
+    text, reasoning = ("".join(each.text for each in segments if each.kind == kind) for kind in ("text", "reasoning"))
+    calls = [(each.name, json.loads(each.text)) for each in segments if each.kind == "tool_call"]
+    return text, reasoning, calls, raw, stream
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_cuts_between_tokens_do_not_matter(chat_tokenizer: Any, size: int) -> None:
+    whole = f"Hi <think>hm, <5</think>→ so: {CALL}{CALL} and <tool"
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+    text, reasoning, calls, raw, stream = read(chat_tokenizer, pieces)
+    assert (text, reasoning, calls) == ("Hi → so:  and <tool", "hm, <5", [("f", {"x": 1})] * 2)
+    assert raw == whole and stream.has_tool_calls
+    assert read(chat_tokenizer, pieces, None)[:3] == (whole, "", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("whole", "stops", "expected", "found"),
+    [
+        ("one, two", (", t", "zzz"), "one", ", t"),
+        ("one, two", ("two!",), "one, two", None),
+        ("aab", ("ab", "b"), "a", "ab"),
+        ("x<think>abc", ("bc",), "x", "bc"),
+    ],
+)
+def test_stop_strings_are_found_and_named(
+    chat_tokenizer: Any, size: int, whole: str, stops: tuple[str, ...], expected: str, found: str | None
+) -> None:
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+    text, _, _, _, stream = read(chat_tokenizer, pieces, "normal", stops)
+    assert (text, stream.stopped_by) == (expected, found)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>{</tool_call>",
+        '<tool_call>{"x": 1}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
+        '<tool_call>{"name": "f"',
+    ],
+)
+def test_a_call_that_is_none_is_text(chat_tokenizer: Any, call: str) -> None:
+    text, _, calls, _, stream = read(chat_tokenizer, [call])
+    assert text == call and not calls and not stream.has_tool_calls
+
+
+def test_a_call_cut_short_may_be_whole(chat_tokenizer: Any) -> None:
+    assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
+
+
+def test_a_schema_holds_after_the_reasoning(chat_tokenizer: Any) -> None:
+    def encode(text: str) -> list[int]:
+        return list(chat_tokenizer.encode(text, add_special_tokens=False))
+
+    vocab = len(chat_tokenizer) + 3  # models have rows for tokens that no tokenizer knows
+    (processor,) = GrammarCompiler(chat_tokenizer, vocab).compile({"type": "boolean"}, "reasoning")()
+    history, logits = encode("Is it? <think>"), mx.zeros((1, vocab))
+
+    def allowed() -> list[int]:
+        return [token for token, value in enumerate(processor(mx.array(history), logits)[0].tolist()) if value == 0]  # type: ignore[arg-type, union-attr]
+
+    assert len(allowed()) == vocab
+    history += encode("Hm. true? </think>")
+    starts = [chat_tokenizer.decode([token]) for token in allowed()]
+    assert starts and all("true".startswith(each) or "false".startswith(each) for each in starts)
+    for token in encode("true"):
+        history.append(token)
+        left = allowed()
+    assert left == list(chat_tokenizer.eos_token_ids)
