@@ -64,7 +64,8 @@ class AnswerFile:
         A stopped run loses one group at most. The token that ends an answer is part of it.
 
         Raises:
-            RedrafterError: see `read`; or the file cannot be written.
+            RedrafterError: see `read`.
+            OSError: the file cannot be written.
         """
         done = self.read()
         with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
@@ -75,10 +76,7 @@ class AnswerFile:
                 group = self.prompts[len(done) : len(done) + self.group_size]
                 done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
                 bar.update(len(group))
-                try:
-                    write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
-                except OSError as error:
-                    raise RedrafterError(f"cannot write the answers to {self.path}: {one_line(error)}") from error
+                write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
         pairs = zip(self.prompts, done, strict=True)
         return [Text(np.array([*prompt, *answer], np.int32), len(prompt)) for prompt, answer in pairs]
 

@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoints import load_pair
 from ..demo import demo_prompts
-from ..drafters import protocol
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.stats import Stats
 from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
@@ -83,7 +82,7 @@ class ShapeResult(NamedTuple):
 
 def compare_shapes(
     model: nn.Module,
-    drafter: protocol.Drafter,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     shapes: Sequence[Sequence[int]],
     options: Options,
@@ -160,10 +159,11 @@ def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence
         prompts = make_prompts(validation or training, args.val_prompts)
     else:
         prompts = encode_prompts(given, tokenizer) or [encode_chat(tokenizer, text) for text in demo_prompts()]
+    shapes = shapes or [shape for shape in SHAPES if shape[1] <= (drafter.args.max_depth or shape[1])]
     same = True
     for temp in args.temp:
         options = Options(max_tokens=args.max_tokens, temp=temp, seed=args.seed)
-        results = compare_shapes(model, drafter, prompts, shapes or SHAPES, options, set(tokenizer.eos_token_ids))
+        results = compare_shapes(model, drafter, prompts, shapes, options, set(tokenizer.eos_token_ids))
         print(f"temperature {temp}, {len(prompts)} prompts, {args.max_tokens} tokens each at most")
         print(format_table(results), flush=True)
         same = same and all(result.same_tokens for result in results)

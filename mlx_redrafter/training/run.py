@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten
 from ..atomic_files import lock_file
 from ..checkpoints import load_drafter, load_target, save_drafter
 from ..demo.sources import training_prompts
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.supported_models import check_draftable, compute_dtype, model_sizes
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError
 from ..generate import decode_prompts
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
@@ -41,7 +41,7 @@ from .data import (
 )
 from .estimate import check_disk, disk_bytes, estimate_run
 from .evaluation import add_results, compare_shapes, format_table, make_prompts, measure_guesses
-from .run_files import Record, RunFiles, make_command, strip_folders
+from .run_files import Record, RunFiles, describe, make_command, strip_folders
 from .settings import TrainingArgs
 from .targets import new_drafter
 from .trainer import load_checkpoint, train_drafter
@@ -89,43 +89,38 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         say: is told what a person should know.
 
     Returns:
-        The exit status: 0, or 130 after Ctrl-C, when the run can be resumed.
+        The exit status: 0, 1 if a token differs from plain decoding, or 130 after Ctrl-C, when the run can be resumed.
 
     Raises:
         RedrafterError: with the reason; the last checkpoint is complete.
+        OSError: a file cannot be written.
     """
     args.check_run()
     files = RunFiles(args)
     record = files.open_record(resume=resume)
+    given = [] if args.data else read_prompts(args.prompts) if args.prompts else demo_prompts(args)
     if args.data:
         check_data(args.data)
-    demo = [] if args.data or args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
-    given = read_prompts(args.prompts) if args.prompts else [Prompt(text, "the demo") for text in demo]
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
     answers: AnswerFile | None = None
     if args.data:
         texts = split_texts(args, *load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), say)
         source = digest([[[text.offset, *text.ids.tolist()] for text in part] for part in texts])
-        lengths, n_validation = [len(text.ids) for text in texts[0]], len(texts[1])
+        lengths, n_validation, missing = [len(text.ids) for text in texts[0]], len(texts[1]), 0
     else:
         prompts = select_prompts(args, encode_prompts(given, tokenizer), say)
-        answers = AnswerFile(files.answers, args, prompts)
-        source = digest(prompts)
+        answers, source = AnswerFile(files.answers, args, prompts), digest(prompts)
         lengths, n_validation = [len(prompt) + args.max_tokens for prompt in prompts], n_held_out(len(prompts))
+        missing = len(prompts) - len(answers.read())
     if record.texts not in (None, source):
         where = args.data or args.prompts or "the demo"
         raise RedrafterError(f"cannot resume the run in {files.place}: the texts of {where} have changed")
-    sizes = DrafterArgs.from_dict(record.args) if record.args else choose_args(args, model, say)
+    sizes = args.kind.from_dict(record.args) if record.args else choose_sizes(args, model, say)
     record.texts, record.args = source, sizes.to_dict()
     done = record.ended or load_checkpoint(files.checkpoint)
-    if resume and record.reports and not done:
-        say("the run has no checkpoint: it starts again")
-    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
-    weights = n_weights(sizes) / 1e6
-    say(f"drafter: exit_dim {sizes.exit_dim}, blocks {sizes.num_draft_layers}{guesses}, {weights:.2f} M parameters")
+    say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
     left = 0 if record.ended else args.iters - done
-    missing = 0 if answers is None else len(lengths) - len(answers.read())
     say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing))
     check_disk(files.place, disk_bytes(sizes, 0 if args.data else len(lengths) * args.max_tokens))
     if dry_run:
@@ -153,19 +148,24 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             return INTERRUPTED
 
 
-def choose_args(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
+def demo_prompts(args: TrainingArgs) -> list[Prompt]:
+    """Pieces of the standard library for the demo's target to continue."""
+    return [Prompt(text, "the demo") for text in training_prompts(DEMO_PROMPTS, args.seed)]
+
+
+def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
     hidden_size, vocab_size = model_sizes(model)
-    if args.exit_dim is None:
+    if args.is_measured:
         choice = choose_size(model, dtype=final_dtype(args, model))
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
     if count is not None and count > vocab_size:
         raise RedrafterError(f"draft_vocab_size must be at most the target's vocabulary {vocab_size}, got {count}")
-    layers = 1 if args.num_draft_layers is None else args.num_draft_layers
     count = None if count == vocab_size else count
-    return DrafterArgs(hidden_size, vocab_size, args.exit_dim, layers, draft_vocab_size=count)
+    sizes = {name: getattr(args, name) for name in args.kind.SIZES}
+    return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **sizes)
 
 
 def final_dtype(args: TrainingArgs, model: nn.Module) -> mx.Dtype:
@@ -245,10 +245,7 @@ def finish(run: Run) -> bool:
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
-    try:
-        is_drawn = run.files.write_report(record, drafter.args, results)
-    except OSError as error:
-        raise RedrafterError(f"the drafter is in {place}, but not all of its report: {one_line(error)}") from error
+    is_drawn = run.files.write_report(record, drafter.args, results)
     run.say(f"temperature {run.options.temp}, {len(run.prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(

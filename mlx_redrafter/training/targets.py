@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters import make_drafter
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.supported_models import capture_output, find_parts
 from .loss import TrainingTargets
 from .settings import TrainingArgs
@@ -68,7 +69,7 @@ def compute_targets(
     logits = logits.reshape(-1, logits.shape[-1])[batch.positions]
     choices = head_rows(mx.argmax(logits, axis=-1), vocabulary)
     columns = mx.where(batch.positions < 0, -1, batch.positions % tokens.shape[1])
-    states = hidden[-1], embedding(tokens), batch.positions, columns, choices
+    states = tokens, hidden[-1], embedding(tokens), batch.positions, columns, choices
     if args.labels == "distribution":
         return TrainingTargets(*states, *compute_probs(logits, vocabulary, args.teacher_top_k))
     if args.labels == "data":
@@ -111,31 +112,36 @@ def compute_probs(logits: mx.array, vocabulary: Vocabulary | None, top_k: int) -
 
 
 def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> Drafter:
-    """An untrained drafter whose head knows which tokens are alike.
+    """An untrained drafter that knows from the target's embedding which tokens are alike.
 
-    Its head starts as the principal components of the target's embedding, columns beyond those at random. The head is
-    most of a drafter, and rare tokens seldom change it: so it learns faster at first. Of the target's embedding only a
-    few rows are in float32 at a time.
+    Output matrices are most of a drafter, and rare tokens seldom change them: so it learns faster at first. Of the
+    target's embedding only a few rows are in float32 at a time.
 
     Args:
         ids: (V',) the tokens that it can guess, where `args` says that it cannot guess all.
     """
-    drafter = Drafter(args)
+    drafter = make_drafter(args)
     if ids is not None:
         drafter.draft_ids = mx.array(ids.astype(np.int32))
     embedding = find_parts(model).embedding
     guessed = mx.arange(args.vocab_size) if ids is None else drafter.draft_ids
-    parts = [guessed[start : start + 4096] for start in range(0, guessed.size, 4096)]
     mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
-    for part in parts:
+    for part in split(guessed):
         rows = embedding(part).astype(mx.float32)
         mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
         mx.eval(mean, square)
     mean /= guessed.size  # what all tokens share does not tell them apart
     _, axes = mx.linalg.eigh(square - guessed.size * mx.outer(mean, mean), stream=mx.cpu)
-    head = drafter.lm_head[-1]
-    width = min(args.exit_dim, args.hidden_size)
-    axes = axes[:, ::-1][:, :width]
-    components = mx.concatenate([(embedding(part).astype(mx.float32) - mean) @ axes for part in parts])
-    head.weight = mx.concatenate([components, head.weight[:, width:]], axis=1)
+    axes = axes[:, ::-1]
+
+    def project(tokens: mx.array, width: int | None) -> mx.array:
+        rows = (embedding(part).astype(mx.float32) - mean for part in split(tokens))
+        return mx.concatenate([part if width is None else part @ axes[:, :width] for part in rows])
+
+    drafter.start_from(project)
     return drafter
+
+
+def split(tokens: mx.array) -> list[mx.array]:
+    """Parts of a few thousand."""
+    return [tokens[start : start + 4096] for start in range(0, tokens.size, 4096)]

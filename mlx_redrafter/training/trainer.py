@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..atomic_files import replace_file
 from ..checkpoints import check_fit, evaluate
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
@@ -40,12 +40,12 @@ def train_drafter(
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
 ) -> int:
-    """Trains `drafter` in place for `model`, by AdamW.
+    """Trains `drafter`, of any kind, in place for `model`, by AdamW.
 
     Args:
         model: a model of mlx-lm; it is read, never changed, and runs once for each batch.
         batches: iteration -> texts like those that the model will write; best of all, its own.
-        checkpoint: see `fit`.
+        checkpoint, on_iteration: see `fit`.
 
     Returns:
         How many iterations it has seen, those before a checkpoint's included.
@@ -57,7 +57,7 @@ def train_drafter(
     """
     check_fit(drafter, model)
     evaluate(model, drafter)  # read by another thread, which could not evaluate them
-    accumulate, updates = args.grad_accumulation_steps, -(-args.iters // args.grad_accumulation_steps)
+    updates = -(-args.iters // args.grad_accumulation_steps)
     rise = max(1, round(args.warmup * updates))
     rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
     falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
@@ -70,10 +70,9 @@ def train_drafter(
         lambda iteration: target_arrays(model, drafter, batches(iteration), args, iteration),
         args.iters,
         name="drafter",
-        accumulate=accumulate,
+        accumulate=args.grad_accumulation_steps,
         checkpoint=checkpoint,
         save_every=args.save_every,
-        dtype=args.mixed_dtype,
         on_iteration=on_iteration,
     )
 
@@ -89,11 +88,19 @@ def target_arrays(
 
 
 def make_loss(drafter: Drafter, args: TrainingArgs) -> Loss:
-    """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show."""
+    """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show.
+
+    In 16 bits it is computed with rounded weights; the gradient is that of the weights as they are.
+    """
+    dtype, fixed = args.mixed_dtype, args.depth_weights or None
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        targets, weights = TrainingTargets(*arrays), args.depth_weights or None
-        found = draft_loss(drafter, targets, args.draft_depth, weights, grad_checkpoint=args.grad_checkpoint)
+        weights = drafter.trainable_parameters()
+        if dtype is not None:
+            drafter.update(tree_map(lambda weight: weight.astype(dtype), weights))
+        targets = TrainingTargets(*arrays)
+        found = draft_loss(drafter, targets, args.draft_depth, fixed, grad_checkpoint=args.grad_checkpoint)
+        drafter.update(weights)
         return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": found.accuracy[-1]}
 
     return loss
@@ -110,7 +117,6 @@ def fit(
     accumulate: int = 1,
     checkpoint: Path | None = None,
     save_every: int = 250,
-    dtype: mx.Dtype | None = None,
     on_iteration: OnIteration | None = None,
 ) -> int:
     """Updates `model` until it has seen `iters` batches, those before a checkpoint's included, or is stopped.
@@ -121,7 +127,7 @@ def fit(
         name: what the progress bar says.
         accumulate: of how many batches the gradients are added up before an update.
         checkpoint: the file to save to, and to continue from if it exists.
-        dtype: what the forward and the gradients are computed in, when not in the dtype of the weights.
+        on_iteration: called after each; the run stops at the next update where it says so.
 
     Returns:
         How many iterations the model has seen.
@@ -131,7 +137,7 @@ def fit(
     """
     optimizer.init(model.trainable_parameters())
     first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
-    update = make_update(model, optimizer, loss, accumulate, dtype)
+    update = make_update(model, optimizer, loss, accumulate)
 
     def prepare(step: int) -> Sequence[mx.array]:
         arrays = batch(step) if step < iters else []
@@ -178,10 +184,10 @@ def helper_thread() -> Iterator[ThreadPoolExecutor]:
 
 
 def make_update(
-    model: nn.Module, optimizer: optim.Optimizer, loss: Loss, accumulate: int, dtype: mx.Dtype | None
+    model: nn.Module, optimizer: optim.Optimizer, loss: Loss, accumulate: int
 ) -> Callable[..., dict[str, float]]:
     """(arrays, last: whether an update follows) -> what the iteration showed; adds up gradients between updates."""
-    loss_and_grads = nn.value_and_grad(model, loss if dtype is None else cast_loss(dtype, model, loss))
+    loss_and_grads = nn.value_and_grad(model, loss)
     state = [model.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
@@ -203,19 +209,6 @@ def make_update(
         return {key: float(value.item()) for key, value in shown.items()}  # type: ignore[arg-type]
 
     return update
-
-
-def cast_loss(dtype: mx.Dtype, model: nn.Module, loss: Loss) -> Loss:
-    """`loss` with the model's weights rounded to `dtype`; the gradient is that of the weights as they are."""
-
-    def cast(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        weights = model.trainable_parameters()
-        model.update(tree_map(lambda weight: weight.astype(dtype), weights))
-        result = loss(*arrays)
-        model.update(weights)
-        return result
-
-    return cast
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
