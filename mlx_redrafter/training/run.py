@@ -98,9 +98,11 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     args.check_run()
     files = RunFiles(args)
     record = files.open_record(resume=resume)
-    given = [] if args.data else read_prompts(args.prompts) if args.prompts else demo_prompts(args)
+    given: list[Prompt] = []
     if args.data:
         check_data(args.data)
+    else:
+        given += read_prompts(args.prompts) if args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
     answers: AnswerFile | None = None
@@ -146,11 +148,6 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
-
-
-def demo_prompts(args: TrainingArgs) -> list[Prompt]:
-    """Pieces of the standard library for the demo's target to continue."""
-    return [Prompt(text, "the demo") for text in training_prompts(DEMO_PROMPTS, args.seed)]
 
 
 def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
