@@ -69,11 +69,10 @@ class AnswerFile:
         """
         done = self.read()
         with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
-            while len(done) < len(self.prompts):
+            while group := self.prompts[len(done) : len(done) + self.group_size]:
                 number = len(done) // self.group_size
                 mx.random.seed(self.args.seed + number)
                 temp = self.args.temp[number % len(self.args.temp)]
-                group = self.prompts[len(done) : len(done) + self.group_size]
                 done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
                 bar.update(len(group))
                 write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
@@ -85,12 +84,8 @@ def generate_answers(
     model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
 ) -> list[list[int]]:
     """The answers to these prompts, side by side, by mlx-lm's batch generator."""
-    generator = BatchGenerator(
-        model,
-        max_tokens=max_tokens,
-        stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-        sampler=make_sampler(temp),
-    )
+    ends = [[token] for token in tokenizer.eos_token_ids]
+    generator = BatchGenerator(model, max_tokens=max_tokens, stop_tokens=ends, sampler=make_sampler(temp))
     uids = generator.insert([list(prompt) for prompt in prompts])
     answers: dict[int, list[int]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():

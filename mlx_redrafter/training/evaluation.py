@@ -18,7 +18,7 @@ from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.stats import Stats
 from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
-from ..generate import decode_prompts, encode_chat
+from ..generate import PromptRuns, decode_prompts, encode_chat
 from ..options import Options
 from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
 from .loss import draft_loss
@@ -93,28 +93,26 @@ def compare_shapes(
     Shapes that branch are left out where the model takes chains only.
     """
     takes_trees = check_draftable(model, tree=True) is None
-    shapes = [tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees]
-    plans: list[Any] = ["off", *shapes]
-    runs = []
+    plans: list[Any] = ["off", *(tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees)]
+    runs: dict[Any, list[PromptRuns]] = {plan: [] for plan in plans}
     with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
         for prompt in prompts:
-            for plan in plans:
-                runs.append(decode_prompts(model, drafter, [prompt], replace(options, plan=plan), eos_token_ids))
+            for plan, own in runs.items():
+                own.append(decode_prompts(model, drafter, [prompt], replace(options, plan=plan), eos_token_ids))
                 bar.update()
-    plain, results = runs[:: len(plans)], []
-    for i, (width, depth, *size) in enumerate(shapes, start=1):
-        drafted = runs[i :: len(plans)]
-        stats = sum((run.stats for run in drafted), Stats())
-        pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(drafted, plain, strict=True)]
+    plain, results = runs.pop("off"), []
+    for (width, depth, *size), own in runs.items():
+        stats = sum((run.stats for run in own), Stats())
+        pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(own, plain, strict=True)]
         result = ShapeResult(
             width,
             depth,
             size[0] if size else 1 + width * depth,
             stats.tokens_per_round,
             stats.acceptance_per_depth,
-            sum(len(run.texts[0]) - 1 for run in drafted) / max(sum(run.seconds for run in drafted), 1e-9),
+            sum(len(run.texts[0]) - 1 for run in own) / max(sum(run.seconds for run in own), 1e-9),
             median([a / b for a, b in pairs if a and b] or [0.0]),
-            [run.texts for run in drafted] == [run.texts for run in plain],
+            [run.texts for run in own] == [run.texts for run in plain],
         )
         results.append(result)
     return results

@@ -61,7 +61,7 @@ def compute_targets(
         key: of labels that are drawn.
 
     Raises:
-        UnsupportedModelError: see `find_parts`.
+        UnsupportedModelError: the model has no embedding, or no final norm, that can be found.
     """
     tokens = batch.ids[:, :-1]
     embedding, norm = find_parts(model)
@@ -72,11 +72,10 @@ def compute_targets(
     states = tokens, hidden[-1], embedding(tokens), batch.positions, columns, choices
     if args.labels == "distribution":
         return TrainingTargets(*states, *compute_probs(logits, vocabulary, args.teacher_top_k))
+    wanted = choices
     if args.labels == "data":
         wanted = head_rows(batch.ids[:, 1:].reshape(-1)[batch.positions], vocabulary)
-    elif args.labels == "target":
-        wanted = choices
-    else:
+    elif args.labels == "sampled":
         drawn = mx.random.categorical(logits * (1 / args.label_temp), key=mx.random.key(key))
         wanted = head_rows(drawn, vocabulary)
     wanted = wanted[:, None]

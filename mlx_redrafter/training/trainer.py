@@ -28,7 +28,7 @@ Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 """arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
 
 OnIteration = Callable[[int, dict[str, float]], bool]
-"""(iterations done, what the last one showed) -> whether to stop here."""
+"""(iterations done, what the last one showed) -> whether to stop at the next update."""
 
 
 def train_drafter(
@@ -127,7 +127,6 @@ def fit(
         name: what the progress bar says.
         accumulate: of how many batches the gradients are added up before an update.
         checkpoint: the file to save to, and to continue from if it exists.
-        on_iteration: called after each; the run stops at the next update where it says so.
 
     Returns:
         How many iterations the model has seen.
@@ -136,22 +135,19 @@ def fit(
         RedrafterError: the loss or its gradient is not a number; the last checkpoint is from before.
     """
     optimizer.init(model.trainable_parameters())
-    first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
-    update = make_update(model, optimizer, loss, accumulate)
+    saved = done = first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
+    update, stop, smooth = make_update(model, optimizer, loss, accumulate), False, dict[str, float]()
 
     def prepare(step: int) -> Sequence[mx.array]:
         arrays = batch(step) if step < iters else []
         mx.eval(arrays)
         return arrays
 
-    saved, done, stop = first, first, False
-    bar = tqdm(range(first, iters), initial=first, total=iters, desc=name, mininterval=10)
-    smooth: dict[str, float] = {}
+    bar = tqdm(range(first + 1, iters + 1), initial=first, total=iters, desc=name, mininterval=10)
     with helper_thread() as helper:
         following = helper.submit(prepare, first)
-        for step in bar:
-            arrays, following = following.result(), helper.submit(prepare, step + 1)
-            done = step + 1
+        for done in bar:
+            arrays, following = following.result(), helper.submit(prepare, done)
             is_update = done % accumulate == 0 or done == iters
             shown = update(arrays, last=is_update)
             if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
@@ -162,11 +158,12 @@ def fit(
             smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
             bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
             stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # until the update is complete
-            is_due = stop or done == iters or done // save_every > saved // save_every
-            if checkpoint and is_update and is_due:
+            if not is_update:
+                continue
+            if checkpoint and (stop or done == iters or done // save_every > saved // save_every):
                 save_checkpoint(checkpoint, model, optimizer, done)
                 saved = done
-            if stop and is_update:
+            if stop:
                 break
         bar.close()
         following.result()
