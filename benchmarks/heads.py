@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_redrafter.atomic_files import expand_path, write_text
-from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
+from mlx_redrafter.checkpoints import evaluate, load, load_drafter, save_drafter
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.demo.sources import training_prompts
 from mlx_redrafter.drafters import KINDS, TYPES
@@ -40,7 +41,7 @@ from mlx_redrafter.training.data import Text, make_batches
 from mlx_redrafter.training.evaluation import make_prompts, measure_guesses
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import new_drafter
-from mlx_redrafter.training.trainer import train_drafter
+from mlx_redrafter.training.trainer import fit, make_loss, make_optimizer, target_arrays
 
 from .command import parse_above_zero, parse_output, parse_positive
 from .contest import find_status, hold_contest, measure_costs
@@ -120,8 +121,14 @@ def run(args: argparse.Namespace) -> int:
     texts = [text for text in answers if len(text.ids) > text.offset + DEPTH]
     training, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
 
+    batches = make_batches(training, settings.batch_size, settings.seed)
+
+    @cache  # it says the same to all
+    def ask_target(iteration: int) -> list[mx.array]:
+        return target_arrays(model, None, batches(iteration), settings, iteration)
+
     scores = [
-        sweep(model, kind, replace(settings, learning_rate=rate), training, held_out, args.output)
+        sweep(model, kind, replace(settings, learning_rate=rate), ask_target, held_out, args.output)
         for rate in args.learning_rates
         for kind in args.kinds
     ]
@@ -147,7 +154,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sweep(
-    model: nn.Module, kind: str, settings: TrainingArgs, training: list[Text], held_out: list[Text], output: Path
+    model: nn.Module,
+    kind: str,
+    settings: TrainingArgs,
+    ask_target: Callable[[int], list[mx.array]],
+    held_out: list[Text],
+    output: Path,
 ) -> Row:
     """What a kind makes of the texts at a learning rate: trained and saved, unless it has been."""
     name = f"{kind}-{settings.learning_rate:g}"
@@ -159,9 +171,10 @@ def sweep(
     mx.random.seed(settings.seed)
     drafter = new_drafter(model, sizes)
     print(f"training {name}", file=sys.stderr)
-    batches = make_batches(training, settings.batch_size, settings.seed)
-    train_drafter(model, drafter, batches, settings, checkpoint=place / "checkpoint.safetensors")
-    loss, acceptance = measure_guesses(model, drafter, held_out, settings)
+    evaluate(model, drafter)
+    optimizer, loss, file = make_optimizer(settings), make_loss(drafter, settings), place / "checkpoint.safetensors"
+    fit(drafter, optimizer, loss, ask_target, settings.iters, name=name, checkpoint=file, save_every=100)
+    mean_loss, acceptance = measure_guesses(model, drafter, held_out, settings)
     drafter.args = replace(drafter.args, acceptance=acceptance)
     options = Options(max_tokens=48, temp=TEMPS[-1], seed=0, plan=SHAPES[0])
     stats = decode_prompts(model, drafter, make_prompts(held_out, HELD_OUT), options).stats
@@ -171,12 +184,12 @@ def sweep(
         "M weights": n_weights(sizes) / 1e6,
         "iterations": settings.iters,
         "learning rate": settings.learning_rate,
-        "loss": loss,
+        "loss": mean_loss,
         "tokens per round": stats.tokens_per_round,
         "directory": name,
     }
     write_text(score, json.dumps(found, indent=1) + "\n")
-    (place / "checkpoint.safetensors").unlink()
+    file.unlink()
     return found
 
 

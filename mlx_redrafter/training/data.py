@@ -243,8 +243,11 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
 
 def collate(texts: Sequence[Text]) -> Batch:
     """Texts as a batch, padded at the end."""
-    longest = max(len(text.ids) for text in texts)
-    width = 1 + pad(longest - 1, PAD_TO)
+
+    def pad(size: int, multiple: int) -> int:
+        return multiple * max(1, -(-size // multiple))
+
+    width = 1 + pad(max(len(text.ids) for text in texts) - 1, PAD_TO)
     ids = np.zeros((len(texts), width), np.int32)
     positions: list[int] = []
     for row, text in enumerate(texts):
@@ -254,11 +257,6 @@ def collate(texts: Sequence[Text]) -> Batch:
     padded = np.full(pad(len(positions), PAD_POSITIONS_TO), -1, np.int32)
     padded[: len(positions)] = positions
     return Batch(mx.array(ids), mx.array(padded))
-
-
-def pad(size: int, multiple: int) -> int:
-    """The next multiple."""
-    return multiple * max(1, -(-size // multiple))
 
 
 def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

@@ -52,7 +52,10 @@ def estimate_run(
     memory = mx.get_peak_memory() + 12 * n_weights(sizes)  # two moments, and gradients that are added up
     writing = 0.0
     if answers:
-        step = time_answer_step(model, max(1, mean - args.max_tokens), min(answers, AT_ONCE))
+        rows, cache = min(answers, AT_ONCE), make_prompt_cache(model)
+        mx.eval(model(mx.zeros((rows, max(1, mean - args.max_tokens)), mx.int32), cache=cache))
+        token = mx.zeros((rows, 1), mx.int32)
+        step = time_call(lambda: mx.eval(mx.argmax(model(token, cache=cache), axis=-1)))
         writing = step * args.max_tokens * math.ceil(answers / AT_ONCE)
     decoding = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
     val_texts = val_texts if args.val_batches < 0 else min(val_texts, args.val_batches * args.batch_size)
@@ -77,7 +80,7 @@ def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, lengt
     gradient = nn.value_and_grad(drafter, make_loss(drafter, args))
 
     def prepare() -> list[mx.array]:
-        arrays = target_arrays(model, drafter, batch, args, 0)
+        arrays = target_arrays(model, drafter.get("draft_ids"), batch, args, 0)
         mx.eval(arrays)
         return arrays
 
@@ -92,13 +95,6 @@ def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, lengt
         return time_call(iterate)
 
 
-def time_answer_step(model: nn.Module, prompt_tokens: int, rows: int) -> float:
-    """Seconds of a step of plain decoding of `rows` texts side by side."""
-    cache, token = make_prompt_cache(model), mx.zeros((rows, 1), mx.int32)
-    mx.eval(model(mx.zeros((rows, prompt_tokens), mx.int32), cache=cache))
-    return time_call(lambda: mx.eval(mx.argmax(model(token, cache=cache), axis=-1)))
-
-
 def time_call(call: Callable[[], object]) -> float:
     """Seconds of a call, warm."""
     call()
@@ -111,11 +107,7 @@ def disk_bytes(sizes: DrafterArgs, answer_tokens: int = 0) -> int:
 
 
 def check_disk(directory: Path, needed: int) -> None:
-    """Refuses to start where the disk has no room.
-
-    Args:
-        directory: need not exist yet.
-        needed: bytes, those of the files in it included.
+    """Refuses a directory, which need not exist yet, for which the disk has no room of `needed` bytes.
 
     Raises:
         RedrafterError: naming both sizes.

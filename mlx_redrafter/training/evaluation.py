@@ -23,7 +23,7 @@ from ..options import Options
 from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
 from .loss import draft_loss
 from .settings import TrainingArgs
-from .targets import compute_targets, get_vocabulary
+from .targets import compute_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded: beams wider than this gain little
 PROMPT_TOKENS = 64  # of a text without a masked prompt that serve as one
@@ -44,7 +44,7 @@ def measure_guesses(
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
         batch = collate(by_length[start : start + args.batch_size])
-        targets = compute_targets(model, batch, args, get_vocabulary(drafter), args.seed)
+        targets = compute_targets(model, batch, args, drafter.get("draft_ids"), args.seed)
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
         ranks, size = np.array(found.ranks), int((np.array(batch.positions) >= 0).sum())
         loss, positions = loss + size * float(np.array(found.loss)), positions + size

@@ -54,14 +54,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Run:
-    """A run and what it works with.
-
-    Attributes:
-        say: is told what a person should know.
-        model, ends: the target, and the token ids that end its texts.
-        drafter: as it begins.
-        training, validation: texts.
-    """
+    """A run and what it works with: the target, the token ids that end its texts, the drafter, and texts."""
 
     args: TrainingArgs
     files: RunFiles
@@ -180,11 +173,9 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
         if record.ended is not None:
             return True  # only the end of an update is waited for
         record.drop_after(done - 1)  # what a run recorded after its last checkpoint comes again
-        is_report = done % args.steps_per_report == 0
-        is_validation = done % args.steps_per_eval == 0 or done == args.iters
-        if is_report:
+        if is_report := done % args.steps_per_report == 0:
             record.reports.append({"iteration": done, **shown, "seconds": time.perf_counter() - started})
-        if is_validation:
+        if is_validation := done % args.steps_per_eval == 0 or done == args.iters:
             record.validations.append(validate(run, done))
             scores = [entry["tokens_per_round"] for entry in record.validations]
             if args.patience and scores[-1] > max(scores[:-1], default=0):
@@ -197,9 +188,8 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
             started = time.perf_counter()
         return interrupted.is_set() or record.ended is not None
 
-    batches = make_batches(run.training, args.batch_size, args.seed)
-    checkpoint = run.files.checkpoint
-    return train_drafter(run.model, run.drafter, batches, args, checkpoint=checkpoint, on_iteration=on_iteration)
+    batches, files = make_batches(run.training, args.batch_size, args.seed), run.files
+    return train_drafter(run.model, run.drafter, batches, args, checkpoint=files.checkpoint, on_iteration=on_iteration)
 
 
 def validate(run: Run, done: int) -> dict[str, Any]:
@@ -219,11 +209,7 @@ def validate(run: Run, done: int) -> dict[str, Any]:
 
 
 def finish(run: Run) -> bool:
-    """Measures the finished drafter, with `patience` the best one that was validated, and writes its directory.
-
-    Returns:
-        Whether every text it drafted is that of plain decoding.
-    """
+    """Measures the finished drafter, with `patience` the best one, and writes its directory; whether it is exact."""
     args, record, drafter, place = run.args, run.record, run.drafter, run.files.place
     if args.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
@@ -242,15 +228,14 @@ def finish(run: Run) -> bool:
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
-    is_drawn = run.files.write_report(record, drafter.args, results)
+    if not run.files.write_report(record, drafter.args, results):
+        run.say("no picture of the loss was drawn: pip install matplotlib")
     run.say(f"temperature {run.options.temp}, {len(run.prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(
             f"note: nothing decodes faster than plain decoding here, the best shape {ratio:.2f} times as fast: "
             "train longer, or a smaller drafter"
         )
-    if not is_drawn:
-        run.say("no picture of the loss was drawn: pip install matplotlib")
     run.say(f"the drafter is in {place}; use it:\n{make_command(args, args.model, str(place))}")
     if not (same := all(result.same_tokens for result in results)):
         run.say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
@@ -261,9 +246,6 @@ def finish(run: Run) -> bool:
 def interruptible() -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into an event that the run looks at; the second one interrupts."""
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
 
     def on_signal(number: int, frame: Any) -> None:
         if event.is_set():

@@ -103,11 +103,7 @@ class TrainingArgs:
             raise RedrafterError(f"depth_weights must be {self.draft_depth} numbers of at least 0, got {list(weights)}")
 
     def check_sources(self) -> None:
-        """Refuses a target and texts that do not go together.
-
-        Raises:
-            RedrafterError: naming the settings.
-        """
+        """Refuses a target and texts that do not go together, by a RedrafterError."""
         if self.data and self.prompts:
             raise RedrafterError("give either --data or --prompts, got both")
         check_demo_flags(self.model, self)
@@ -115,11 +111,7 @@ class TrainingArgs:
             raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
 
     def check_run(self) -> None:
-        """Refuses settings that no run can have, before anything is loaded.
-
-        Raises:
-            RedrafterError: naming the settings.
-        """
+        """Refuses settings that no run can have, by a RedrafterError, before anything is loaded."""
         self.check_sources()
         if self.model and not (self.data or self.prompts):
             raise RedrafterError("expected --data or --prompts: texts, or prompts that the target answers")

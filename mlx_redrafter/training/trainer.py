@@ -22,7 +22,7 @@ from ..drafters.protocol import Drafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
-from .targets import Batch, compute_targets, get_vocabulary
+from .targets import Batch, compute_targets
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 """arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
@@ -57,17 +57,11 @@ def train_drafter(
     """
     check_fit(drafter, model)
     evaluate(model, drafter)  # read by another thread, which could not evaluate them
-    updates = -(-args.iters // args.grad_accumulation_steps)
-    rise = max(1, round(args.warmup * updates))
-    rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
-    falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
-    schedule = optim.join_schedules([rising, falling], [rise])
-    optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
     return fit(
         drafter,
-        optimizer,
+        make_optimizer(args),
         make_loss(drafter, args),
-        lambda iteration: target_arrays(model, drafter, batches(iteration), args, iteration),
+        lambda iteration: target_arrays(model, drafter.get("draft_ids"), batches(iteration), args, iteration),
         args.iters,
         name="drafter",
         accumulate=args.grad_accumulation_steps,
@@ -77,11 +71,21 @@ def train_drafter(
     )
 
 
+def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
+    """AdamW, its rate rising to the highest and then falling along a cosine."""
+    updates = -(-args.iters // args.grad_accumulation_steps)
+    rise = max(1, round(args.warmup * updates))
+    rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
+    falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
+    schedule = optim.join_schedules([rising, falling], [rise])
+    return optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
+
+
 def target_arrays(
-    model: nn.Module, drafter: Drafter, batch: Batch, args: TrainingArgs, iteration: int
+    model: nn.Module, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
 ) -> list[mx.array]:
     """The arrays of `make_loss` for an iteration: a function of it, whatever came before."""
-    targets = compute_targets(model, batch, args, get_vocabulary(drafter), (args.seed << 32) + iteration)
+    targets = compute_targets(model, batch, args, draft_ids, (args.seed << 32) + iteration)
     if dtype := args.mixed_dtype:
         targets = targets._replace(hidden=targets.hidden.astype(dtype), embeddings=targets.embeddings.astype(dtype))
     return [array for array in targets if array is not None]
