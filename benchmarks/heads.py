@@ -32,6 +32,7 @@ from mlx_redrafter.drafters import KINDS, TYPES
 from mlx_redrafter.drafters.protocol import Advance, Drafter, DrafterArgs, Embed, State
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_prompts, encode
 from mlx_redrafter.options import Options
 from mlx_redrafter.planning.costs import parse_costs
@@ -70,7 +71,7 @@ SIZES: dict[str, dict[str, Any]] = {
 """Those at which the kinds have the same number of weights for the demo, within 1%."""
 
 DEPTH, SHAPES = 5, ((1, 4), (4, 5), (8, 5))
-TEMPS, RATES = (0.0, 0.8), (4e-3, 8e-3, 2e-3)
+TEMPS, RATES = (0.0, 0.8), (4e-3, 8e-3, 1.6e-2)
 TEXTS, HELD_OUT, BIGRAM = 704, 24, "bigram of the same texts"
 
 
@@ -100,11 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=expand_path, required=True, metavar="DIR", help="where texts, drafters and records are kept")
     add("--results", type=parse_output, metavar="FILE", help="where to write all records, one a line")
     add("--kinds", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
-    add("--iters", type=parse_positive, default=300, help="iterations of two texts (default: %(default)s)")
+    add("--iters", type=parse_positive, default=400, help="iterations of two texts (default: %(default)s)")
     add("--learning-rates", type=parse_above_zero, nargs="+", default=RATES, metavar="RATE", help="that are tried")
     add("--texts", type=parse_positive, default=TEXTS, help="that the target writes (default: %(default)s)")
     add("--text-tokens", type=parse_positive, default=128, help="of each (default: %(default)s)")
-    add("--max-tokens", type=parse_positive, default=96, help="to decode of a prompt (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=64, help="to decode of a prompt (default: %(default)s)")
     add("--prompts", nargs="+", default=["demo"], metavar="NAME", help="as in run (default: demo)")
 
 
@@ -132,19 +133,18 @@ def run(args: argparse.Namespace) -> int:
         for rate in args.learning_rates
         for kind in args.kinds
     ]
-    workloads = [base]
-    if args.kinds:
-        bigram = Bigram(DrafterArgs(*model_sizes(model), model_type="bigram"), training)
-        workloads.append(replace(base, drafter=bigram, drafter_name=BIGRAM))
+    bigram = Bigram(DrafterArgs(*model_sizes(model), model_type="bigram"), training)
+    workloads = {"others": base, "bigram": replace(base, drafter=bigram, drafter_name=BIGRAM)}
     for kind in args.kinds:
         best = max((score for score in scores if score["kind"] == kind), key=lambda score: score["tokens per round"])
         name = f"{kind}, {best['M weights']:.2f} M weights, learning rate {best['learning rate']:g}"
-        workloads.append(replace(base, drafter=load_drafter(args.output / best["directory"], model), drafter_name=name))
+        drafter = load_drafter(args.output / best["directory"], model)
+        workloads[best["directory"]] = replace(base, drafter=drafter, drafter_name=name)
     records = [
         record
         for temp in TEMPS
-        for number, workload in enumerate(workloads)
-        for record in decode(workload, temp, args.max_tokens, args.output / f"{number}-{temp}.jsonl")
+        for name, workload in workloads.items()
+        for record in decode(workload, temp, args.max_tokens, args.output / f"{name}-{temp}-{args.max_tokens}.jsonl")
     ]
     if args.results:
         write_records(args.results, records)
@@ -166,6 +166,8 @@ def sweep(
     place, score = output / name, output / name / "score.json"
     if score.exists():
         found: Row = json.loads(score.read_text(encoding="utf-8"))
+        if found["iterations"] != settings.iters:
+            raise RedrafterError(f"{place} was trained for {found['iterations']} iterations: give another --output")
         return found
     sizes = KINDS[TYPES[kind]][1].for_training(*model_sizes(model), depth=DEPTH, draft_vocab_size=None, **SIZES[kind])
     mx.random.seed(settings.seed)
