@@ -55,7 +55,7 @@ from .tables import (
     MLX_LM,
     PLAIN,
     Row,
-    describe_setting,
+    describe_machine,
     format_markdown,
     format_text,
     group_by_contestant,
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if args.results:
         write_records(args.results, records)
     shown = [{name: value for name, value in score.items() if name != "directory"} for score in scores]
-    print(f"{format_text(shown)}\n\n{format_text(make_rows(records))}\n\n{describe_setting(records)}", end="")
+    print(f"{format_text(shown)}\n\n{format_text(make_rows(records))}\n\n{describe(records)}", end="")
     return find_status(record for record in records if record["kind"] == "speed")
 
 
@@ -246,7 +246,14 @@ def find_draft_ms(records: Iterable[Record], record: Record) -> float | None:
     return table.draft_ms(plan) if plan.width in table.widths else None
 
 
+def describe(records: Sequence[Record]) -> str:
+    """The machine and the settings in a line."""
+    record = next(record for record in records if record["kind"] == "speed")
+    how = f"{record['max_tokens']} tokens, 1 turn, seed {record['seed']}; {record['machine']['when'][:10]}"
+    return f"{describe_machine(record['machine'])}; {how}.\n"
+
+
 def make_heads_table(results: Results) -> str:
     """The kinds of drafters, of the records that are kept."""
     records = results.files.get("heads", [])
-    return f"{format_markdown(make_rows(records))}\n{describe_setting(records)}" if records else ""
+    return f"{format_markdown(make_rows(records))}\n{describe(records)}" if records else ""
