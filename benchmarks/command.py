@@ -17,6 +17,7 @@ COMMANDS = {
     "predict": "predict",
     "report": "report",
     "acceptance": "acceptance",
+    "heads": "heads",
     "planning": "planning",
     "round": "round_time",
     "serving": "serving",

@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from . import mlp_speculator, protocol
 from .mlp_speculator import BiasedRMSNorm, find_part
-from .protocol import Advance, Embed, State
+from .protocol import Embed, Project, State, fill_columns, scale_components
 
 MODEL_TYPE = "arctic_lstm"
 
@@ -34,6 +34,8 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
 
     tie_weights: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
+
+    SIZES = ("inner_dim",)
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -54,19 +56,24 @@ class Drafter(protocol.Drafter):
         self.head = nn.Linear(inner, args.n_guesses, bias=False)
         self.hold_draft_ids()
 
-    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft, see `protocol.Drafter.begin`. The state is (s, c)."""
-        start = self.args.start(hidden.astype(self.dtype))
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """(s, c), (..., I) each, after one more token, see `protocol.Drafter.read`."""
+        embedded = self.args.embedding_weight * self.emb(tokens)
+        if state is None:
+            return self.step(self.proj[0](self.args.start(hidden.astype(self.dtype))), embedded, None)
+        return self.step(self.proj[1](state[0]), embedded, state[1])
 
-        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
-            embedded = self.args.embedding_weight * self.emb(tokens)
-            if state is None:
-                state = self.step(self.proj[0](start), embedded, None)
-            else:
-                state = self.step(self.proj[1](state[0]), embedded, state[1])
-            return self.scatter(self.head(state[0])), state
+    def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., I) s."""
+        features: mx.array = state[0]
+        return features
 
-        return advance
+    def start_from(self, project: Project) -> None:
+        """Its output matrix and embedding begin as the principal components of the target's embedding."""
+        project = scale_components(project)
+        super().start_from(project)
+        columns = project(mx.arange(self.args.vocab_size), self.args.inner_dim)
+        self.emb.weight = fill_columns(self.emb.weight, columns)
 
     def step(self, projected: mx.array, embedded: mx.array, cell: mx.array | None) -> tuple[mx.array, mx.array]:
         """(the next state, the next cell), (..., I) each.

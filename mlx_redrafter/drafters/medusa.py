@@ -12,13 +12,13 @@ Source: FasterDecoding/Medusa, medusa/model/medusa_model.py; arXiv 2401.10774.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import protocol
-from .protocol import Advance, Embed, State
+from .protocol import Embed, Project, State, scale_components
 from .recurrent import ResidualBlock
 
 MODEL_TYPE = "medusa"
@@ -39,10 +39,20 @@ class DrafterArgs(protocol.DrafterArgs):
     tie_output: bool = False
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
+    SIZES = ("num_draft_layers", "untied")
+
     @property
     def max_depth(self) -> int:
         """How many tokens it can draft at most."""
         return self.num_heads
+
+    @classmethod
+    def for_training(
+        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+    ) -> Self:
+        """The sizes of heads to train, one for each guess; see `protocol.DrafterArgs.for_training`."""
+        layers, tied = sizes["num_draft_layers"] or 1, not sizes["untied"]
+        return cls(hidden_size, vocab_size, depth, layers, tied, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -62,22 +72,20 @@ class Drafter(protocol.Drafter):
         self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(outputs)]
         self.hold_draft_ids()
 
-    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft, see `protocol.Drafter.begin`. The state is the depth."""
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """Nothing: the tokens before it change no guess."""
+        return ()
+
+    def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., D) what head `depth` makes of hidden states (..., D)."""
         hidden = hidden.astype(self.dtype)
-
-        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
-            depth = 0 if state is None else state
-            logits = self.logits(hidden, depth)
-            return mx.broadcast_to(logits, (*tokens.shape, logits.shape[-1])), depth + 1
-
-        return advance
-
-    def logits(self, hidden: mx.array, depth: int) -> mx.array:
-        """(..., V) float32 logits of the token at depth `depth` + 1 after hidden states (..., D)."""
         for block in self.blocks[min(depth, len(self.blocks) - 1)]:
             hidden = block(hidden)
-        return self.scatter(self.output[min(depth, len(self.output) - 1)](hidden))
+        return hidden
+
+    def start_from(self, project: Project) -> None:
+        """Its output matrices begin as the target's embedding, made small: hidden states have its coordinates."""
+        super().start_from(scale_components(lambda tokens, _: project(tokens, None)))
 
     @property
     def output_layers(self) -> list[nn.Module]:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import protocol
-from .protocol import Advance, Embed, State
+from .protocol import Embed, Project, State, fill_columns, scale_components
 
 MODEL_TYPE = "mlp_speculator"
 
@@ -46,6 +46,8 @@ class DrafterArgs(protocol.DrafterArgs):
     scale_input: bool = False
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
+    SIZES: ClassVar[tuple[str, ...]] = ("inner_dim", "untied")
+
     @property
     def max_depth(self) -> int:
         """How many tokens it can draft at most."""
@@ -60,6 +62,18 @@ class DrafterArgs(protocol.DrafterArgs):
     def start(self, hidden: mx.array) -> mx.array:
         """s_0 of a hidden state (..., D)."""
         return mx.fast.rms_norm(hidden, None, EPS) / math.sqrt(2) if self.scale_input else hidden
+
+    @classmethod
+    def for_training(
+        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+    ) -> Self:
+        """The sizes of stages to train, one for each guess, see `protocol.DrafterArgs.for_training`.
+
+        Its states are a quarter as wide as the target's when nothing else is asked for.
+        """
+        inner = sizes["inner_dim"] or max(64, hidden_size // 4 // 32 * 32)
+        tied = not sizes.get("untied")
+        return cls(hidden_size, vocab_size, inner, depth, tied, scale_input=True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -92,21 +106,23 @@ class Drafter(protocol.Drafter):
         self.head = [nn.Linear(inner, args.n_guesses, bias=False) for _ in range(stages)]
         self.hold_draft_ids()
 
-    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft, see `protocol.Drafter.begin`. The state is (the depth, s)."""
-        start = 0, self.args.start(hidden.astype(self.dtype))
-
-        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
-            depth, inner = start if state is None else state
-            inner = self.step(tokens, inner, depth)
-            return self.scatter(_at(self.head, depth)(inner)), (depth + 1, inner)
-
-        return advance
-
-    def step(self, tokens: mx.array, state: mx.array, depth: int) -> mx.array:
-        """(..., I) the state after `tokens` (...), the draft's at this depth; 0 is the root's."""
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., I) the state after one more token, see `protocol.Drafter.read`."""
+        state = self.args.start(hidden.astype(self.dtype)) if state is None else state
         embedded = self.args.embedding_weight * _at(self.emb, depth)(tokens)
         return nn.gelu(_at(self.ln, depth)(_at(self.proj, depth)(state) + embedded))
+
+    def features(self, hidden: mx.array, state: mx.array, depth: int) -> mx.array:
+        """(..., I) the state itself."""
+        return state
+
+    def start_from(self, project: Project) -> None:
+        """Its output matrices and embeddings begin as the principal components of the target's embedding."""
+        project = scale_components(project)
+        super().start_from(project)
+        for embedding in self.emb:
+            columns = project(mx.arange(self.args.vocab_size), self.args.inner_dim)
+            embedding.weight = fill_columns(embedding.weight, columns)
 
     @property
     def output_layers(self) -> list[nn.Module]:

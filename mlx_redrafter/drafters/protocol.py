@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +30,10 @@ Advance = Callable[[mx.array, State], tuple[mx.array, State]]
 
 Embed = Callable[[mx.array], mx.array]
 """(tokens (W,)) -> (W, D), the target's raw embedding rows."""
+
+Project = Callable[[mx.array, int | None], mx.array]
+"""(tokens (V',), width) -> (V', at most width) float32, the principal components of the target's embedding of them, the
+largest first and without what all tokens share; with None (V', D), in the embedding's own coordinates."""
 
 AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
 """Which of the target's hidden states: what its final norm gives, or what it is given."""
@@ -53,7 +57,10 @@ class DrafterArgs:
             trained; None when it does not say.
         hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one hardly
             any guess is right.
+        SIZES: which sizes `for_training` takes.
     """
+
+    SIZES: ClassVar[tuple[str, ...]] = ()
 
     hidden_size: int
     vocab_size: int
@@ -82,6 +89,18 @@ class DrafterArgs:
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
+        raise NotImplementedError
+
+    @classmethod
+    def for_training(
+        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+    ) -> Self:
+        """The sizes of a drafter to train.
+
+        Args:
+            depth: how many guesses are trained.
+            sizes: those of `SIZES`; None for a default.
+        """
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,12 +160,61 @@ class Drafter(nn.Module):
             hidden: (D,) the target's hidden state at the position that chose the first token, or (W, D).
             embed: the target's embedding.
         """
+        hidden = hidden.astype(self.dtype)
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            depth, inner = (0, None) if state is None else state
+            inner = self.read(tokens, embed, hidden, inner, depth)
+            logits = self.logits(hidden, inner, depth)
+            return mx.broadcast_to(logits, (*tokens.shape, logits.shape[-1])), (depth + 1, inner)
+
+        return advance
+
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """What a draft has read, rows of any shape, after one more token.
+
+        Args:
+            tokens: (...) the tokens at this depth of the draft.
+            embed: the target's embedding.
+            hidden: (..., D) as for `begin`; broadcast against `tokens`.
+            state: what it has read before; None where `depth` is 0.
+            depth: how many tokens it has read before.
+        """
         raise NotImplementedError
+
+    def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., X) what the output matrix is applied to, from what `read` returned at this depth.
+
+        The loss asks for the features of learned positions alone.
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: mx.array, state: State, depth: int = 0) -> mx.array:
+        """(..., V) float32 logits of the token that follows; minus infinity for one that it cannot guess.
+
+        Args: as for `features`.
+        """
+        guesses: Any = self.output_layer(depth)
+        return self.scatter(guesses(self.features(hidden, state, depth)))
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices, each without a bias and of as many rows as it has guesses."""
+        """Its output matrices, without a bias and of as many rows as it has guesses: one, or one for each depth."""
         raise NotImplementedError
+
+    def output_layer(self, depth: int) -> nn.Module:
+        """The output matrix of the guess after `depth` + 1 tokens; the last one for deeper guesses, too."""
+        layers = self.output_layers
+        return layers[min(depth, len(layers) - 1)]
+
+    def start_from(self, project: Project) -> None:
+        """Lets an untrained drafter know from the target's embedding which tokens are alike.
+
+        Its output matrices begin as the principal components, columns beyond those at random.
+        """
+        guessed = self.draft_ids if "draft_ids" in self else mx.arange(self.args.vocab_size)
+        for layer in cast(list[Any], self.output_layers):
+            layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
 
     def part_of(self, name: str) -> str:
         """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding"."""
@@ -172,3 +240,18 @@ class Drafter(nn.Module):
             return guesses
         everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
         return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)
+
+
+def fill_columns(weight: mx.array, columns: mx.array) -> mx.array:
+    """(V', X) `weight` with its first columns replaced."""
+    return mx.concatenate([columns, weight[:, columns.shape[1] :]], axis=1)
+
+
+def scale_components(project: Project) -> Project:
+    """The same components in the scale of random numbers: a vector of each token is 1 long in the mean."""
+
+    def scaled(tokens: mx.array, width: int | None) -> mx.array:
+        columns = project(tokens, width)
+        return columns * mx.rsqrt(mx.square(columns).sum(axis=-1).mean() + 1e-6)
+
+    return scaled

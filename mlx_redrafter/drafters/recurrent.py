@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from ..errors import CheckpointError
 from . import protocol
-from .protocol import MAX_SIZE, Advance, Embed, State
+from .protocol import MAX_SIZE, Embed, State
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 
@@ -42,9 +42,19 @@ class DrafterArgs(protocol.DrafterArgs):
     rnn: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
+    SIZES = ("exit_dim", "num_draft_layers")
+
     def describe(self) -> str:
         """Its own sizes, in a few words."""
         return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{'' if self.rnn else ', no rnn'}"
+
+    @classmethod
+    def for_training(
+        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+    ) -> Self:
+        """The sizes of a drafter to train, see `protocol.DrafterArgs.for_training`; an `exit_dim` must be given."""
+        layers = 1 if sizes["num_draft_layers"] is None else sizes["num_draft_layers"]
+        return cls(hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size)
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
@@ -116,15 +126,9 @@ class Drafter(protocol.Drafter):
             self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
         self.hold_draft_ids()
 
-    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft, see `protocol.Drafter.begin`."""
-        hidden = hidden.astype(self.dtype)
-
-        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
-            state = self.advance(embed(tokens).astype(self.dtype), state)
-            return self.logits(hidden, state), state
-
-        return advance
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., D) the state after one more token, see `protocol.Drafter.read`."""
+        return self.advance(embed(tokens).astype(self.dtype), state)
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
         """The state after one more token.
@@ -137,17 +141,14 @@ class Drafter(protocol.Drafter):
             return embedding if state is None else embedding + state
         return nn.silu(self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state)))
 
-    def logits(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(..., V) float32 logits of the token that follows `state`; minus infinity for a token it cannot guess.
+    def features(self, hidden: mx.array, state: mx.array, depth: int = 0) -> mx.array:
+        """(..., X) what the head is applied to.
 
         Args:
             hidden: (..., D) the target's hidden state; broadcast against `state`.
             state: (..., D).
+            depth: at which it stands in the draft, which makes no difference.
         """
-        return self.scatter(self.lm_head[-1](self.features(hidden, state)))
-
-    def features(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """(..., X) what the head is applied to; arguments as for `logits`."""
         hidden = mx.broadcast_to(hidden.astype(state.dtype), state.shape)
         y = mx.concatenate([hidden, state], axis=-1)
         if "input_proj" in self:
@@ -155,11 +156,6 @@ class Drafter(protocol.Drafter):
         for block in self.lm_head[:-1]:
             y = block(y)
         return y
-
-    def step(self, embedding: mx.array, state: mx.array | None, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """(the state after one more token, the features of what follows it)."""
-        state = self.advance(embedding, state)
-        return state, self.features(hidden, state)
 
     @property
     def output_layers(self) -> list[nn.Module]:

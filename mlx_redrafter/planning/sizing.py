@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -11,8 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..checkpoints import expected_shapes
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters import make_drafter, protocol
+from ..drafters.recurrent import DrafterArgs
 from ..engine.plan import chain_plan
 from ..engine.round import make_draft
 from ..engine.sampling import make_sampler
@@ -60,9 +59,9 @@ def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
     return sorted(sizes, key=lambda args: ((args.draft_vocab_size or SMALL + 1) > SMALL, n_weights(args)), reverse=True)
 
 
-def n_weights(args: DrafterArgs) -> int:
-    """How many numbers a drafter has."""
-    return sum(prod(shape) for shape in expected_shapes(args).values())
+def n_weights(args: protocol.DrafterArgs) -> int:
+    """How many numbers a drafter has, of any kind."""
+    return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
 
 
 def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | None = None) -> Choice:
@@ -96,9 +95,9 @@ def plain_milliseconds(model: nn.Module) -> float:
     return lower_quartile(time_calls(calls, 0.0, min_turns=REPEATS)["step"])
 
 
-def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
+def draft_milliseconds(model: nn.Module, args: protocol.DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds of one step of a chain, by a random drafter of these sizes and that dtype."""
-    drafter, target, sampler = Drafter(args), Target(model), make_sampler(seed=0)
+    drafter, target, sampler = make_drafter(args), Target(model), make_sampler(seed=0)
     drafter.set_dtype(dtype)
     tip, position = Tip(mx.zeros((args.hidden_size,), dtype), mx.zeros((), mx.int32)), mx.array(1)
     mx.eval(drafter.parameters(), tip, position)

@@ -64,21 +64,18 @@ class AnswerFile:
         A stopped run loses one group at most. The token that ends an answer is part of it.
 
         Raises:
-            RedrafterError: see `read`; or the file cannot be written.
+            RedrafterError: see `read`.
+            OSError: the file cannot be written.
         """
         done = self.read()
         with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
-            while len(done) < len(self.prompts):
+            while group := self.prompts[len(done) : len(done) + self.group_size]:
                 number = len(done) // self.group_size
                 mx.random.seed(self.args.seed + number)
                 temp = self.args.temp[number % len(self.args.temp)]
-                group = self.prompts[len(done) : len(done) + self.group_size]
                 done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
                 bar.update(len(group))
-                try:
-                    write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
-                except OSError as error:
-                    raise RedrafterError(f"cannot write the answers to {self.path}: {one_line(error)}") from error
+                write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
         pairs = zip(self.prompts, done, strict=True)
         return [Text(np.array([*prompt, *answer], np.int32), len(prompt)) for prompt, answer in pairs]
 
@@ -87,12 +84,8 @@ def generate_answers(
     model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
 ) -> list[list[int]]:
     """The answers to these prompts, side by side, by mlx-lm's batch generator."""
-    generator = BatchGenerator(
-        model,
-        max_tokens=max_tokens,
-        stop_tokens=[[token] for token in tokenizer.eos_token_ids],
-        sampler=make_sampler(temp),
-    )
+    ends = [[token] for token in tokenizer.eos_token_ids]
+    generator = BatchGenerator(model, max_tokens=max_tokens, stop_tokens=ends, sampler=make_sampler(temp))
     uids = generator.insert([list(prompt) for prompt in prompts])
     answers: dict[int, list[int]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():

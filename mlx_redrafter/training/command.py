@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> Parser:
     """The parser of `python -m mlx_redrafter.train`; each field of `TrainingArgs` is a flag."""
-    description = "Train a recurrent drafter for a target, on what the target says."
+    description = "Train a drafter for a target, on what the target says."
     parser = Parser(prog="mlx_redrafter.train", description=description, allow_abbrev=False)
     add = parser.add_argument
     add("-c", "--config", metavar="FILE", help="YAML file of these settings; flags overrule it")

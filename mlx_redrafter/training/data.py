@@ -23,6 +23,9 @@ from .targets import Batch
 PAD_TO, PAD_POSITIONS_TO = 32, 128
 """Texts of a batch are padded to one more than a multiple of this, and what is learned of them: few shapes occur."""
 
+Prompt = str | list[dict[str, Any]]
+"""A prompt as it was given: a string, or the messages of a chat."""
+
 
 class Text(NamedTuple):
     """A text as token ids.
@@ -36,16 +39,23 @@ class Text(NamedTuple):
     offset: int
 
 
-class Prompt(NamedTuple):
-    """A prompt as it was given.
+def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
+    """(line, where it stands) of a file, empty ones left out.
 
-    Attributes:
-        content: a string, or messages of a chat.
-        place: where it stands, for error messages.
+    Args:
+        what: the lines are, for errors.
+
+    Raises:
+        RedrafterError: it cannot be read, or has no lines.
     """
-
-    content: str | list[dict[str, Any]]
-    place: str
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedrafterError(f"cannot read the {what} in {path}: {one_line(error)}") from error
+    found = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise RedrafterError(f"expected {what} in {path}, one a line, got an empty file")
+    return found
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -54,19 +64,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Raises:
         RedrafterError: no such file, an empty one, or a line that is not a prompt.
     """
-    path = Path(path)
-    try:
-        lines = expand_path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"cannot read the prompts in {path}: {one_line(error)}") from error
-    places = [(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if not places:
-        raise RedrafterError(f"expected prompts in {path}, one a line, got an empty file")
-    is_json = path.suffix in (".jsonl", ".json")
-    return [Prompt(parse_prompt(line, place) if is_json else line, place) for line, place in places]
+    path = expand_path(path)
+    lines = read_lines(path, "prompts")
+    return (
+        [parse_prompt(*each) for each in lines] if path.suffix in (".jsonl", ".json") else [line for line, _ in lines]
+    )
 
 
-def parse_prompt(line: str, place: str) -> str | list[dict[str, Any]]:
+def parse_prompt(line: str, place: str) -> Prompt:
     """The prompt or the messages of a line of JSON; an answer at their end is left to the target."""
     value = parse_object(line, place)
     prompt, messages = value.get("prompt"), value.get("messages")
@@ -95,14 +100,13 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
         RedrafterError: a prompt that the chat template refuses, or one without a token.
     """
     found = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts, start=1):
         try:
-            ids = encode_chat(tokenizer, prompt.content)
+            found.append(encode_chat(tokenizer, prompt))
         except Exception as error:  # whatever a chat template says of messages that it does not take
-            raise RedrafterError(f"{prompt.place}: the tokenizer refuses it: {one_line(error)[:200]}") from error
-        if not ids:
-            raise RedrafterError(f"{prompt.place}: expected a prompt of at least one token, got none")
-        found.append(ids)
+            raise RedrafterError(f"prompt {number}: the tokenizer refuses it: {one_line(error)[:200]}") from error
+        if not found[-1]:
+            raise RedrafterError(f"prompt {number}: expected at least one token, got none")
     return found
 
 
@@ -118,33 +122,18 @@ def check_data(data: str) -> None:
         RedrafterError: naming the folder, the file or the line.
     """
     path = expand_path(data)
-    expected = "expected a directory of train.jsonl and valid.jsonl, or a data set's hub id"
-    if not path.exists():
-        is_hub_id = data.count("/") <= 1 and not data.startswith((".", "~", "/"))
-        if not is_hub_id:
-            raise RedrafterError(f"{expected}, got {data!r}: no such folder")
-        if find_spec("datasets") is None:
-            raise RedrafterError(
-                f'{expected}, got {data!r}: no such folder; to read data sets of the hub, pip install ".[train]"'
-            )
-        return
-    if not path.is_dir():
-        raise RedrafterError(f"{expected}, got the file {data!r}")
-    for file in (path / "train.jsonl", path / "valid.jsonl"):
-        if file.exists() or file.name == "train.jsonl":
-            check_lines(file)
-
-
-def check_lines(file: Path) -> None:
-    """Refuses a file of texts whose lines are not JSON objects of one form: mlx-lm would not say which line."""
-    try:
-        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RedrafterError(f"expected texts in {file}, one JSON object a line: {one_line(error)}") from error
-    if lines == [""]:
-        raise RedrafterError(f"expected texts in {file}, one JSON object a line, got an empty file")
-    for number, line in enumerate(lines, start=1):
-        parse_object(line, f"{file}, line {number}")
+    problem = "expected a directory of train.jsonl and valid.jsonl, or a data set's hub id, got " + repr(data)
+    if path.is_dir():
+        for file in (path / "train.jsonl", path / "valid.jsonl"):
+            if file.exists() or file.name == "train.jsonl":
+                for line, place in read_lines(file, "texts"):  # mlx-lm would not say which line
+                    parse_object(line, place)
+    elif path.exists():
+        raise RedrafterError(f"{problem}, a file")
+    elif data.count("/") > 1 or data.startswith((".", "~", "/")):  # no hub id
+        raise RedrafterError(f"{problem}: no such folder")
+    elif find_spec("datasets") is None:
+        raise RedrafterError(f'{problem}: no such folder; to read data sets of the hub, pip install ".[train]"')
 
 
 def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Text], list[Text]]:
@@ -158,9 +147,8 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
     """
     check_data(data)
     path = expand_path(data)
-    settings = SimpleNamespace(
-        data=str(path) if path.exists() else data, train=True, test=False, mask_prompt=mask_prompt
-    )
+    name = str(path) if path.exists() else data
+    settings = SimpleNamespace(data=name, train=True, test=False, mask_prompt=mask_prompt)
     try:
         training, validation, _ = (CacheDataset(part) for part in load_dataset(settings, tokenizer))
         return tuple(  # type: ignore[return-value]
@@ -255,8 +243,11 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
 
 def collate(texts: Sequence[Text]) -> Batch:
     """Texts as a batch, padded at the end."""
-    longest = max(len(text.ids) for text in texts)
-    width = 1 + pad(longest - 1, PAD_TO)
+
+    def pad(size: int, multiple: int) -> int:
+        return multiple * max(1, -(-size // multiple))
+
+    width = 1 + pad(max(len(text.ids) for text in texts) - 1, PAD_TO)
     ids = np.zeros((len(texts), width), np.int32)
     positions: list[int] = []
     for row, text in enumerate(texts):
@@ -266,11 +257,6 @@ def collate(texts: Sequence[Text]) -> Batch:
     padded = np.full(pad(len(positions), PAD_POSITIONS_TO), -1, np.int32)
     padded[: len(positions)] = positions
     return Batch(mx.array(ids), mx.array(padded))
-
-
-def pad(size: int, multiple: int) -> int:
-    """The next multiple."""
-    return multiple * max(1, -(-size // multiple))
 
 
 def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

@@ -14,14 +14,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ..checkpoints import evaluate
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters import make_drafter
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..errors import RedrafterError
 from ..planning.costs import lower_quartile, time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
 from .answers import AT_ONCE
 from .data import Text, collate
 from .settings import TrainingArgs
-from .trainer import cast_loss, helper_thread, make_loss, target_arrays
+from .trainer import helper_thread, make_loss, target_arrays
 
 
 def estimate_run(
@@ -43,22 +44,25 @@ def estimate_run(
         val_texts: texts of a validation at most.
         answers: how many answers the target still has to write.
     """
-    drafter = Drafter(sizes)
+    drafter, mean = make_drafter(sizes), round(sum(lengths) / len(lengths))
     evaluate(model, drafter)
-    mean = round(sum(lengths) / len(lengths))
     iteration = time_iteration(model, drafter, args, mean)
     mx.reset_peak_memory()
     time_iteration(model, drafter, args, max(lengths))
     memory = mx.get_peak_memory() + 12 * n_weights(sizes)  # two moments, and gradients that are added up
     writing = 0.0
     if answers:
-        step = time_answer_step(model, mean - args.max_tokens, min(answers, AT_ONCE))
+        rows, cache = min(answers, AT_ONCE), make_prompt_cache(model)
+        mx.eval(model(mx.zeros((rows, max(1, mean - args.max_tokens)), mx.int32), cache=cache))
+        token = mx.zeros((rows, 1), mx.int32)
+        step = time_call(lambda: mx.eval(mx.argmax(model(token, cache=cache), axis=-1)))
         writing = step * args.max_tokens * math.ceil(answers / AT_ONCE)
     decoding = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
     val_texts = val_texts if args.val_batches < 0 else min(val_texts, args.val_batches * args.batch_size)
-    validation = val_texts / args.batch_size * iteration + decoding
+    validations = math.ceil(iters / args.steps_per_eval)
     # At the end every depth, one tree and plain decoding are compared.
-    validating = math.ceil(iters / args.steps_per_eval) * validation + (args.draft_depth + 2) * decoding
+    validating = validations * val_texts / args.batch_size * iteration
+    validating += (validations + args.draft_depth + 2) * decoding
     training = iters * iteration
     total, *parts = map(tqdm.format_interval, (writing + training + validating, writing, training, validating))
     return (
@@ -73,11 +77,10 @@ def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, lengt
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
     prompt = 0 if args.data else max(0, length - args.max_tokens)
     batch = collate([Text(np.zeros(length, np.int32), prompt)] * args.batch_size)
-    loss = make_loss(drafter, args)
-    grads_of = nn.value_and_grad(drafter, cast_loss(args.mixed_dtype, drafter, loss) if args.mixed_dtype else loss)
+    gradient = nn.value_and_grad(drafter, make_loss(drafter, args))
 
     def prepare() -> list[mx.array]:
-        arrays = target_arrays(model, drafter, batch, args, 0)
+        arrays = target_arrays(model, drafter.get("draft_ids"), batch, args, 0)
         mx.eval(arrays)
         return arrays
 
@@ -86,18 +89,10 @@ def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, lengt
 
         def iterate() -> None:
             following = helper.submit(prepare)
-            mx.eval(grads_of(*arrays))
+            mx.eval(gradient(*arrays))
             following.result()
 
         return time_call(iterate)
-
-
-def time_answer_step(model: nn.Module, prompt_tokens: int, rows: int) -> float:
-    """Seconds of a step of plain decoding of `rows` texts side by side."""
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.zeros((rows, max(1, prompt_tokens)), mx.int32), cache=cache))
-    token = mx.zeros((rows, 1), mx.int32)
-    return time_call(lambda: mx.eval(mx.argmax(model(token, cache=cache), axis=-1)))
 
 
 def time_call(call: Callable[[], object]) -> float:
@@ -112,11 +107,7 @@ def disk_bytes(sizes: DrafterArgs, answer_tokens: int = 0) -> int:
 
 
 def check_disk(directory: Path, needed: int) -> None:
-    """Refuses to start where the disk has no room.
-
-    Args:
-        directory: need not exist yet.
-        needed: bytes, those of the files in it included.
+    """Refuses a directory, which need not exist yet, for which the disk has no room of `needed` bytes.
 
     Raises:
         RedrafterError: naming both sizes.

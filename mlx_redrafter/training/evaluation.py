@@ -14,17 +14,16 @@ from tqdm import tqdm
 
 from ..checkpoints import load_pair
 from ..demo import demo_prompts
-from ..drafters import protocol
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.stats import Stats
 from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
-from ..generate import decode_prompts, encode_chat
+from ..generate import PromptRuns, decode_prompts, encode_chat
 from ..options import Options
 from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
 from .loss import draft_loss
 from .settings import TrainingArgs
-from .targets import compute_targets, get_vocabulary
+from .targets import compute_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded: beams wider than this gain little
 PROMPT_TOKENS = 64  # of a text without a masked prompt that serve as one
@@ -45,7 +44,7 @@ def measure_guesses(
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
         batch = collate(by_length[start : start + args.batch_size])
-        targets = compute_targets(model, batch, args, get_vocabulary(drafter), args.seed)
+        targets = compute_targets(model, batch, args, drafter.get("draft_ids"), args.seed)
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
         ranks, size = np.array(found.ranks), int((np.array(batch.positions) >= 0).sum())
         loss, positions = loss + size * float(np.array(found.loss)), positions + size
@@ -83,7 +82,7 @@ class ShapeResult(NamedTuple):
 
 def compare_shapes(
     model: nn.Module,
-    drafter: protocol.Drafter,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     shapes: Sequence[Sequence[int]],
     options: Options,
@@ -94,28 +93,26 @@ def compare_shapes(
     Shapes that branch are left out where the model takes chains only.
     """
     takes_trees = check_draftable(model, tree=True) is None
-    shapes = [tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees]
-    plans: list[Any] = ["off", *shapes]
-    runs = []
+    plans: list[Any] = ["off", *(tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees)]
+    runs: dict[Any, list[PromptRuns]] = {plan: [] for plan in plans}
     with tqdm(total=len(prompts) * len(plans), desc="comparison") as bar:
         for prompt in prompts:
-            for plan in plans:
-                runs.append(decode_prompts(model, drafter, [prompt], replace(options, plan=plan), eos_token_ids))
+            for plan, own in runs.items():
+                own.append(decode_prompts(model, drafter, [prompt], replace(options, plan=plan), eos_token_ids))
                 bar.update()
-    plain, results = runs[:: len(plans)], []
-    for i, (width, depth, *size) in enumerate(shapes, start=1):
-        drafted = runs[i :: len(plans)]
-        stats = sum((run.stats for run in drafted), Stats())
-        pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(drafted, plain, strict=True)]
+    plain, results = runs.pop("off"), []
+    for (width, depth, *size), own in runs.items():
+        stats = sum((run.stats for run in own), Stats())
+        pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(own, plain, strict=True)]
         result = ShapeResult(
             width,
             depth,
             size[0] if size else 1 + width * depth,
             stats.tokens_per_round,
             stats.acceptance_per_depth,
-            sum(len(run.texts[0]) - 1 for run in drafted) / max(sum(run.seconds for run in drafted), 1e-9),
+            sum(len(run.texts[0]) - 1 for run in own) / max(sum(run.seconds for run in own), 1e-9),
             median([a / b for a, b in pairs if a and b] or [0.0]),
-            [run.texts for run in drafted] == [run.texts for run in plain],
+            [run.texts for run in own] == [run.texts for run in plain],
         )
         results.append(result)
     return results
@@ -160,10 +157,11 @@ def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence
         prompts = make_prompts(validation or training, args.val_prompts)
     else:
         prompts = encode_prompts(given, tokenizer) or [encode_chat(tokenizer, text) for text in demo_prompts()]
+    shapes = shapes or [shape for shape in SHAPES if shape[1] <= (drafter.args.max_depth or shape[1])]
     same = True
     for temp in args.temp:
         options = Options(max_tokens=args.max_tokens, temp=temp, seed=args.seed)
-        results = compare_shapes(model, drafter, prompts, shapes or SHAPES, options, set(tokenizer.eos_token_ids))
+        results = compare_shapes(model, drafter, prompts, shapes, options, set(tokenizer.eos_token_ids))
         print(f"temperature {temp}, {len(prompts)} prompts, {args.max_tokens} tokens each at most")
         print(format_table(results), flush=True)
         same = same and all(result.same_tokens for result in results)

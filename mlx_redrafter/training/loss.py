@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter, State
 
 LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32, some of them several times over
 
@@ -27,6 +28,7 @@ class TrainingTargets(NamedTuple):
     """What the frozen target says about B texts of T tokens, and which N of their positions are learned.
 
     Attributes:
+        tokens: (B, T) int32.
         hidden: (B, T, D) its hidden states, after the final norm.
         embeddings: (B, T, D) its raw embedding of each token.
         positions: (N,) int32 indices into the B * T tokens: what follows these is learned.
@@ -38,6 +40,7 @@ class TrainingTargets(NamedTuple):
         ids: (N, M) int32 rows of the head; None when `probs` has all of them.
     """
 
+    tokens: mx.array
     hidden: mx.array
     embeddings: mx.array
     positions: mx.array
@@ -92,25 +95,30 @@ def draft_loss(
     acceptance rate: arXiv 2211.17192, section 3.1.
     """
     targets = TrainingTargets(*(mx.stop_gradient(array) for array in targets if array is not None))
-    advance, features_of = drafter.advance, drafter.features
-    if grad_checkpoint:
-        advance, features_of = (nn.utils.checkpoint(drafter, stage) for stage in (advance, features_of))
-    head = drafter.lm_head[-1].weight
-    chunk = max(1, LOGITS_IN_MEMORY // head.shape[0]) if chunk is None else chunk
-    hidden, embeddings = (array.reshape(-1, array.shape[-1]) for array in targets[:2])
+    chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses) if chunk is None else chunk
+    tokens, hidden, embeddings = (array.flatten(0, 1) for array in targets[:3])
+
+    def read(hidden: mx.array, state: State, depth: int) -> tuple[State, mx.array]:
+        """(the state after the token of each row, the features of the learned positions)."""
+        state = drafter.read(tokens, lambda _: embeddings, hidden, state, depth)
+        learned = tree_map(lambda array: array[targets.positions], state)
+        return state, drafter.features(hidden[targets.positions], learned, depth)
+
+    step = nn.utils.checkpoint(drafter, read) if grad_checkpoint else read
     fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
     reached = mx.ones(hidden.shape[0])
-    state: mx.array | None = None
+    state: State = None
     total, mass, ranks = mx.zeros(()), mx.zeros(()), []
     # Arrays, not numbers that change from depth to depth: the compiler would make other kernels for each.
     is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
         # Row c of these belongs to the draft from position c - k - 1; where that is in another text, nothing counts.
         hidden = mx.roll(hidden, 1, 0)
-        state = advance(embeddings, None if state is None else mx.roll(state, 1, 0))
-        features = features_of(hidden[targets.positions], state[targets.positions])
+        before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 0), state)
+        state, features = step(hidden, before, k)
+        head: Any = drafter.output_layer(k)
         each = is_guess[k] * fixed[k] * reached[targets.positions]
-        loss, rank, overlap = head_loss(features, head, each, targets, chunk, total)
+        loss, rank, overlap = head_loss(features, head.weight, each, targets, chunk, total)
         if weights is None:
             factors = mx.where(is_guess[k], mx.stop_gradient(overlap), 1.0)
             reached = mx.roll(reached.at[targets.positions].multiply(factors), 1)

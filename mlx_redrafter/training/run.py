@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten
 from ..atomic_files import lock_file
 from ..checkpoints import load_drafter, load_target, save_drafter
 from ..demo.sources import training_prompts
-from ..drafters.recurrent import Drafter, DrafterArgs
+from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.supported_models import check_draftable, compute_dtype, model_sizes
-from ..errors import RedrafterError, one_line
+from ..errors import RedrafterError
 from ..generate import decode_prompts
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
@@ -41,7 +41,7 @@ from .data import (
 )
 from .estimate import check_disk, disk_bytes, estimate_run
 from .evaluation import add_results, compare_shapes, format_table, make_prompts, measure_guesses
-from .run_files import Record, RunFiles, make_command, strip_folders
+from .run_files import Record, RunFiles, describe, make_command, strip_folders
 from .settings import TrainingArgs
 from .targets import new_drafter
 from .trainer import load_checkpoint, train_drafter
@@ -54,14 +54,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Run:
-    """A run and what it works with.
-
-    Attributes:
-        say: is told what a person should know.
-        model, ends: the target, and the token ids that end its texts.
-        drafter: as it begins.
-        training, validation: texts.
-    """
+    """A run and what it works with: the target, the token ids that end its texts, the drafter, and texts."""
 
     args: TrainingArgs
     files: RunFiles
@@ -89,43 +82,40 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         say: is told what a person should know.
 
     Returns:
-        The exit status: 0, or 130 after Ctrl-C, when the run can be resumed.
+        The exit status: 0, 1 if a token differs from plain decoding, or 130 after Ctrl-C, when the run can be resumed.
 
     Raises:
         RedrafterError: with the reason; the last checkpoint is complete.
+        OSError: a file cannot be written.
     """
     args.check_run()
     files = RunFiles(args)
     record = files.open_record(resume=resume)
+    given: list[Prompt] = []
     if args.data:
         check_data(args.data)
-    demo = [] if args.data or args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
-    given = read_prompts(args.prompts) if args.prompts else [Prompt(text, "the demo") for text in demo]
+    else:
+        given += read_prompts(args.prompts) if args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
     answers: AnswerFile | None = None
     if args.data:
         texts = split_texts(args, *load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), say)
         source = digest([[[text.offset, *text.ids.tolist()] for text in part] for part in texts])
-        lengths, n_validation = [len(text.ids) for text in texts[0]], len(texts[1])
+        lengths, n_validation, missing = [len(text.ids) for text in texts[0]], len(texts[1]), 0
     else:
         prompts = select_prompts(args, encode_prompts(given, tokenizer), say)
-        answers = AnswerFile(files.answers, args, prompts)
-        source = digest(prompts)
+        answers, source = AnswerFile(files.answers, args, prompts), digest(prompts)
         lengths, n_validation = [len(prompt) + args.max_tokens for prompt in prompts], n_held_out(len(prompts))
+        missing = len(prompts) - len(answers.read())
     if record.texts not in (None, source):
         where = args.data or args.prompts or "the demo"
         raise RedrafterError(f"cannot resume the run in {files.place}: the texts of {where} have changed")
-    sizes = DrafterArgs.from_dict(record.args) if record.args else choose_args(args, model, say)
+    sizes = args.kind.from_dict(record.args) if record.args else choose_sizes(args, model, say)
     record.texts, record.args = source, sizes.to_dict()
     done = record.ended or load_checkpoint(files.checkpoint)
-    if resume and record.reports and not done:
-        say("the run has no checkpoint: it starts again")
-    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
-    weights = n_weights(sizes) / 1e6
-    say(f"drafter: exit_dim {sizes.exit_dim}, blocks {sizes.num_draft_layers}{guesses}, {weights:.2f} M parameters")
+    say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
     left = 0 if record.ended else args.iters - done
-    missing = 0 if answers is None else len(lengths) - len(answers.read())
     say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing))
     check_disk(files.place, disk_bytes(sizes, 0 if args.data else len(lengths) * args.max_tokens))
     if dry_run:
@@ -153,19 +143,19 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             return INTERRUPTED
 
 
-def choose_args(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
+def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
     hidden_size, vocab_size = model_sizes(model)
-    if args.exit_dim is None:
+    if args.is_measured:
         choice = choose_size(model, dtype=final_dtype(args, model))
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
     if count is not None and count > vocab_size:
         raise RedrafterError(f"draft_vocab_size must be at most the target's vocabulary {vocab_size}, got {count}")
-    layers = 1 if args.num_draft_layers is None else args.num_draft_layers
     count = None if count == vocab_size else count
-    return DrafterArgs(hidden_size, vocab_size, args.exit_dim, layers, draft_vocab_size=count)
+    sizes = {name: getattr(args, name) for name in args.kind.SIZES}
+    return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **sizes)
 
 
 def final_dtype(args: TrainingArgs, model: nn.Module) -> mx.Dtype:
@@ -183,11 +173,9 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
         if record.ended is not None:
             return True  # only the end of an update is waited for
         record.drop_after(done - 1)  # what a run recorded after its last checkpoint comes again
-        is_report = done % args.steps_per_report == 0
-        is_validation = done % args.steps_per_eval == 0 or done == args.iters
-        if is_report:
+        if is_report := done % args.steps_per_report == 0:
             record.reports.append({"iteration": done, **shown, "seconds": time.perf_counter() - started})
-        if is_validation:
+        if is_validation := done % args.steps_per_eval == 0 or done == args.iters:
             record.validations.append(validate(run, done))
             scores = [entry["tokens_per_round"] for entry in record.validations]
             if args.patience and scores[-1] > max(scores[:-1], default=0):
@@ -200,9 +188,8 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
             started = time.perf_counter()
         return interrupted.is_set() or record.ended is not None
 
-    batches = make_batches(run.training, args.batch_size, args.seed)
-    checkpoint = run.files.checkpoint
-    return train_drafter(run.model, run.drafter, batches, args, checkpoint=checkpoint, on_iteration=on_iteration)
+    batches, files = make_batches(run.training, args.batch_size, args.seed), run.files
+    return train_drafter(run.model, run.drafter, batches, args, checkpoint=files.checkpoint, on_iteration=on_iteration)
 
 
 def validate(run: Run, done: int) -> dict[str, Any]:
@@ -222,11 +209,7 @@ def validate(run: Run, done: int) -> dict[str, Any]:
 
 
 def finish(run: Run) -> bool:
-    """Measures the finished drafter, with `patience` the best one that was validated, and writes its directory.
-
-    Returns:
-        Whether every text it drafted is that of plain decoding.
-    """
+    """Measures the finished drafter, with `patience` the best one, and writes its directory; whether it is exact."""
     args, record, drafter, place = run.args, run.record, run.drafter, run.files.place
     if args.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
@@ -245,18 +228,14 @@ def finish(run: Run) -> bool:
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
-    try:
-        is_drawn = run.files.write_report(record, drafter.args, results)
-    except OSError as error:
-        raise RedrafterError(f"the drafter is in {place}, but not all of its report: {one_line(error)}") from error
+    if not run.files.write_report(record, drafter.args, results):
+        run.say("no picture of the loss was drawn: pip install matplotlib")
     run.say(f"temperature {run.options.temp}, {len(run.prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(
             f"note: nothing decodes faster than plain decoding here, the best shape {ratio:.2f} times as fast: "
             "train longer, or a smaller drafter"
         )
-    if not is_drawn:
-        run.say("no picture of the loss was drawn: pip install matplotlib")
     run.say(f"the drafter is in {place}; use it:\n{make_command(args, args.model, str(place))}")
     if not (same := all(result.same_tokens for result in results)):
         run.say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
@@ -267,9 +246,6 @@ def finish(run: Run) -> bool:
 def interruptible() -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into an event that the run looks at; the second one interrupts."""
     event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
 
     def on_signal(number: int, frame: Any) -> None:
         if event.is_set():

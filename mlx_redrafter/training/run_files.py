@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import expand_path, final_name, replace_file, why_not_writable, write_text
+from ..atomic_files import expand_path, replace_file, why_not_writable, write_text
 from ..checkpoints import card_header, read_object
-from ..drafters.recurrent import DrafterArgs
+from ..drafters.protocol import DrafterArgs
 from ..errors import RedrafterError, one_line
 from .evaluation import ShapeResult, format_table
 from .settings import TrainingArgs
@@ -65,7 +65,8 @@ class RunFiles:
             raise RedrafterError(f"--output cannot be {self.place}: {why}")
         settings = self.args.to_json()
         if not resume:
-            if not self.is_free():
+            found = {path.name for path in self.place.iterdir()} if self.place.is_dir() else set()
+            if found - {self.work.name} or self.checkpoint.exists():  # answers alone are no run
                 raise RedrafterError(
                     f"{self.place} exists already: give another --output, or --resume to continue the run in it"
                 )
@@ -81,46 +82,24 @@ class RunFiles:
                 raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
         return record
 
-    def is_free(self) -> bool:
-        """Whether a run may begin here: nothing is here, or answers and no iteration yet."""
-        if not self.place.is_dir():
-            return not self.place.exists()
-        begun = {final_name(path.name) for path in self.work.iterdir()} if self.work.is_dir() else set()
-        allowed = {self.record.name, self.answers.name, self.lock.name}
-        return {path.name for path in self.place.iterdir()} <= {self.work.name} and begun <= allowed
-
     def save_record(self, record: Record) -> None:
-        """Writes the record, completely or not at all.
-
-        Raises:
-            RedrafterError: it cannot be written.
-        """
-        try:
-            write_text(self.record, json.dumps(vars(record), indent=1) + "\n")
-        except OSError as error:
-            raise RedrafterError(f"cannot write {self.record}: {one_line(error)}") from error
+        """Writes the record, completely or not at all."""
+        write_text(self.record, json.dumps(vars(record), indent=1) + "\n")
 
     def write_report(self, record: Record, sizes: DrafterArgs, results: Sequence[ShapeResult]) -> bool:
-        """Writes training.json, the model card and the picture; whether there is a matplotlib to draw it.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        paths: dict[str, Any] = {
-            name: strip_folders(getattr(self.args, name)) for name in ("model", "adapter_path", "data", "prompts")
-        }
+        """Writes training.json, the model card and the picture; whether there is a matplotlib to draw it."""
+        names = ("model", "adapter_path", "data", "prompts")
+        paths: dict[str, Any] = {name: strip_folders(getattr(self.args, name)) for name in names}
         settings = replace(self.args, output=self.place.name, **paths)
         measured = [result._asdict() for result in results]
         summary = {**vars(record), "settings": settings.to_json(), "measured": measured}
         write_text(self.place / "training.json", json.dumps(summary, indent=1) + "\n")
-        count = sizes.draft_vocab_size
-        guesses = "every token" if count is None else f"the {count} most frequent tokens"
         is_hub_id = settings.model == self.args.model
         card = f"""{card_header(settings.model if is_hub_id else None)}
-# A recurrent drafter for {settings.model or "the demo of mlx_redrafter"}
+# A drafter for {settings.model or "the demo of mlx_redrafter"}
 
-Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on what the target says: exit_dim \
-{sizes.exit_dim}, residual blocks {sizes.num_draft_layers}, guesses {guesses}. Where it was trained:
+{describe(sizes).capitalize()}; trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on what \
+the target says. Where it was trained:
 
 ```text
 {format_table(results)}
@@ -132,6 +111,12 @@ Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on
 """
         write_text(self.place / "README.md", card)
         return draw(self.place / "training.png", record)
+
+
+def describe(sizes: DrafterArgs) -> str:
+    """A drafter's kind and sizes, in a few words."""
+    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
+    return f"{sizes.model_type}, {sizes.describe()}{guesses}"
 
 
 def strip_folders(name: str | None) -> str | None:
@@ -156,23 +141,19 @@ def draw(path: Path, record: Record) -> bool:
     except ImportError:
         return False
 
-    def columns(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[Any]]:
-        return [entry["iteration"] for entry in entries], [entry[key] for entry in entries]
-
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     loss, acceptance = figure.subplots(1, 2)
-    loss.plot(*columns(record.reports, "loss"), label="training", linewidth=1)
-    loss.plot(*columns(record.validations, "loss"), "o-", label="validation")
+    at, validations = [entry["iteration"] for entry in record.validations], record.validations
+    loss.plot([entry["iteration"] for entry in record.reports], [entry["loss"] for entry in record.reports])
+    loss.plot(at, [entry["loss"] for entry in validations], "o-")
     loss.set(xlabel="iteration", ylabel="loss, nats")
-    loss.legend()
-    iterations, tables = columns(record.validations, "acceptance")
-    for k, rows in enumerate(zip(*tables, strict=True), start=1):
-        acceptance.plot(iterations, [shares[0] for shares in rows], "o-", label=f"depth {k}")
+    loss.legend(["training", "validation"])
+    acceptance.plot(at, [[shares[0] for shares in entry["acceptance"]] for entry in validations], "o-")
     acceptance.set(xlabel="iteration", ylabel="first guesses that are right", ylim=(0, 1))
-    acceptance.legend(fontsize="small")
+    acceptance.legend([f"depth {k}" for k in range(1, len(validations[0]["acceptance"]) + 1)], fontsize="small")
     rounds = acceptance.twinx()
-    rounds.plot(*columns(record.validations, "tokens_per_round"), "k--", label="tokens per round")
+    rounds.plot(at, [entry["tokens_per_round"] for entry in validations], "k--")
     rounds.set(ylabel="tokens per round, decoded")
     with replace_file(path) as partial_file:
         figure.savefig(partial_file, dpi=120)

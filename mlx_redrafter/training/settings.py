@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..checkpoints import DTYPES, check_demo_flags
+from ..drafters import KINDS, TYPES
+from ..drafters.protocol import DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import RedrafterError
 from ..options import Options
@@ -42,8 +44,13 @@ class TrainingArgs:
     max_tokens: int = setting(256, "tokens of an answer at most", 1)
     temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
     output: str = setting("drafter", "directory of the drafter")
-    exit_dim: int | None = setting(None, "width of the drafter's blocks and head; measured when not given", 1, 2**16)
-    num_draft_layers: int | None = setting(None, "residual blocks of the drafter; 1 with --exit-dim", 0, 64)
+    drafter_type: str = setting("recurrent", "kind of the drafter", choices=tuple(TYPES))
+    exit_dim: int | None = setting(None, "recurrent: width of its blocks and head; measured when not given", 1, 2**16)
+    num_draft_layers: int | None = setting(None, "recurrent and medusa: residual blocks; 1 when not given", 0, 64)
+    inner_dim: int | None = setting(
+        None, "mlp_speculator and arctic_lstm: width of its states; a quarter of the target's when not given", 1, 2**16
+    )
+    untied: bool = setting(False, "medusa and mlp_speculator: an output matrix, and embedding, for each depth")
     draft_vocab_size: int | None = setting(None, "guess only this many tokens, the most frequent ones", 2)
     dtype: str | None = setting(None, "dtype of the finished drafter; the target's when not given", choices=DTYPES)
     compute_dtype: str = setting("float32", "dtype of the drafter's forward and gradients", choices=DTYPES[1:])
@@ -85,8 +92,9 @@ class TrainingArgs:
             raise RedrafterError("temp must be at least one number")
         for temp in self.temp:
             Options(temp=temp)
-        if self.labels not in LABELS:
-            raise RedrafterError(f"labels must be one of {', '.join(LABELS)}, got {self.labels!r}")
+        for name, names in (("labels", LABELS), ("drafter_type", TYPES)):
+            if getattr(self, name) not in names:
+                raise RedrafterError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
         if self.labels == "sampled" and not self.label_temp:
             raise RedrafterError("label_temp must be above 0 for labels that are drawn, got 0")
         weights = self.depth_weights
@@ -95,11 +103,7 @@ class TrainingArgs:
             raise RedrafterError(f"depth_weights must be {self.draft_depth} numbers of at least 0, got {list(weights)}")
 
     def check_sources(self) -> None:
-        """Refuses a target and texts that do not go together.
-
-        Raises:
-            RedrafterError: naming the settings.
-        """
+        """Refuses a target and texts that do not go together, by a RedrafterError."""
         if self.data and self.prompts:
             raise RedrafterError("give either --data or --prompts, got both")
         check_demo_flags(self.model, self)
@@ -107,21 +111,32 @@ class TrainingArgs:
             raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
 
     def check_run(self) -> None:
-        """Refuses settings that no run can have, before anything is loaded.
-
-        Raises:
-            RedrafterError: naming the settings.
-        """
+        """Refuses settings that no run can have, by a RedrafterError, before anything is loaded."""
         self.check_sources()
         if self.model and not (self.data or self.prompts):
             raise RedrafterError("expected --data or --prompts: texts, or prompts that the target answers")
-        if self.exit_dim is None and (self.num_draft_layers, self.draft_vocab_size) != (None, None):
+        for name in ("exit_dim", "num_draft_layers", "inner_dim", "untied"):
+            if getattr(self, name) not in (None, False) and name not in self.kind.SIZES:
+                taken = " and ".join(f"--{size.replace('_', '-')}" for size in self.kind.SIZES)
+                flag = name.replace("_", "-")
+                raise RedrafterError(f"--{flag} does not go with --drafter-type {self.drafter_type}, which has {taken}")
+        if self.is_measured and (self.num_draft_layers, self.draft_vocab_size) != (None, None):
             raise RedrafterError("give --exit-dim with --num-draft-layers and --draft-vocab-size, or none of them")
         if self.max_tokens <= self.draft_depth and not self.data:
             raise RedrafterError(
                 f"max_tokens must be above draft_depth {self.draft_depth}: answers must be longer than a draft, "
                 f"got {self.max_tokens}"
             )
+
+    @property
+    def kind(self) -> type[DrafterArgs]:
+        """The sizes that drafters of the kind have."""
+        return KINDS[TYPES[self.drafter_type]][1]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the size is chosen by measuring."""
+        return "exit_dim" in self.kind.SIZES and self.exit_dim is None
 
     @property
     def mixed_dtype(self) -> mx.Dtype | None:

@@ -18,17 +18,17 @@ from tqdm import tqdm
 
 from ..atomic_files import replace_file
 from ..checkpoints import check_fit, evaluate
-from ..drafters.recurrent import Drafter
+from ..drafters.protocol import Drafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
-from .targets import Batch, compute_targets, get_vocabulary
+from .targets import Batch, compute_targets
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 """arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
 
 OnIteration = Callable[[int, dict[str, float]], bool]
-"""(iterations done, what the last one showed) -> whether to stop here."""
+"""(iterations done, what the last one showed) -> whether to stop at the next update."""
 
 
 def train_drafter(
@@ -40,12 +40,12 @@ def train_drafter(
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
 ) -> int:
-    """Trains `drafter` in place for `model`, by AdamW.
+    """Trains `drafter`, of any kind, in place for `model`, by AdamW.
 
     Args:
         model: a model of mlx-lm; it is read, never changed, and runs once for each batch.
         batches: iteration -> texts like those that the model will write; best of all, its own.
-        checkpoint: see `fit`.
+        checkpoint, on_iteration: see `fit`.
 
     Returns:
         How many iterations it has seen, those before a checkpoint's included.
@@ -57,43 +57,54 @@ def train_drafter(
     """
     check_fit(drafter, model)
     evaluate(model, drafter)  # read by another thread, which could not evaluate them
-    accumulate, updates = args.grad_accumulation_steps, -(-args.iters // args.grad_accumulation_steps)
-    rise = max(1, round(args.warmup * updates))
-    rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
-    falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
-    schedule = optim.join_schedules([rising, falling], [rise])
-    optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
     return fit(
         drafter,
-        optimizer,
+        make_optimizer(args),
         make_loss(drafter, args),
-        lambda iteration: target_arrays(model, drafter, batches(iteration), args, iteration),
+        lambda iteration: target_arrays(model, drafter.get("draft_ids"), batches(iteration), args, iteration),
         args.iters,
         name="drafter",
-        accumulate=accumulate,
+        accumulate=args.grad_accumulation_steps,
         checkpoint=checkpoint,
         save_every=args.save_every,
-        dtype=args.mixed_dtype,
         on_iteration=on_iteration,
     )
 
 
+def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
+    """AdamW, its rate rising to the highest and then falling along a cosine."""
+    updates = -(-args.iters // args.grad_accumulation_steps)
+    rise = max(1, round(args.warmup * updates))
+    rising = optim.linear_schedule(args.learning_rate / rise, args.learning_rate, rise)
+    falling = optim.cosine_decay(args.learning_rate, max(1, updates - rise))
+    schedule = optim.join_schedules([rising, falling], [rise])
+    return optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=args.weight_decay)
+
+
 def target_arrays(
-    model: nn.Module, drafter: Drafter, batch: Batch, args: TrainingArgs, iteration: int
+    model: nn.Module, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
 ) -> list[mx.array]:
     """The arrays of `make_loss` for an iteration: a function of it, whatever came before."""
-    targets = compute_targets(model, batch, args, get_vocabulary(drafter), (args.seed << 32) + iteration)
+    targets = compute_targets(model, batch, args, draft_ids, (args.seed << 32) + iteration)
     if dtype := args.mixed_dtype:
         targets = targets._replace(hidden=targets.hidden.astype(dtype), embeddings=targets.embeddings.astype(dtype))
     return [array for array in targets if array is not None]
 
 
 def make_loss(drafter: Drafter, args: TrainingArgs) -> Loss:
-    """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show."""
+    """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show.
+
+    In 16 bits it is computed with rounded weights; the gradient is that of the weights as they are.
+    """
+    dtype, fixed = args.mixed_dtype, args.depth_weights or None
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        targets, weights = TrainingTargets(*arrays), args.depth_weights or None
-        found = draft_loss(drafter, targets, args.draft_depth, weights, grad_checkpoint=args.grad_checkpoint)
+        weights = drafter.trainable_parameters()
+        if dtype is not None:
+            drafter.update(tree_map(lambda weight: weight.astype(dtype), weights))
+        targets = TrainingTargets(*arrays)
+        found = draft_loss(drafter, targets, args.draft_depth, fixed, grad_checkpoint=args.grad_checkpoint)
+        drafter.update(weights)
         return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": found.accuracy[-1]}
 
     return loss
@@ -110,7 +121,6 @@ def fit(
     accumulate: int = 1,
     checkpoint: Path | None = None,
     save_every: int = 250,
-    dtype: mx.Dtype | None = None,
     on_iteration: OnIteration | None = None,
 ) -> int:
     """Updates `model` until it has seen `iters` batches, those before a checkpoint's included, or is stopped.
@@ -121,7 +131,6 @@ def fit(
         name: what the progress bar says.
         accumulate: of how many batches the gradients are added up before an update.
         checkpoint: the file to save to, and to continue from if it exists.
-        dtype: what the forward and the gradients are computed in, when not in the dtype of the weights.
 
     Returns:
         How many iterations the model has seen.
@@ -130,22 +139,19 @@ def fit(
         RedrafterError: the loss or its gradient is not a number; the last checkpoint is from before.
     """
     optimizer.init(model.trainable_parameters())
-    first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
-    update = make_update(model, optimizer, loss, accumulate, dtype)
+    saved = done = first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
+    update, stop, smooth = make_update(model, optimizer, loss, accumulate), False, dict[str, float]()
 
     def prepare(step: int) -> Sequence[mx.array]:
         arrays = batch(step) if step < iters else []
         mx.eval(arrays)
         return arrays
 
-    saved, done, stop = first, first, False
-    bar = tqdm(range(first, iters), initial=first, total=iters, desc=name, mininterval=10)
-    smooth: dict[str, float] = {}
+    bar = tqdm(range(first + 1, iters + 1), initial=first, total=iters, desc=name, mininterval=10)
     with helper_thread() as helper:
         following = helper.submit(prepare, first)
-        for step in bar:
-            arrays, following = following.result(), helper.submit(prepare, step + 1)
-            done = step + 1
+        for done in bar:
+            arrays, following = following.result(), helper.submit(prepare, done)
             is_update = done % accumulate == 0 or done == iters
             shown = update(arrays, last=is_update)
             if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
@@ -156,11 +162,12 @@ def fit(
             smooth = {key: 0.98 * smooth.get(key, value) + 0.02 * value for key, value in shown.items()}
             bar.set_postfix({key: f"{value:.3f}" for key, value in smooth.items()}, refresh=False)
             stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # until the update is complete
-            is_due = stop or done == iters or done // save_every > saved // save_every
-            if checkpoint and is_update and is_due:
+            if not is_update:
+                continue
+            if checkpoint and (stop or done == iters or done // save_every > saved // save_every):
                 save_checkpoint(checkpoint, model, optimizer, done)
                 saved = done
-            if stop and is_update:
+            if stop:
                 break
         bar.close()
         following.result()
@@ -178,10 +185,10 @@ def helper_thread() -> Iterator[ThreadPoolExecutor]:
 
 
 def make_update(
-    model: nn.Module, optimizer: optim.Optimizer, loss: Loss, accumulate: int, dtype: mx.Dtype | None
+    model: nn.Module, optimizer: optim.Optimizer, loss: Loss, accumulate: int
 ) -> Callable[..., dict[str, float]]:
     """(arrays, last: whether an update follows) -> what the iteration showed; adds up gradients between updates."""
-    loss_and_grads = nn.value_and_grad(model, loss if dtype is None else cast_loss(dtype, model, loss))
+    loss_and_grads = nn.value_and_grad(model, loss)
     state = [model.state, optimizer.state]
 
     @partial(mx.compile, inputs=state, outputs=state)
@@ -203,19 +210,6 @@ def make_update(
         return {key: float(value.item()) for key, value in shown.items()}  # type: ignore[arg-type]
 
     return update
-
-
-def cast_loss(dtype: mx.Dtype, model: nn.Module, loss: Loss) -> Loss:
-    """`loss` with the model's weights rounded to `dtype`; the gradient is that of the weights as they are."""
-
-    def cast(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-        weights = model.trainable_parameters()
-        model.update(tree_map(lambda weight: weight.astype(dtype), weights))
-        result = loss(*arrays)
-        model.update(weights)
-        return result
-
-    return cast
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:

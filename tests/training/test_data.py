@@ -73,11 +73,14 @@ def test_mlx_lms_formats_are_read(form: str, chatty: Any, tmp_path: Path) -> Non
 
 
 BAD: dict[str, tuple[Callable[[Path], str], str]] = {
-    "a file": (lambda path: str(path / "other" / "text.txt"), "expected a directory of train.jsonl"),
+    "a file": (lambda path: str(path / "other" / "text.txt"), "expected a directory of train.jsonl .*, a file"),
     "a directory that is not there": (lambda path: str(path / "none"), "got '.*none': no such folder"),
     "neither a directory nor a hub id": (lambda path: "nodata", r"got 'nodata': no such folder; .*pip install"),
-    "an empty directory": (lambda path: str(path / "empty"), "expected texts in .*train.jsonl, .* got an empty file"),
-    "no texts": (lambda path: str(path), "expected texts in .*train.jsonl, one JSON object a line: .*No such file"),
+    "an empty directory": (
+        lambda path: str(path / "empty"),
+        "expected texts in .*train.jsonl, one a line, got an empty file",
+    ),
+    "no texts": (lambda path: str(path), "cannot read the texts in .*train.jsonl: .*No such file"),
     "no JSON": (lambda path: str(path / "broken"), "train.jsonl, line 1: expected a JSON object, got '{'"),
 }
 
@@ -136,16 +139,14 @@ def test_a_chat_template_may_refuse_a_prompt(chatty: Any, tmp_path: Path) -> Non
     said = [chatty.decode(ids) for ids in load_prompts(path, chatty)]
     assert said == ["<user>one\u2028two\n<assistant>", "<user>three\n<assistant>"]
     chatty._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RedrafterError, match=r"prompts.jsonl, line 1: the tokenizer refuses it: roles must alternate"):
+    with pytest.raises(RedrafterError, match=r"prompt 1: the tokenizer refuses it: roles must alternate"):
         load_prompts(path, chatty)
 
 
 def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     jsonl(path, [{"prompt": "import"}, {"messages": [{"role": "user", "content": ""}]}])
-    with pytest.raises(
-        RedrafterError, match=r"prompts.jsonl, line 2: expected a prompt of at least one token, got none"
-    ):
+    with pytest.raises(RedrafterError, match=r"prompt 2: expected at least one token, got none"):
         load_prompts(path, load_demo()[1])
 
 

@@ -29,7 +29,9 @@ def make(rnn: bool = True, seed: int = 0, few: bool = False) -> tuple[Drafter, T
     ids = mx.argsort(-probs, axis=-1)[:, :3].astype(mx.int32) if few else None
     columns = mx.where(positions < 0, -1, positions % LENGTH)
     probs = probs if ids is None else mx.take_along_axis(probs, ids, axis=-1)
-    return drafter, TrainingTargets(hidden, embeddings, positions, columns, choices, probs, ids)
+    return drafter, TrainingTargets(
+        mx.zeros((TEXTS, LENGTH), mx.int32), hidden, embeddings, positions, columns, choices, probs, ids
+    )
 
 
 def parameters(drafter: Drafter) -> Arrays:
@@ -43,7 +45,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def guess(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int) -> np.ndarray:
     """(V,) logits of the guess at `depth` of the draft from position `start`, with nothing of the package."""
-    hidden, embeddings = (np.array(array[row]).astype(np.float64) for array in targets[:2])
+    hidden, embeddings = (np.array(array[row]).astype(np.float64) for array in targets[1:3])
     state = np.zeros(HIDDEN)
     for k in range(1, depth + 1):
         if "rnn_w.weight" in weights:

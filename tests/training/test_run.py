@@ -91,7 +91,8 @@ def copied(whole: tuple[Path, str], target: str, tmp_path: Path) -> TrainingArgs
 def test_a_run_says_what_it_does(whole: tuple[Path, str]) -> None:
     place, said = whole
     assert re.search(
-        r"drafter: exit_dim 32, blocks 1, 0\.\d\d M parameters\nexpected: [\d:]+ \(minutes:seconds\): [\d:]+ for "
+        r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n"
+        r"expected: [\d:]+ \(minutes:seconds\): [\d:]+ for "
         r"answers, [\d:]+ for 8 iterations of .*, [\d:]+ for validation; .* GB of memory, \d+ MB of disk",
         said,
     )

@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import Batch, compute_targets, get_vocabulary, new_drafter
+from mlx_redrafter.training.targets import Batch, compute_targets, new_drafter
 
 VOCAB, HIDDEN = 23, 16
 GUESSED = np.array([2, 3, 5, 7, 11, 13])
@@ -67,7 +67,7 @@ def test_drawn_labels_follow_the_temperature(model: Any, batch: Batch) -> None:
 def test_a_draft_vocabulary_gets_only_its_tokens(model: Any, batch: Batch) -> None:
     drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, 12, 1, draft_vocab_size=len(GUESSED)), GUESSED)
     assert np.array_equal(np.array(drafter.draft_ids), GUESSED)
-    vocabulary, law = get_vocabulary(drafter), mx.softmax(logits_at(model, batch), axis=-1)
+    vocabulary, law = drafter.get("draft_ids"), mx.softmax(logits_at(model, batch), axis=-1)
     assert mx.allclose(compute_targets(model, batch, TrainingArgs(), vocabulary).probs, law[:, mx.array(GUESSED)])
     few = compute_targets(model, batch, TrainingArgs(teacher_top_k=2), vocabulary)
     assert few.ids is not None

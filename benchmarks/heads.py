@@ -1,0 +1,259 @@
+"""Kinds of drafters compared on the demo: trained alike, with equal data, steps and weights, then decoded with.
+
+    python -m benchmarks heads --output heads --results benchmarks/results/heads.jsonl
+
+The target writes the texts, once. Each kind is trained on them at each learning rate, and the one that makes most
+tokens per round on held-out prompts stands for its kind. Then everybody decodes the demo's prompts, greedy and sampled:
+each kind at each shape, a bigram of the same texts, the context alone, and mlx-lm's own speculation. A ratio is that to
+plain decoding in the same turn. `--output` keeps texts, drafters and records: the same command takes up where it was
+stopped, and when it is done prints its tables again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_redrafter.atomic_files import expand_path, write_text
+from mlx_redrafter.checkpoints import evaluate, load, load_drafter, save_drafter
+from mlx_redrafter.demo import load_demo
+from mlx_redrafter.demo.sources import training_prompts
+from mlx_redrafter.drafters import KINDS, TYPES
+from mlx_redrafter.drafters.protocol import Advance, Drafter, DrafterArgs, Embed, State
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import decode_prompts, encode
+from mlx_redrafter.options import Options
+from mlx_redrafter.planning.costs import parse_costs
+from mlx_redrafter.planning.sizing import n_weights
+from mlx_redrafter.training.answers import AnswerFile
+from mlx_redrafter.training.data import Text, make_batches
+from mlx_redrafter.training.evaluation import make_prompts, measure_guesses
+from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training.targets import new_drafter
+from mlx_redrafter.training.trainer import fit, make_loss, make_optimizer, target_arrays
+
+from .command import parse_above_zero, parse_output, parse_positive
+from .contest import find_status, hold_contest, measure_costs
+from .contestants import Contestant, Settings, make_contestants, make_ours, warm_up
+from .models import DRAFT_MODEL, Workload, find_prompts
+from .records import Record, Results, read_records, stamp, write_records
+from .tables import (
+    CONTEXT,
+    DRAFTED,
+    MLX_LM,
+    PLAIN,
+    Row,
+    describe_machine,
+    format_markdown,
+    format_text,
+    group_by_contestant,
+    summarize,
+)
+
+SIZES: dict[str, dict[str, Any]] = {
+    "recurrent": {"exit_dim": 384, "num_draft_layers": 1},
+    "medusa": {"num_draft_layers": 1, "untied": False},
+    "mlp_speculator": {"inner_dim": 320, "untied": False},
+    "arctic_lstm": {"inner_dim": 232},
+}
+"""Those at which the kinds have the same number of weights for the demo, within 1%."""
+
+DEPTH, SHAPES = 5, ((1, 4), (4, 5), (8, 5))
+TEMPS, RATES = (0.0, 0.8), (4e-3, 8e-3, 1.6e-2)
+TEXTS, HELD_OUT, BIGRAM = 704, 24, "bigram of the same texts"
+
+
+class Bigram(Drafter):
+    """The likeliest successors of a token in some texts: what a head must know more than."""
+
+    def __init__(self, args: DrafterArgs, texts: Iterable[Text]) -> None:
+        super().__init__(args)
+        counts = np.full((args.vocab_size, args.vocab_size), 1e-2, np.float32)
+        for text in texts:
+            np.add.at(counts, (text.ids[:-1], text.ids[1:]), 1)
+        self.successors = nn.Embedding(*counts.shape)
+        self.successors.weight = mx.log(mx.array(counts))
+
+    def begin(self, hidden: mx.array, embed: Embed) -> Advance:
+        """Begins a draft, see `Drafter.begin`; it has no state."""
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            return self.successors(tokens), ()
+
+        return advance
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add = parser.add_argument
+    add("--output", type=expand_path, required=True, metavar="DIR", help="where texts, drafters and records are kept")
+    add("--results", type=parse_output, metavar="FILE", help="where to write all records, one a line")
+    add("--kinds", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
+    add("--iters", type=parse_positive, default=400, help="iterations of two texts (default: %(default)s)")
+    add("--learning-rates", type=parse_above_zero, nargs="+", default=RATES, metavar="RATE", help="that are tried")
+    add("--texts", type=parse_positive, default=TEXTS, help="that the target writes (default: %(default)s)")
+    add("--text-tokens", type=parse_positive, default=128, help="of each (default: %(default)s)")
+    add("--max-tokens", type=parse_positive, default=64, help="to decode of a prompt (default: %(default)s)")
+    add("--prompts", nargs="+", default=["demo"], metavar="NAME", help="as in run (default: demo)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, decodes and prints the tables; the exit status is that of `find_status`."""
+    model, tokenizer, _ = load_demo()
+    draft_model = load(DRAFT_MODEL)[0]
+    draft_model.set_dtype(mx.float32)
+    base = Workload("demo", model, None, None, draft_model, "demo", find_prompts(args.prompts, tokenizer))
+    how = {"max_tokens": args.text_tokens, "iters": args.iters, "batch_size": 2, "draft_depth": DEPTH}
+    settings = TrainingArgs(**how)
+    pieces = [encode(tokenizer, text) for text in training_prompts(args.texts, settings.seed)]
+    answers = AnswerFile(args.output / "answers.jsonl", settings, pieces).complete(model, tokenizer)
+    texts = [text for text in answers if len(text.ids) > text.offset + DEPTH]
+    training, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
+
+    batches = make_batches(training, settings.batch_size, settings.seed)
+
+    @cache  # it says the same to all
+    def ask_target(iteration: int) -> list[mx.array]:
+        return target_arrays(model, None, batches(iteration), settings, iteration)
+
+    scores = [
+        sweep(model, kind, replace(settings, learning_rate=rate), ask_target, held_out, args.output)
+        for rate in args.learning_rates
+        for kind in args.kinds
+    ]
+    bigram = Bigram(DrafterArgs(*model_sizes(model), model_type="bigram"), training)
+    workloads = {"others": base, "bigram": replace(base, drafter=bigram, drafter_name=BIGRAM)}
+    for kind in args.kinds:
+        best = max((score for score in scores if score["kind"] == kind), key=lambda score: score["tokens per round"])
+        name = f"{kind}, {best['M weights']:.2f} M weights, learning rate {best['learning rate']:g}"
+        drafter = load_drafter(args.output / best["directory"], model)
+        workloads[best["directory"]] = replace(base, drafter=drafter, drafter_name=name)
+    records = [
+        record
+        for temp in TEMPS
+        for name, workload in workloads.items()
+        for record in decode(workload, temp, args.max_tokens, args.output / f"{name}-{temp}-{args.max_tokens}.jsonl")
+    ]
+    if args.results:
+        write_records(args.results, records)
+    shown = [{name: value for name, value in score.items() if name != "directory"} for score in scores]
+    print(f"{format_text(shown)}\n\n{format_text(make_rows(records))}\n\n{describe(records)}", end="")
+    return find_status(record for record in records if record["kind"] == "speed")
+
+
+def sweep(
+    model: nn.Module,
+    kind: str,
+    settings: TrainingArgs,
+    ask_target: Callable[[int], list[mx.array]],
+    held_out: list[Text],
+    output: Path,
+) -> Row:
+    """What a kind makes of the texts at a learning rate: trained and saved, unless it has been."""
+    name = f"{kind}-{settings.learning_rate:g}"
+    place, score = output / name, output / name / "score.json"
+    if score.exists():
+        found: Row = json.loads(score.read_text(encoding="utf-8"))
+        if found["iterations"] != settings.iters:
+            raise RedrafterError(f"{place} was trained for {found['iterations']} iterations: give another --output")
+        return found
+    sizes = KINDS[TYPES[kind]][1].for_training(*model_sizes(model), depth=DEPTH, draft_vocab_size=None, **SIZES[kind])
+    mx.random.seed(settings.seed)
+    drafter = new_drafter(model, sizes)
+    print(f"training {name}", file=sys.stderr)
+    evaluate(model, drafter)
+    optimizer, loss, file = make_optimizer(settings), make_loss(drafter, settings), place / "checkpoint.safetensors"
+    fit(drafter, optimizer, loss, ask_target, settings.iters, name=name, checkpoint=file, save_every=100)
+    mean_loss, acceptance = measure_guesses(model, drafter, held_out, settings)
+    drafter.args = replace(drafter.args, acceptance=acceptance)
+    options = Options(max_tokens=48, temp=TEMPS[-1], seed=0, plan=SHAPES[0])
+    stats = decode_prompts(model, drafter, make_prompts(held_out, HELD_OUT), options).stats
+    save_drafter(place, drafter)
+    found = {
+        "kind": kind,
+        "M weights": n_weights(sizes) / 1e6,
+        "iterations": settings.iters,
+        "learning rate": settings.learning_rate,
+        "loss": mean_loss,
+        "tokens per round": stats.tokens_per_round,
+        "directory": name,
+    }
+    write_text(score, json.dumps(found, indent=1) + "\n")
+    file.unlink()
+    return found
+
+
+def decode(workload: Workload, temp: float, max_tokens: int, file: Path) -> list[Record]:
+    """The records of a drafter at a temperature, kept in a file; without a drafter those of everybody else."""
+    if file.exists():
+        return read_records(file)
+    settings, sides = Settings(max_tokens=max_tokens, temp=temp, repeats=1), list[Contestant]()
+    if workload.drafter is None:
+        sides = [side for side in make_contestants(workload, [], settings, context=True) if side.kind != MLX_LM]
+    else:
+        sides = [make_ours(workload, None, "off", settings, PLAIN)]
+        sides += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in SHAPES]
+    print(f"decoding with {workload.drafter_name or 'none'} at temperature {temp}", file=sys.stderr)
+    is_timed = workload.drafter_name not in (None, BIGRAM) and temp == TEMPS[0]
+    records = [measure_costs(workload)] if is_timed else []
+    for side in sides:
+        warm_up(workload, side)
+    for found in hold_contest(workload, sides, settings):
+        records += found
+    records = [record | {"machine": stamp()} for record in records]
+    write_records(file, records)
+    return records
+
+
+def make_rows(records: Sequence[Record]) -> list[Row]:
+    """A row for each drafter and shape, and for everybody else: tokens per round and the ratio at each temperature."""
+    rows: dict[tuple[str, str], Row] = {}
+    for temp in sorted({record["temp"] for record in records if record["kind"] == "speed"}):
+        at = [record for record in records if record["kind"] == "speed" and record["temp"] == temp]
+        for drafter in dict.fromkeys(record["drafter"] for record in at):
+            own = [record for record in at if record["drafter"] == drafter]
+            for name, group in group_by_contestant(own).items():
+                if group[0]["contestant"] == PLAIN:
+                    continue
+                row = rows.setdefault((drafter or "", name), {"drafter": drafter or name, "W x K": ""})
+                if drafter:
+                    row["W x K"] = name
+                found, kind = summarize(group), "greedy" if temp == 0 else f"T {temp:g}"
+                row[f"{kind}: tokens per round"] = found["tokens/round"]
+                row[f"{kind}: x plain"] = found["x plain"]
+                row["draft, ms"] = find_draft_ms(records, group[0])
+    return list(rows.values())
+
+
+def find_draft_ms(records: Iterable[Record], record: Record) -> float | None:
+    """Milliseconds of a draft of a record's plan, measured alone; None where its width was not."""
+    costs = next((each for each in records if each["kind"] == "costs" and each["drafter"] == record["drafter"]), None)
+    if costs is None or record["contestant"] == CONTEXT or not isinstance(record["plan"], list):
+        return None
+    table, plan = parse_costs(costs["costs"]), Plan(*record["plan"])
+    return table.draft_ms(plan) if plan.width in table.widths else None
+
+
+def describe(records: Sequence[Record]) -> str:
+    """The machine and the settings in a line."""
+    record = next(record for record in records if record["kind"] == "speed")
+    how = f"{record['max_tokens']} tokens, 1 turn, seed {record['seed']}; {record['machine']['when'][:10]}"
+    return f"{describe_machine(record['machine'])}; {how}.\n"
+
+
+def make_heads_table(results: Results) -> str:
+    """The kinds of drafters, of the records that are kept."""
+    records = results.files.get("heads", [])
+    return f"{format_markdown(make_rows(records))}\n{describe(records)}" if records else ""
