@@ -194,6 +194,7 @@ def make_contributed_table(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "demo": make_demo_table,
     "kinds": make_kinds_table,
+    "heads": make_heads_table,
     "limits": make_limits_table,
     "synthetic": make_synthetic_table,
     "predicted": make_predicted_table,
