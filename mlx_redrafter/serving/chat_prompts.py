@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mlx_lm.server import convert_chat
-from transformers import PreTrainedTokenizerBase
 
-from ..errors import RedrafterError
 from ..session.chat_template import render
 from .schemas import ApiError
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """The types of content parts that hold text."""
 
-RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() | {"messages"}
-"""Arguments of `apply_chat_template` itself, which `chat_template_kwargs` may not have: they are no variables of the
-model's template, and a template of the client's own might never end."""
-
 Message = dict[str, Any]
 
 
 class Prompt(NamedTuple):
-    """Token ids, and whether the answer begins in the middle of the model's reasoning."""
+    """Token ids, and in which state of mlx-lm's text state machine the answer begins; None keeps all of it text."""
 
     ids: list[int]
-    state: str = "normal"
+    state: str | None = None
 
 
 def encode_chat(
@@ -50,24 +43,20 @@ def encode_chat(
         prefilled: whether the last message is the beginning of the answer.
 
     Raises:
-        ApiError: the template refuses the messages, or the model has no tool calls that can be parsed.
+        ApiError: the model has no tool calls that can be parsed, or the client sends a template.
+        RedrafterError: the template refuses the messages.
     """
     args = template_args or {}
-    if wrong := sorted(RESERVED & args.keys()):
-        raise ApiError(f"chat_template_kwargs must be variables of the model's own template, got {wrong[0]}")
+    if "chat_template" in args:  # it might never end
+        raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
     if tools and not tokenizer.has_tool_calling:
         raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
     if not tokenizer.has_chat_template:
-        return Prompt(tokenizer.encode(convert_chat(list(messages), role_mapping)))
-    try:
-        text = render(tokenizer, messages, args | {"tools": list(tools) or None}, prefilled=prefilled)
-    except RedrafterError as error:
-        raise ApiError(str(error)) from error
+        return Prompt(tokenizer.encode(convert_chat(list(messages), role_mapping)), "normal")
+    text = render(tokenizer, messages, args | {"tools": list(tools) or None}, prefilled=prefilled)
     ids = list(tokenizer.encode(text, add_special_tokens=False))
-    state = "normal"
-    if tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids):
-        state = "reasoning"
-    return Prompt(ids, tokenizer.response_initial_state or state)
+    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
+    return Prompt(ids, tokenizer.response_initial_state or ("reasoning" if thinks else "normal"))
 
 
 def flatten_messages(messages: Sequence[Message]) -> list[Message]:
@@ -81,12 +70,10 @@ def flatten_messages(messages: Sequence[Message]) -> list[Message]:
         role, where = message.get("role"), f"messages[{at}]"
         if not isinstance(role, str):
             raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
-        if role in ("user", "system") and "content" not in message:
-            raise ApiError(f"{where}.content is missing")
         content = join_parts(message.get("content"), f"{where}.content")
         flat = message | {"role": "system" if role == "developer" else role, "content": content}
         if (calls := message.get("tool_calls")) is not None:
-            flat["tool_calls"] = [_parse_call(call, f"{where}.tool_calls") for call in _check_objects(calls, where)]
+            flat["tool_calls"] = parse_calls(calls, f"{where}.tool_calls")
         found.append(flat)
     return found
 
@@ -99,55 +86,28 @@ def join_parts(content: Any, where: str) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for part in _check_objects(content, where):
-        kind = part.get("type")
-        if kind not in TEXT_PARTS:
-            raise ApiError(f"{where}: only text is supported, got a part of type {kind!r:.50}")
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise ApiError(f"{where}: expected a text, got {text!r:.100}")
-        texts.append(text)
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ApiError(f"{where} must be a text or a list of objects, got {content!r:.100}")
+    for part in content:
+        if part.get("type") not in TEXT_PARTS:
+            raise ApiError(f"{where}: only text is supported, got a part of type {part.get('type')!r:.50}")
+    texts = [part.get("text", part.get("refusal")) for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(f"{where}: expected texts, got {texts!r:.100}")
     return "".join(texts)
 
 
-def check_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form.
+def parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with objects as arguments, which clients send back as the JSON text that they were given.
 
     Raises:
-        ApiError: one is not a function with a name.
+        ApiError: something else.
     """
-    for at, tool in enumerate(tools):
-        if (kind := tool.get("type")) != "function":
-            raise ApiError(f"tools[{at}].type must be 'function', got {kind!r:.50}")
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(f"tools[{at}].function must have a name, got {function!r:.100}")
-    return list(tools)
-
-
-def parse_arguments(arguments: Any, where: str) -> Any:
-    """The arguments of a tool call, which clients send back as the JSON text that they were given.
-
-    Raises:
-        ApiError: not JSON.
-    """
-    if not isinstance(arguments, str) or not arguments:
-        return arguments or {}
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"{where}: arguments must be JSON, got {arguments!r:.100}") from error
-
-
-def _parse_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise ApiError(f"{where}: expected a function, got {function!r:.100}")
-    return call | {"function": function | {"arguments": parse_arguments(function.get("arguments"), where)}}
-
-
-def _check_objects(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise ApiError(f"{where} must be a text or a list of objects, got {value!r:.100}")
-    return value
+        functions = [(call, call["function"], call["function"].get("arguments") or {}) for call in calls]
+        return [
+            call | {"function": function | {"arguments": json.loads(given) if isinstance(given, str) else given}}
+            for call, function, given in functions
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ApiError(f"{where} must be calls of functions with arguments in JSON, got {calls!r:.100}") from error

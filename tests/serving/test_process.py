@@ -67,7 +67,7 @@ def test_a_signal_lets_answers_end() -> None:
             lines = [line for line in stream.read().decode().split("\n\n") if line.startswith("data: ")]
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert running.wait(PATIENCE) == 0
+        assert running.wait(PATIENCE) == -signal.SIGTERM
         assert running.stderr is not None and running.stderr.read() == ""
 
 
@@ -94,7 +94,7 @@ def test_the_race_serves_its_page() -> None:
         with urlopen(url, timeout=PATIENCE) as reply:
             assert b"<!doctype html>" in reply.read()
         running.send_signal(signal.SIGTERM)
-        assert running.wait(PATIENCE) == 0
+        assert running.wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_a_port_in_use_is_told_first() -> None:
