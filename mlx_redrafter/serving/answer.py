@@ -12,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal
 
+from mlx_lm.server import convert_chat
+
 from ..errors import RedrafterError
-from .chat_prompts import Message, Prompt, encode_chat, flatten_messages
+from ..session.chat_template import render
+from .chat_messages import Message, flatten_messages
 from .engine import Engine
 from .generation import Generation
 from .metrics import Metrics
-from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError, Body
+from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import (
@@ -73,23 +76,6 @@ class Service:
         if name not in (DEFAULT_MODEL, self.model_name, self.args.model):
             raise ApiError(f"there is no model {name!r:.100} here, expected {self.model_name}", 404)
 
-    def make_request(self, body: Body) -> GenerationRequest:
-        """What the body says of sampling and drafting, or else the command's flags, with an empty prompt.
-
-        Raises:
-            ApiError: a drafter that is not loaded, or more tokens than the flags allow.
-        """
-        args, most = self.args, self.args.max_completion_tokens
-        if body.draft_model not in (None, DEFAULT_MODEL, PLAIN, self.drafter_name, args.drafter):
-            known = PLAIN if self.drafter_name is None else f"one of {self.drafter_name}, {PLAIN}"
-            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {known}")
-        if most is not None and (body.max_tokens or 0) > most:
-            raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
-        defaults = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p")}
-        defaults["max_tokens"] = args.max_tokens if most is None else min(args.max_tokens, most)
-        drafts = body.draft_model not in (None, PLAIN)
-        return GenerationRequest(prompt=[], draft=drafts, **defaults | body.sampling())
-
 
 @dataclass
 class Chunk:
@@ -119,7 +105,8 @@ class Answer(ABC, Generic[AnyBody]):
         include_drafts: whether chunks have the field `redrafter`.
         reply: the reply in one piece, once the events are through.
         finish_reason: of the only choice, after its `blocks`.
-        prompt: complete after `prepare`.
+        prompt: the token ids, after `prepare`.
+        state: of mlx-lm's text state machine where the answer begins; None keeps all of it text.
     """
 
     body_type: ClassVar[type[Any]]
@@ -128,7 +115,8 @@ class Answer(ABC, Generic[AnyBody]):
     include_drafts = False
     finish_reason: str | None = None
     reply: dict[str, Any]
-    prompt: Prompt
+    prompt: list[int]
+    state: str | None = None
 
     def __init__(self, service: Service, body: AnyBody) -> None:
         self.service, self.body = service, body
@@ -161,22 +149,43 @@ class Answer(ABC, Generic[AnyBody]):
         return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
     def encode_chat(
-        self, messages: list[Message], tools: list[dict[str, Any]], template_args: dict[str, Any], **keywords: Any
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+        template_args: dict[str, Any],
+        role_mapping: dict[str, str] | None = None,
+        *,
+        prefilled: bool = False,
     ) -> None:
-        """Makes the prompt of a conversation.
+        """Makes the prompt of a conversation; without a chat template in mlx-lm's own form.
 
         Args:
             tools: those that the model may call, in OpenAI's form.
             template_args: variables for the template that the client's own overrule; those that are None are left out.
-            keywords: see `chat_prompts.encode_chat`.
+            role_mapping: what is put before each role's text where there is no template.
+            prefilled: whether the last message is the beginning of the answer.
 
         Raises:
-            ApiError, RedrafterError: see there.
+            ApiError: messages that are not text, tools that the model cannot call, or a template of the client's.
+            RedrafterError: the template refuses the messages.
         """
+        tokenizer, own = self.service.tokenizer, self.body.chat_template_kwargs
+        if "chat_template" in own:  # it might never end
+            raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
+        if tools and not tokenizer.has_tool_calling:
+            raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
+        messages, self._tools, self.state = flatten_messages(messages), tools, "normal"
+        if not tokenizer.has_chat_template:
+            self.prompt = tokenizer.encode(convert_chat(messages, role_mapping))
+            return
         given = {name: value for name, value in template_args.items() if value is not None}
-        args = {**self.service.args.chat_template_args, **given, **self.body.chat_template_kwargs}
-        self._tools = tools
-        self.prompt = encode_chat(self.service.tokenizer, flatten_messages(messages), tools, args, **keywords)
+        args = self.service.args.chat_template_args | given | own | {"tools": tools or None}
+        text = render(tokenizer, messages, args, prefilled=prefilled)
+        self.prompt = list(tokenizer.encode(text, add_special_tokens=False))
+        thinks = tokenizer.has_thinking
+        if thinks and tokenizer.rfind_think_start(self.prompt) > tokenizer.rfind_think_end(self.prompt):
+            self.state = "reasoning"
+        self.state = tokenizer.response_initial_state or self.state
 
     def follow(self, form: AnswerFormat | None) -> None:
         """Makes the answer follow a schema, if one is given; after the prompt is made.
@@ -187,7 +196,7 @@ class Answer(ABC, Generic[AnyBody]):
         if form is not None and (schema := form.find_schema()) is not None:
             if self._tools:
                 raise ApiError("an answer's format and tools are not supported together: give one of them")
-            self._processors = self.service.grammars.compile(schema, self.prompt.state)
+            self._processors = self.service.grammars.compile(schema, self.state)
 
     def submit(self, client: str) -> None:
         """Puts the request into the engine's queue, once for each choice.
@@ -198,21 +207,30 @@ class Answer(ABC, Generic[AnyBody]):
         Raises:
             ApiError: the request cannot be served, or not now.
         """
-        engine, tokenizer = self.service.engine, self.service.tokenizer
+        engine, args, body = self.service.engine, self.service.args, self.body
+        most, drafters = args.max_completion_tokens, [name for name in (self.service.drafter_name, PLAIN) if name]
+        if body.draft_model not in (None, DEFAULT_MODEL, args.drafter, *drafters):
+            expected = " or ".join(drafters)
+            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
+        if most is not None and (body.max_tokens or 0) > most:
+            raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
+        given = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p", "max_tokens")}
+        given |= {} if most is None else {"max_tokens": min(args.max_tokens, most)}
         self._started = time.perf_counter()
-        request = replace(
-            self.service.make_request(self.body),
-            prompt=self.prompt.ids,
+        request = GenerationRequest(
+            prompt=self.prompt,
+            draft=body.draft_model not in (None, PLAIN),
             logits_processors=self._processors,
             top_logprobs=self.top_logprobs or 0,
             include_drafts=self.include_drafts,
             client=client,
+            **given | body.sampling(),
         )
         try:
             for at in range(self.choices):
                 seed = None if request.seed is None else request.seed + at
                 self._generations.append(engine.submit(replace(request, seed=seed)))
-                self._texts.append(TextStream(tokenizer, self.prompt.state, self.body.stop, self._tools))
+                self._texts.append(TextStream(self.service.tokenizer, self.state, body.stop, self._tools))
         except RedrafterError as error:
             self.close()
             status = choose_status(error)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 from .answer import Answer, Event, Service
-from .chat_prompts import Message, join_parts
+from .chat_messages import Message, join_parts
 from .openai_responses import as_chat_tools
 from .schemas import ApiError, CountTokensBody, MessagesBody
 from .text_stream import Segment

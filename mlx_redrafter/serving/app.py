@@ -92,7 +92,7 @@ def make_endpoint(service: Service, kind: type[Answer[Any]]) -> Callable[[Reques
         answer = kind(service, body)
         await asyncio.get_running_loop().run_in_executor(service.prompt_thread, answer.prepare)
         if kind is CountTokens:
-            return JSONResponse({"input_tokens": len(answer.prompt.ids)})
+            return JSONResponse({"input_tokens": len(answer.prompt)})
         answer.submit("" if request.client is None else request.client.host)
         if body.stream:
             return EventStream(answer)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeVar
 
 from ..generate import encode
 from .answer import Answer, Chunk, Event, Service
-from .chat_prompts import Prompt
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
@@ -125,7 +124,7 @@ class Completions(OpenAICompletions[CompletionBody]):
         if body.logprobs is not False or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
         prompt = body.prompt
-        self.prompt = Prompt(encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt)
+        self.prompt = encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt
         self.follow(body.response_format)
 
     def describe_text(self, chunk: Chunk) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from .answer import Answer, Event, Service
-from .chat_prompts import Message, join_parts
+from .chat_messages import Message, join_parts
 from .schemas import ApiError, FunctionTool, ResponsesBody
 from .text_stream import Segment
 

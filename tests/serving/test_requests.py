@@ -44,7 +44,7 @@ def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict
         ({"echo": True}, "echo must be False, got True"),
         ({"prompt": ["a", "b"]}, "prompt.str must be a valid string, got ['a', 'b']"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"draft_model": "x"}, "there is no drafter 'x' here, expected one of demo, none"),
+        ({"draft_model": "x"}, "there is no drafter 'x' here, expected demo or none"),
         ({"plan": "off"}, "plan is not supported"),
         ({"n": 17}, "n must be less than or equal to 16, got 17"),
         ({"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),

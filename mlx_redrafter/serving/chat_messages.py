@@ -1,62 +1,17 @@
-"""Messages and tools to token ids, as mlx-lm's server makes them."""
+"""Messages as chat templates take them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from mlx_lm.server import convert_chat
-
-from ..session.chat_template import render
 from .schemas import ApiError
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """The types of content parts that hold text."""
 
 Message = dict[str, Any]
-
-
-class Prompt(NamedTuple):
-    """Token ids, and in which state of mlx-lm's text state machine the answer begins; None keeps all of it text."""
-
-    ids: list[int]
-    state: str | None = None
-
-
-def encode_chat(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] = (),
-    template_args: dict[str, Any] | None = None,
-    role_mapping: dict[str, str] | None = None,
-    *,
-    prefilled: bool = False,
-) -> Prompt:
-    """The prompt that the chat template makes; without a template mlx-lm's own form of a conversation.
-
-    Args:
-        messages: as `flatten_messages` returns them.
-        tools: in OpenAI's form.
-        template_args: more variables for the template.
-        role_mapping: what is put before each role's text where there is no template.
-        prefilled: whether the last message is the beginning of the answer.
-
-    Raises:
-        ApiError: the model has no tool calls that can be parsed, or the client sends a template.
-        RedrafterError: the template refuses the messages.
-    """
-    args = template_args or {}
-    if "chat_template" in args:  # it might never end
-        raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
-    if tools and not tokenizer.has_tool_calling:
-        raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
-    if not tokenizer.has_chat_template:
-        return Prompt(tokenizer.encode(convert_chat(list(messages), role_mapping)), "normal")
-    text = render(tokenizer, messages, args | {"tools": list(tools) or None}, prefilled=prefilled)
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
-    return Prompt(ids, tokenizer.response_initial_state or ("reasoning" if thinks else "normal"))
 
 
 def flatten_messages(messages: Sequence[Message]) -> list[Message]:
