@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +12,6 @@ import openai
 import pytest
 from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_scripted, until
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
@@ -87,15 +84,10 @@ def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripte
         reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 1}, BEARER | {"Origin": origin})
         assert reply.status == status, origin
         assert (reply.headers.get("access-control-allow-origin") == origin) is (status == 200)
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        assert (ask(locked, TEXT, None, asked | {"Origin": origin}, "OPTIONS").status == 200) is (status == 200)
     reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
-
-
-def test_a_named_page_may_send_the_key(locked: Running) -> None:
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    reply = ask(locked, TEXT, None, asked | {"Origin": "http://a.example"}, "OPTIONS")
-    assert reply.status == 200 and "authorization" in reply.headers["access-control-allow-headers"]
-    assert ask(locked, TEXT, None, asked | {"Origin": "http://evil.example"}, "OPTIONS").status == 400
 
 
 def test_a_long_body_is_refused_and_told(locked: Running) -> None:
@@ -110,14 +102,6 @@ def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     engine: Any = locked.service.engine
     assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
     assert engine.generations[-1].request.max_tokens == 5
-
-
-@pytest.mark.parametrize("data", [b"\r\n", b"nonsense\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\xff\x00" * 50])
-def test_what_is_no_http_does_no_harm(scripted: Scripted, data: bytes) -> None:
-    with send(scripted[0], data) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1 << 16)
-    assert ask(scripted[0], TEXT, {"prompt": "x"}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -195,19 +179,16 @@ def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Except
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
     assert "expected one of /v1/chat/completions" in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
-    assert ask(scripted[0], TEXT).status == 405 and ask(scripted[0], "/health", {}).status == 405
+    assert ask(scripted[0], TEXT).status == 405
 
 
-def test_health_says_what_there_is(scripted: Scripted) -> None:
+def test_health_says_what_there_is(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     server, engine = scripted
-    counts = {"running": 0, "queue": 0, "mode": "idle"}
-    assert ask(server, "/health").json == {"status": "ok", "model": "demo", "drafter": "demo", **counts}
-    engine.alive = False
-    try:
-        reply = ask(server, "/health")
-        assert (reply.status, reply.json["status"]) == (503, "unavailable")
-    finally:
-        engine.alive = True
+    expected = {"status": "ok", "model": "demo", "drafter": "demo", "running": 0, "queue": 0, "mode": "idle"}
+    assert ask(server, "/health").json == expected
+    monkeypatch.setattr(engine, "alive", False)
+    reply = ask(server, "/health")
+    assert (reply.status, reply.json["status"]) == (503, "unavailable")
 
 
 def read_metrics(server: Running) -> dict[str, float]:
@@ -272,25 +253,3 @@ def test_flags_mean_what_they_say(tmp_path: Any) -> None:
                        "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip
     assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, 512)
     assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)
-
-
-def test_many_clients_are_all_answered_rightly(demo: Running, demo_models: Any) -> None:
-    model, tokenizer, _ = demo_models
-    prompts = [f"def f{number}(x):\n" for number in range(6)]
-
-    def expect(prompt: str) -> str:
-        return "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30, context=False))
-
-    expected, found = [expect(prompt) for prompt in prompts], [""] * len(prompts)
-
-    def ask_one(at: int) -> None:
-        time.sleep(0.05 * at)
-        pieces = events_of(ask(demo, TEXT, {"prompt": prompts[at], "max_tokens": 30, "stream": True}))
-        found[at] = "".join(each["choices"][0]["text"] for each in pieces)
-
-    threads = [threading.Thread(target=ask_one, args=(at,)) for at in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected

@@ -74,8 +74,7 @@ def test_what_the_page_is_told_is_data(page_server: tuple[Running, ScriptedEngin
 def test_the_page_is_on_a_race_alone(scripted: tuple[Running, ScriptedEngine], chat_tokenizer: Any) -> None:
     assert ask(scripted[0], "/").status == 404
     with start_scripted(chat_tokenizer, "--api-key", "secret", make=make_race_app) as (server, _):
-        assert ask(server, "/").status == 200 and b"secret" not in ask(server, "/").body
-        assert ask(server, TEXT, {"prompt": "x"}).status == 401
+        assert ask(server, "/").status == 200 and ask(server, TEXT, {"prompt": "x"}).status == 401
 
 
 def test_only_its_own_page_may_ask(page_server: tuple[Running, ScriptedEngine]) -> None:
@@ -102,13 +101,6 @@ def test_the_page_opens_where_a_screen_is(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     race.show_page("http://127.0.0.1:8")
     assert len(opened) == 2
-
-
-def test_its_flags_are_the_servers() -> None:
-    args = vars(make_race_parser().parse_args(["--no-browser"]))
-    assert args.pop("no_browser") is True and (args["allowed_origins"], args["port"]) == ([], 8090)
-    server_args = vars(parse_flags("--port", "7"))
-    assert args.keys() == server_args.keys() - {"options"} and server_args["allowed_origins"] == ["*"]
 
 
 @pytest.fixture(scope="module")

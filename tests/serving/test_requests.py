@@ -163,10 +163,3 @@ def test_no_field_breaks_the_server(
         assert reply.error
     elif not body.get("stream"):
         json.loads(reply.body, parse_constant=lambda name: pytest.fail(name))
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from(list(BODIES)), raw=st.binary(max_size=60))
-def test_no_bytes_break_the_server(scripted: Scripted, path: str, raw: bytes) -> None:
-    assert ask(scripted[0], path, raw).status == 400
-    assert ask(scripted[0], path, BODIES[path]).status == 200
