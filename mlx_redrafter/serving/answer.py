@@ -103,6 +103,7 @@ class Answer(ABC, Generic[AnyBody]):
         choices: how many texts; with a seed each has its own, from that one on.
         top_logprobs: of each token; None for no log-probabilities.
         include_drafts: whether chunks have the field `redrafter`.
+        last_line: what a stream ends with.
         reply: the reply in one piece, once the events are through.
         finish_reason: of the only choice, after its `blocks`.
         prompt: the token ids, after `prepare`.
@@ -113,6 +114,7 @@ class Answer(ABC, Generic[AnyBody]):
     choices = 1
     top_logprobs: int | None = None
     include_drafts = False
+    last_line = ""
     finish_reason: str | None = None
     reply: dict[str, Any]
     prompt: list[int]
@@ -259,6 +261,8 @@ class Answer(ABC, Generic[AnyBody]):
                 yield to_event(event)
         except GenerationFailed as error:
             yield to_event(self.describe_error(choose_status(error), str(error)))
+        if self.last_line:
+            yield self.last_line
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The pieces of one choice after the other. A stop string ends a generation.

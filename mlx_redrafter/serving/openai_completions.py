@@ -23,13 +23,14 @@ class OpenAICompletions(Answer[AnyOpenAIBody]):
     """
 
     kinds: ClassVar[tuple[str, str]]
+    last_line = "data: [DONE]\n\n"
 
     def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
         super().__init__(service, body)
         self.choices = body.n
         self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
         self._envelope = {
-            "id": f"cmpl-{uuid.uuid4()}",
+            "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
             "model": service.model_name,
             "created": int(time.time()),
@@ -61,12 +62,6 @@ class OpenAICompletions(Answer[AnyOpenAIBody]):
             yield self._envelope | {"choices": [self._describe_choice(chunk)]} | drafts
         if self.body.stream_options.get("include_usage"):
             yield self._envelope | {"choices": [], "usage": self._describe_usage()}
-
-    async def stream(self) -> AsyncIterator[str]:
-        """The reply as server-sent events."""
-        async for event in super().stream():
-            yield event
-        yield "data: [DONE]\n\n"
 
     def _describe_choice(self, chunk: Chunk) -> dict[str, Any]:
         found = {"index": chunk.choice, "finish_reason": chunk.finish_reason} | self.describe_text(chunk)
