@@ -196,14 +196,6 @@ def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
     assert made["finish_reason"] == "stop" and until_cancelled.cancelled
 
 
-def test_bytes_of_a_character_come_together(scripted: Scripted) -> None:
-    server, engine = scripted
-    engine.texts = [["</think>", "→ 日本 🙂 é"]]
-    pieces = events_of(ask(server, "/v1/chat/completions", {"messages": USER, "stream": True}))
-    texts = [each["choices"][0]["delta"].get("content", "") for each in pieces]
-    assert "".join(texts) == "→ 日本 🙂 é" and not any("\ufffd" in text for text in texts)
-
-
 def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
     server, engine = scripted
     fields = {
