@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json
 
 from .types import GenerationRequest
@@ -58,7 +58,7 @@ Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
 class Part(BaseModel):
     """An object in a body, of whose fields only these are read."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Schema(Part):
@@ -98,14 +98,14 @@ class FunctionTool(Part):
     type: Literal["function"]
     name: str
     description: str | None = ""
-    parameters: dict[str, Any] | None = {}
+    parameters: dict[str, JsonValue] | None = {}
 
 
 class MessagesTool(FunctionTool):
     """A tool of messages; Anthropic's own would have to be run here."""
 
     type: Literal["custom"] = "custom"  # type: ignore[assignment]
-    parameters: dict[str, Any] | None = Field({}, alias="input_schema")
+    parameters: dict[str, JsonValue] | None = Field({}, alias="input_schema")
 
 
 class ToolChoice(Part):

@@ -111,6 +111,12 @@ def test_what_is_no_json_object_is_refused(scripted: Scripted, raw: bytes, said:
     assert reply.status == 400 and said in reply.error
 
 
+def test_a_reply_repeats_no_infinity(scripted: Scripted) -> None:
+    tool = b'{"type": "function", "name": "f", "parameters": {"x": 1e999}}'
+    reply = ask(scripted[0], "/v1/responses", b'{"input": "x", "tools": [' + tool + b"]}")
+    assert reply.status == 400 and reply.error.startswith("tools.0.parameters.x.float must be a finite number")
+
+
 @pytest.mark.parametrize("seed", [0, -5, 2**70])
 def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
     texts = set()
