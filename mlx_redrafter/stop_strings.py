@@ -13,6 +13,9 @@ class StopStrings:
     Args:
         stops: the strings; may be empty.
 
+    Attributes:
+        found: the stop string that ended the text; None before.
+
     Raises:
         RedrafterError: one of them is empty.
     """
@@ -22,13 +25,15 @@ class StopStrings:
             raise RedrafterError(f"a stop string must be a text that is not empty, got {list(stops)!r}")
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(text that is safe to show, whether a stop string ended it)."""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            return self._held[: min(found)[1]], True
+            _, at, self.found = min(found)
+            return self._held[:at], True
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]

@@ -66,7 +66,7 @@ def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app
     """A server in a thread, until the context ends."""
     with bind(service.args.host, service.args.port) as bound:
         bound.listen(128)
-        server = Server(make(service), service)
+        server = Server(make(service), service.args.drain_timeout)
         thread = threading.Thread(target=server.run, args=([bound],))
         url = url_of(bound)
         thread.start()
@@ -75,7 +75,7 @@ def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app
         finally:
             server.should_exit = True
             thread.join()
-            service.close(timeout=5.0)
+            service.engine.close(timeout=5.0)
 
 
 @contextmanager
@@ -232,10 +232,10 @@ class ScriptedEngine:
 
 @contextmanager
 def start_scripted(
-    tokenizer: Any, *flags: str, make: Callable[[Service], ASGIApp] = make_app
+    tokenizer: Any, *flags: str, make: Callable[[Service], ASGIApp] = make_app, model_name: str = "demo"
 ) -> Iterator[tuple[Running, ScriptedEngine]]:
     """A server over a scripted engine."""
     engine: Any = ScriptedEngine(tokenizer)
-    service = Service(engine, tokenizer, parse_flags(*flags), ["demo"], ["demo"], Metrics(engine))
+    service = Service(engine, tokenizer, parse_flags(*flags), model_name, "demo", Metrics(engine))
     with start_server(service, make) as server:
         yield server, engine

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: mlx-lm's own, whose answers this package's engine decodes."""
+"""The HTTP server: the APIs of OpenAI and Anthropic over an engine that drafts for one request and batches several."""

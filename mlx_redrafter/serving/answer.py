@@ -1,24 +1,26 @@
-"""One request on its way: what all interfaces share between a checked body and the pieces of an answer."""
+"""One request on its way: what all interfaces share, from a checked body to the pieces of an answer."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, Literal
 
-from mlx_lm.server import get_system_fingerprint
+from mlx_lm.server import convert_chat
 
 from ..errors import RedrafterError
-from .chat_prompts import Prompt
+from ..session.chat_template import render
+from .chat_messages import Message, flatten_messages
 from .engine import Engine
 from .generation import Generation
 from .metrics import Metrics
-from .schemas import DEFAULT_MODEL, ApiError, Body
+from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import (
@@ -27,6 +29,7 @@ from .types import (
     EngineClosed,
     GenerationFailed,
     GenerationRequest,
+    GenerationStats,
     QueueFull,
     TokenEvent,
 )
@@ -34,12 +37,11 @@ from .types import (
 PLAIN = "none"
 """A drafter's name that asks for plain decoding, for clients that cannot send null."""
 
-PING_SECONDS = 10.0
-"""Until the first token a stream says something this often, for clients and proxies that do not wait forever."""
-
 MAX_RETRY_SECONDS = 60
 IMPOSSIBLE = -9999.0
 """The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
+
+Event = dict[str, Any]
 
 
 @dataclass
@@ -48,239 +50,303 @@ class Service:
 
     Attributes:
         args: the command's flags.
-        model_names: what clients may call the model, the one it is shown as first.
+        model_name: what the model is shown as.
+        drafter_name: the same of the drafter; None without one.
         prompt_thread: makes prompts, one at a time, so that a long one does not keep other streams waiting.
     """
 
     engine: Engine
     tokenizer: Any
     args: argparse.Namespace
-    model_names: list[str]
-    drafter_names: list[str]
+    model_name: str
+    drafter_name: str | None
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
-    fingerprint: str = field(default_factory=get_system_fingerprint)
     prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
 
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size)
 
-    def close(self, timeout: float) -> None:
-        """Ends the engine, see `Engine.close`, and the thread that makes prompts."""
-        self.engine.close(timeout)
-        self.prompt_thread.shutdown()
-
-    def check_names(self, body: Body) -> None:
-        """Refuses models and drafters that are not loaded.
+    def check_model(self, name: str) -> None:
+        """Refuses models that are not loaded.
 
         Raises:
-            ApiError: there is none of that name.
+            ApiError: it has another name.
         """
-        if body.model not in (DEFAULT_MODEL, *self.model_names):
-            raise ApiError(f"there is no model {body.model!r:.100} here, expected {self.model_names[0]}", 404)
-        if body.draft_model not in (None, DEFAULT_MODEL, PLAIN, *self.drafter_names):
-            known = ", ".join([*self.drafter_names[:1], PLAIN])
-            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected one of {known}")
-
-    def seconds_to_retry(self) -> int:
-        """When a client that was refused may try again: a second for each request that waits."""
-        return min(MAX_RETRY_SECONDS, 1 + self.engine.queued)
+        if name not in (DEFAULT_MODEL, self.model_name, self.args.model):
+            raise ApiError(f"there is no model {name!r:.100} here, expected {self.model_name}", 404)
 
 
-class Chunk(NamedTuple):
+@dataclass
+class Chunk:
     """A piece of one choice.
 
     Attributes:
         choice: its index.
         logprobs: of the tokens since the last chunk, where they are asked for.
-        finish_reason: "stop", "length" or "tool_calls" in the last one.
         drafts: the field `redrafter`, where it is asked for.
+        finish_reason: "stop", "length" or "tool_calls" in the last one.
     """
 
     choice: int
-    segments: list[Segment]
-    logprobs: list[dict[str, Any]]
-    finish_reason: str | None
-    drafts: dict[str, Any] | None
+    segments: list[Segment] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    drafts: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
 
 
-class Choice:
-    """One of the texts that a request asks for.
-
-    Args:
-        index: of the choice.
-        top_logprobs: of each token; None for no log-probabilities.
-        include_drafts: whether chunks have the field `redrafter`.
+class Answer(ABC, Generic[AnyBody]):
+    """One request, and its answer while it is generated; a subclass for each interface.
 
     Attributes:
-        token_count: tokens so far, the end-of-text token included.
-        is_finished: whether it came to its end.
+        body_type: what the body is checked against.
+        choices: how many texts; with a seed each has its own, from that one on.
+        top_logprobs: of each token; None for no log-probabilities.
+        include_drafts: whether chunks have the field `redrafter`.
+        last_line: what a stream ends with.
+        reply: the reply in one piece, once the events are through.
+        finish_reason: of the only choice, after its `blocks`.
+        prompt: the token ids, after `prepare`.
+        state: of mlx-lm's text state machine where the answer begins; None keeps all of it text.
     """
 
-    def __init__(
-        self,
-        index: int,
-        generation: Generation,
-        text: TextStream,
-        tokenizer: Any,
-        top_logprobs: int | None,
-        include_drafts: bool,
-    ) -> None:
-        self.generation, self.text, self.token_count, self.is_finished = generation, text, 0, False
-        self._index, self._tokenizer = index, tokenizer
-        self._top_logprobs, self._include_drafts = top_logprobs, include_drafts
+    body_type: ClassVar[type[Any]]
+    choices = 1
+    top_logprobs: int | None = None
+    include_drafts = False
+    last_line = ""
+    finish_reason: str | None = None
+    reply: dict[str, Any]
+    prompt: list[int]
+    state: str | None = None
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """Its pieces as they are made. A stop string ends the generation.
+    def __init__(self, service: Service, body: AnyBody) -> None:
+        self.service, self.body = service, body
+        self._tools: list[dict[str, Any]] = []
+        self._processors: Callable[[], list[Any]] | None = None
+        self._generations: list[Generation] = []
+        self._texts: list[TextStream] = []
+        self._token_count, self._is_closed = 0, False
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Makes the prompt; called in the thread for that.
+
+        Raises:
+            ApiError, RedrafterError: what is asked for cannot be had.
+        """
+
+    @abstractmethod
+    def events(self) -> AsyncIterator[Event]:
+        """The data of the server-sent events.
 
         Raises:
             GenerationFailed: the engine's.
         """
-        logprobs: list[dict[str, Any]] = []
-        drafts: list[dict[str, Any]] = []
-        tree: dict[str, Any] = {}
-        async for event in self.generation.events():
-            self.token_count += 1
-            reason: str | None = event.finish_reason
-            shown, segments = self.text.finish() if reason == "stop" else self.text.add_token(event.token)
-            if reason == "length" and self.text.stopped_by is None:
-                rest, more = self.text.finish()
-                shown, segments = shown + rest, segments + more
-            if self.text.stopped_by is not None:
-                reason = "stop"
-                self.generation.cancel()
-            if reason == "stop" and self.text.has_tool_calls:
-                reason = "tool_calls"
-            if self._top_logprobs is not None:
-                logprobs.append(self._describe_token(event))
-            if self._include_drafts:
-                source = event.draft_source
-                drafts.append({"text": shown, "from_draft": source is not None, "draft_source": source})
-                tree = self._draw_tree(event.drafts) if event.drafts else tree
-            if segments or reason is not None:
-                described = self._describe_drafts(drafts, tree) if self._include_drafts else None
-                yield Chunk(self._index, segments, logprobs, reason, described)
-                logprobs, drafts, tree = [], [], {}
-            if reason is not None:
-                self.is_finished = True
-                return
+
+    @staticmethod
+    def describe_error(status: int, message: str) -> Event:
+        """An error as OpenAI's clients read it."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+    def encode_chat(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]],
+        template_args: dict[str, Any],
+        role_mapping: dict[str, str] | None = None,
+        *,
+        prefilled: bool = False,
+    ) -> None:
+        """Makes the prompt of a conversation; without a chat template in mlx-lm's own form.
+
+        Args:
+            tools: those that the model may call, in OpenAI's form.
+            template_args: variables for the template that the client's own overrule; those that are None are left out.
+            role_mapping: what is put before each role's text where there is no template.
+            prefilled: whether the last message is the beginning of the answer.
+
+        Raises:
+            ApiError: messages that are not text, tools that the model cannot call, or a template of the client's.
+            RedrafterError: the template refuses the messages.
+        """
+        tokenizer, own = self.service.tokenizer, self.body.chat_template_kwargs
+        if "chat_template" in own:  # it might never end
+            raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
+        if tools and not tokenizer.has_tool_calling:
+            raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
+        messages, self._tools, self.state = flatten_messages(messages), tools, "normal"
+        if not tokenizer.has_chat_template:
+            self.prompt = tokenizer.encode(convert_chat(messages, role_mapping))
+            return
+        given = {name: value for name, value in template_args.items() if value is not None}
+        args = self.service.args.chat_template_args | given | own | {"tools": tools or None}
+        text = render(tokenizer, messages, args, prefilled=prefilled)
+        self.prompt = list(tokenizer.encode(text, add_special_tokens=False))
+        thinks = tokenizer.has_thinking
+        if thinks and tokenizer.rfind_think_start(self.prompt) > tokenizer.rfind_think_end(self.prompt):
+            self.state = "reasoning"
+        self.state = tokenizer.response_initial_state or self.state
+
+    def follow(self, form: AnswerFormat | None) -> None:
+        """Makes the answer follow a schema, if one is given; after the prompt is made.
+
+        Raises:
+            ApiError: the schema cannot be followed, or not together with tools.
+        """
+        if form is not None and (schema := form.find_schema()) is not None:
+            if self._tools:
+                raise ApiError("an answer's format and tools are not supported together: give one of them")
+            self._processors = self.service.grammars.compile(schema, self.state)
+
+    def submit(self, client: str) -> None:
+        """Puts the request into the engine's queue, once for each choice.
+
+        Args:
+            client: the client's address.
+
+        Raises:
+            ApiError: the request cannot be served, or not now.
+        """
+        engine, args, body = self.service.engine, self.service.args, self.body
+        most, drafters = args.max_completion_tokens, [name for name in (self.service.drafter_name, PLAIN) if name]
+        if body.draft_model not in (None, DEFAULT_MODEL, args.drafter, *drafters):
+            expected = " or ".join(drafters)
+            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
+        if most is not None and (body.max_tokens or 0) > most:
+            raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
+        given = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p", "max_tokens")}
+        given |= {} if most is None else {"max_tokens": min(args.max_tokens, most)}
+        self._started = time.perf_counter()
+        request = GenerationRequest(
+            prompt=self.prompt,
+            draft=body.draft_model not in (None, PLAIN),
+            logits_processors=self._processors,
+            top_logprobs=self.top_logprobs or 0,
+            include_drafts=self.include_drafts,
+            client=client,
+            **given | body.sampling(),
+        )
+        try:
+            for at in range(self.choices):
+                seed = None if request.seed is None else request.seed + at
+                self._generations.append(engine.submit(replace(request, seed=seed)))
+                self._texts.append(TextStream(self.service.tokenizer, self.state, body.stop, self._tools))
+        except RedrafterError as error:
+            self.close()
+            status = choose_status(error)
+            retry = None if status == 400 else min(MAX_RETRY_SECONDS, 1 + engine.queued)  # a second for each
+            raise ApiError(str(error), status, retry) from error
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the first choice."""
+        return self._texts[0].stopped_by
+
+    async def collect(self) -> dict[str, Any]:
+        """The reply in one piece, as JSON.
+
+        Raises:
+            GenerationFailed: the engine's.
+        """
+        async for _ in self.events():
+            pass
+        return self.reply
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The reply as server-sent events, which end with an error if the engine has one."""
+        try:
+            async for event in self.events():
+                yield to_event(event)
+        except GenerationFailed as error:
+            yield to_event(self.describe_error(choose_status(error), str(error)))
+        if self.last_line:
+            yield self.last_line
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The pieces of one choice after the other. A stop string ends a generation.
+
+        Raises:
+            GenerationFailed: the engine's; nothing comes after it.
+        """
+        for at, (generation, text) in enumerate(zip(self._generations, self._texts, strict=True)):
+            chunk = Chunk(at)
+            async for event in generation.events():
+                self._token_count += 1
+                reason: str | None = event.finish_reason
+                shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
+                if text.stopped_by is not None:
+                    reason = "stop"
+                    generation.cancel()
+                if self.top_logprobs is not None:
+                    chunk.logprobs.append(self._describe_token(event))
+                if self.include_drafts:
+                    source = event.draft_source
+                    token = {"text": shown, "from_draft": source is not None, "draft_source": source}
+                    self._note_drafts(chunk.drafts, token, event.drafts, generation.stats)
+                if segments or reason is not None:
+                    chunk.segments = segments
+                    chunk.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
+                    yield chunk
+                    chunk = Chunk(at)
+                if reason is not None:
+                    break
+
+    async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
+        """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block.
+
+        Raises:
+            GenerationFailed: the engine's.
+        """
+        last: Segment | None = None
+        async for chunk in self.chunks():
+            for segment in chunk.segments:
+                if last is None or segment.kind != last.kind or segment.kind == "tool_call":
+                    if last is not None:
+                        yield "end", last
+                    yield "begin", segment
+                yield "add", segment
+                last = segment
+            self.finish_reason = chunk.finish_reason
+        if last is not None:
+            yield "end", last
 
     def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
         def describe(token: int, logprob: float) -> dict[str, Any]:
-            text = self._tokenizer.decode([token])
+            text = self.service.tokenizer.decode([token])
             found = logprob if math.isfinite(logprob) else IMPOSSIBLE
             return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": found}
 
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _draw_tree(self, drafts: DraftedRound) -> dict[str, Any]:
-        texts = [self._tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
-        return {"tree": {"tokens": texts[:-1], "parents": drafts.parents, "path": drafts.path, "next": texts[-1]}}
-
-    def _describe_drafts(self, tokens: list[dict[str, Any]], tree: dict[str, Any]) -> dict[str, Any]:
-        stats = self.generation.stats
-        counts = {"rounds": stats.rounds, "drafted": stats.drafted, "accepted": stats.accepted}
-        return {"tokens": tokens, **counts, "seconds": round(stats.seconds, 6), **tree}
-
-
-class Answer:
-    """The choices of a request while they are generated.
-
-    Args:
-        client: the client's address.
-        raw: whether reasoning and tool calls stay in the text.
-        tools: those that the model may call.
-        processors: makes the logits processors of an answer that follows a schema.
-        choices: how many; with a seed each has its own, from that one on.
-        top_logprobs, include_drafts: see `Choice`.
-
-    Raises:
-        ApiError: the request cannot be served, or not now.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        body: Body,
-        prompt: Prompt,
-        client: str,
-        *,
-        raw: bool = False,
-        tools: Sequence[dict[str, Any]] = (),
-        processors: Callable[[], list[Any]] | None = None,
-        choices: int = 1,
-        top_logprobs: int | None = None,
-        include_drafts: bool = False,
+    def _note_drafts(
+        self, told: dict[str, Any], token: dict[str, Any], drafts: DraftedRound | None, stats: GenerationStats
     ) -> None:
-        self._service, self._started, self._is_closed = service, time.perf_counter(), False
-        self._choices: list[Choice] = []
-        request = GenerationRequest(
-            prompt=prompt.ids,
-            max_tokens=choose_max_tokens(body, service.args),
-            logits_processors=processors,
-            top_logprobs=top_logprobs or 0,
-            include_drafts=include_drafts,
-            client=client,
-            **sampling_options(body, service.args),
-        )
-        tokenizer = service.tokenizer
-        try:
-            for at in range(choices):
-                seed = None if request.seed is None else request.seed + at
-                generation = service.engine.submit(replace(request, seed=seed))
-                text = TextStream(tokenizer, None if raw else prompt.state, body.stop_strings(), tools)
-                self._choices.append(Choice(at, generation, text, tokenizer, top_logprobs, include_drafts))
-        except RedrafterError as error:
-            self.close()
-            status = choose_status(error)
-            raise ApiError(str(error), status, None if status == 400 else service.seconds_to_retry()) from error
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the first choice."""
-        return self._choices[0].text.stopped_by
-
-    async def chunks(self) -> AsyncIterator[Chunk | None]:
-        """The pieces of one choice after the other; None where a first one does not come for `PING_SECONDS`.
-
-        Raises:
-            GenerationFailed: the engine's; nothing comes after it.
-        """
-        for choice in self._choices:
-            stream = choice.chunks()
-            first = asyncio.ensure_future(anext(stream))
-            try:
-                while not (await asyncio.wait({first}, timeout=PING_SECONDS))[0]:
-                    yield None
-                yield first.result()
-            finally:
-                first.cancel()
-            async for chunk in stream:
-                yield chunk
+        told.setdefault("tokens", []).append(token)
+        told |= {name: getattr(stats, name) for name in ("rounds", "drafted", "accepted")}
+        told["seconds"] = round(stats.seconds, 6)
+        if drafts is not None:
+            *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
+            told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
 
     def usage(self) -> tuple[int, int, int, dict[str, Any]]:
         """(tokens of the prompt, how many of them were cached, tokens of all choices, what drafting did)."""
-        all_stats = [choice.generation.stats for choice in self._choices]
+        all_stats = [generation.stats for generation in self._generations]
         names = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted")
         drafting: dict[str, Any] = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
         rounds, accepted = drafting["rounds"], drafting["accepted"]
         drafting["tokens_per_round"] = round(1 + accepted / rounds, 3) if rounds else 1.0
-        generated = sum(choice.token_count for choice in self._choices)
-        return all_stats[0].prompt_tokens, all_stats[0].cached_tokens, generated, drafting
+        return all_stats[0].prompt_tokens, all_stats[0].cached_tokens, self._token_count, drafting
 
     def close(self) -> None:
-        """Cancels what still runs, and counts the request; once."""
-        if self._is_closed:
-            return
+        """Cancels what still runs, and counts it; once."""
+        generations = [] if self._is_closed else self._generations
         self._is_closed = True
-        for choice in self._choices:
-            choice.generation.cancel()
-        if self._choices:
-            seconds = time.perf_counter() - self._started
-            all_stats = [choice.generation.stats for choice in self._choices]
-            abandoned = not all(choice.is_finished for choice in self._choices)
-            self._service.metrics.count_answer(all_stats, seconds, abandoned=abandoned)
+        for generation in generations:
+            generation.cancel()
+            self.service.metrics.count(generation.stats, time.perf_counter() - self._started)
 
 
 def choose_status(error: Exception) -> int:
@@ -289,25 +355,7 @@ def choose_status(error: Exception) -> int:
     return next((status for kind, status in statuses.items() if isinstance(error, kind)), 500)
 
 
-def choose_max_tokens(body: Body, args: argparse.Namespace) -> int:
-    """How many tokens an answer may have.
-
-    Raises:
-        ApiError: more than the command's flags allow.
-    """
-    asked, most = body.asked_tokens(), args.max_completion_tokens
-    if asked is not None and most is not None and asked > most:
-        raise ApiError(f"max_tokens must be at most {most}, got {asked}")
-    default: int = args.max_tokens if most is None else min(args.max_tokens, most)
-    return default if asked is None else asked
-
-
-def sampling_options(body: Body, args: argparse.Namespace) -> dict[str, Any]:
-    """The keywords of `GenerationRequest` that a body says, or else the command's flags."""
-    defaults = {"temp": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
-    given = {name: getattr(args, name) if value is None else value for name, value in defaults.items()}
-    same = (
-        "xtc_probability", "xtc_threshold", "seed", "repetition_penalty", "repetition_context_size", "logit_bias",
-        "presence_penalty", "presence_context_size", "frequency_penalty", "frequency_context_size",
-    )  # fmt: skip
-    return given | {name: getattr(body, name) for name in same} | {"draft": body.draft_model not in (None, PLAIN)}
+def to_event(data: Event) -> str:
+    """A server-sent event, named after its type where it has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

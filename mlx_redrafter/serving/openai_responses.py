@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import takewhile
 from typing import Any
 
-from .answer import Answer, Service
-from .chat_prompts import Message, Prompt, check_tools, flatten_messages, join_parts
-from .interface import Interface, to_event
-from .schemas import ApiError, ResponsesBody
+from .answer import Answer, Event, Service
+from .chat_messages import Message, join_parts
+from .schemas import ApiError, FunctionTool, ResponsesBody
 from .text_stream import Segment
 
-Event = dict[str, Any]
-ITEM_TYPES = {"text": "message", "reasoning": "reasoning"}
-"""Kind of a segment -> type of the item that it is a part of."""
+ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "text": (
+        {"type": "message", "role": "assistant", "content": []},
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    ),
+    "reasoning": ({"type": "reasoning", "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
+    "tool_call": ({"type": "function_call", "arguments": ""}, {}),
+}
+"""Kind of a segment -> (the item that it begins, the part of the item's content if it has one)."""
 
 
-class Responses(Interface[ResponsesBody]):
+class Responses(Answer[ResponsesBody]):
     """POST /v1/responses."""
 
     body_type = ResponsesBody
@@ -27,137 +32,93 @@ class Responses(Interface[ResponsesBody]):
     def __init__(self, service: Service, body: ResponsesBody) -> None:
         super().__init__(service, body)
         self._output: list[dict[str, Any]] = []
-        self._response: dict[str, Any] = {
-            "id": make_id("resp"), "object": "response", "created_at": int(time.time()), "status": "in_progress",
-            "model": service.model_names[0], "output": self._output, "error": None, "incomplete_details": None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": {},
-            "parallel_tool_calls": True, "previous_response_id": None, "store": False,
-            "temperature": body.temperature, "top_p": body.top_p, "tools": body.tools,
-            "tool_choice": body.tool_choice, "text": body.text or {"format": {"type": "text"}},
-            "truncation": "disabled", "usage": None,
+        self._event_count = 0
+        self.reply = {
+            "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
+            "status": "in_progress", "model": service.model_name, "output": self._output, "error": None,
+            "incomplete_details": None, "instructions": body.instructions, "metadata": {}, "parallel_tool_calls": True,
+            "temperature": body.temp, "top_p": body.top_p, "tool_choice": body.tool_choice,
+            "tools": [tool.model_dump() for tool in body.tools], "usage": None,
         }  # fmt: skip
 
-    def prepare(self) -> Prompt:
-        """The prompt of the instructions and the items."""
+    def prepare(self) -> None:
+        """Makes the prompt of the instructions and the items."""
         body = self.body
-        try:
-            json.dumps([body.tools, body.text], allow_nan=False)
-        except ValueError as error:  # numbers such as 1e999, and the reply repeats these fields
-            raise ApiError("tools and text must have finite numbers") from error
-        messages = read_items(body.input)
+        messages = read_items([{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input)
         if body.instructions is not None:
             messages.insert(0, {"role": "system", "content": body.instructions})
-        tools = [as_chat_tool(tool, at) for at, tool in enumerate(body.tools)]
-        effort = {"reasoning_effort": value} if (value := body.reasoning.get("effort")) is not None else {}
-        answer_format = body.text.get("format"), "text.format"
-        chosen = check_tools(tools) if body.tool_choice == "auto" else []
-        return self.encode_chat(flatten_messages(join_system(messages)), chosen, answer_format, effort)
+        tools = as_chat_tools(body.tools) if body.tool_choice == "auto" else []
+        self.encode_chat(join_system(messages), tools, {"reasoning_effort": body.reasoning.effort})
+        self.follow(body.text.format)
 
-    async def collect(self, answer: Answer) -> dict[str, Any]:
-        """The reply in one piece, as JSON."""
-        async for _ in self._events(answer):
-            pass
-        return self._response
+    async def events(self) -> AsyncIterator[Event]:
+        """The events in the API's order."""
+        yield self._event("created", response=self.reply)
+        yield self._event("in_progress", response=self.reply)
+        steps = {"begin": self._begin_item, "add": self._add_segment, "end": self._end_item}
+        async for step, segment in self.blocks():
+            for event in steps[step](segment):
+                yield event
+        is_cut = self.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        details = {"reason": "max_output_tokens"} if is_cut else None
+        self.reply |= {"status": status, "incomplete_details": details, "usage": self._describe_usage()}
+        yield self._event(status, response=self.reply)
 
-    async def stream(self, answer: Answer) -> AsyncIterator[str]:
-        """The reply as server-sent events."""
-        number = 0
-        async for event in self._events(answer):
-            if event is None:
-                yield ": keepalive\n\n"
-                continue
-            yield to_event(event | {"sequence_number": number}, event["type"])
-            number += 1
+    def _begin_item(self, segment: Segment) -> Iterator[Event]:
+        item, part = ITEMS[segment.kind]
+        call = {"call_id": segment.id, "name": segment.name} if segment.kind == "tool_call" else {}
+        self._output.append(item | call | {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"})
+        yield self._item_event("output_item.added", item=self._output[-1])
+        if part:
+            self._output[-1]["content"] = [dict(part)]
+            yield self._item_event("content_part.added", part=part)
 
-    async def _events(self, answer: Answer) -> AsyncIterator[Event | None]:
-        yield {"type": "response.created", "response": self._response}
-        yield {"type": "response.in_progress", "response": self._response}
-        reason = None
-        async for chunk in answer.chunks():
-            if chunk is None:
-                yield None
-                continue
-            for segment in chunk.segments:
-                for event in self._add_segment(segment):
-                    yield event
-            reason = chunk.finish_reason
-        status = "incomplete" if reason == "length" else "completed"
-        for event in self._end_item(status):
-            yield event
-        self._response |= {
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": describe_usage(answer),
-        }
-        yield {"type": f"response.{status}", "response": self._response}
-
-    def _add_segment(self, segment: Segment) -> list[Event]:
-        events = []
-        if not self._is_open() or segment.kind == "tool_call" or self._output[-1]["type"] != ITEM_TYPES[segment.kind]:
-            events = self._end_item() + self._begin_item(segment)
+    def _add_segment(self, segment: Segment) -> Iterator[Event]:
         if segment.kind == "tool_call":
             self._output[-1]["arguments"] = segment.text
-            kind = "function_call_arguments"
-            whole = self._event(f"{kind}.done", name=segment.name, arguments=segment.text)
-            return [*events, self._event(f"{kind}.delta", delta=segment.text), whole, *self._end_item()]
-        part = self._output[-1]["content"][0]
-        part["text"] += segment.text
-        return [*events, self._event(f"{part['type']}.delta", delta=segment.text)]
-
-    def _begin_item(self, segment: Segment) -> list[Event]:
-        item: dict[str, Any]
-        if segment.kind == "tool_call":
-            item = {"type": "function_call", "id": make_id("fc"), "call_id": segment.id, "name": segment.name}
-            self._output.append(item | {"arguments": "", "status": "in_progress"})
-            return [self._event("output_item.added", item=dict(self._output[-1]))]
-        if segment.kind == "reasoning":
-            item = {"type": "reasoning", "id": make_id("rs"), "summary": []}
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            yield self._item_event("function_call_arguments.delta", delta=segment.text)
         else:
-            item = {"type": "message", "id": make_id("msg"), "role": "assistant"}
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._output.append(item | {"content": [part], "status": "in_progress"})
-        added = self._event("output_item.added", item=self._output[-1] | {"content": []})
-        return [added, self._event("content_part.added", part=dict(part))]
+            (part,) = self._output[-1]["content"]
+            part["text"] += segment.text
+            yield self._item_event(f"{part['type']}.delta", delta=segment.text, logprobs=[])
 
-    def _end_item(self, status: str = "completed") -> list[Event]:
-        if not self._is_open():
-            return []
-        item, events = self._output[-1], []
+    def _end_item(self, segment: Segment) -> Iterator[Event]:
+        item = self._output[-1]
+        if segment.kind == "tool_call":
+            yield self._item_event("function_call_arguments.done", name=segment.name, arguments=segment.text)
         for part in item.get("content", ()):
-            events.append(self._event(f"{part['type']}.done", text=part["text"]))
-            events.append(self._event("content_part.done", part=part))
-        item["status"] = status
-        return [*events, self._event("output_item.done", item=item)]
+            yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
+            yield self._item_event("content_part.done", part=part)
+        item["status"] = "completed"
+        yield self._item_event("output_item.done", item=item)
 
-    def _is_open(self) -> bool:
-        return bool(self._output) and self._output[-1]["status"] == "in_progress"
+    def _describe_usage(self) -> dict[str, Any]:
+        prompt, cached, generated, drafting = self.usage()
+        counts = {"input_tokens": prompt, "output_tokens": generated, "total_tokens": prompt + generated}
+        details = {"input_tokens_details": {"cached_tokens": cached}, "output_tokens_details": {"reasoning_tokens": 0}}
+        return counts | details | drafting
 
-    def _event(self, what: str, **fields: Any) -> Event:
-        """An event of the last item."""
-        place: dict[str, Any] = {"output_index": len(self._output) - 1}
-        if not what.startswith("output_item"):
-            place["item_id"] = self._output[-1]["id"]
-        if what.startswith(("content_part", "output_text", "reasoning_text")):
-            place["content_index"] = 0
-        if what.startswith("output_text"):
-            place["logprobs"] = []
-        return {"type": f"response.{what}", **place, **fields}
+    def _item_event(self, kind: str, **fields: Any) -> Event:
+        place = {"output_index": len(self._output) - 1, "item_id": self._output[-1]["id"], "content_index": 0}
+        return self._event(kind, **place, **fields)
 
-
-def make_id(prefix: str) -> str:
-    """An id of an item or a response."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._event_count += 1
+        return {"type": f"response.{kind}", "sequence_number": self._event_count - 1, **fields}
 
 
-def read_items(given: str | list[dict[str, Any]]) -> list[Message]:
+def as_chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
+    """Tools as chat completions have them."""
+    return [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in tools]
+
+
+def read_items(items: list[dict[str, Any]]) -> list[Message]:
     """The items of a conversation as messages; what the assistant said and called in a row is one of them.
 
     Raises:
         ApiError: an item of another kind.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
     messages: list[Message] = []
 
     def assistant() -> Message:
@@ -165,7 +126,7 @@ def read_items(given: str | list[dict[str, Any]]) -> list[Message]:
             messages.append({"role": "assistant", "content": ""})
         return messages[-1]
 
-    for at, item in enumerate(given):
+    for at, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{at}]"
         if kind == "message":
             text = join_parts(item.get("content"), f"{where}.content")
@@ -191,33 +152,6 @@ def read_items(given: str | list[dict[str, Any]]) -> list[Message]:
 
 def join_system(messages: list[Message]) -> list[Message]:
     """The messages with those of the system at the front in one: many templates take no second one."""
-    count = next((at for at, each in enumerate(messages) if each["role"] not in ("system", "developer")), len(messages))
-    if count < 2:
-        return messages
-    text = "\n\n".join(each["content"] for each in messages[:count])
-    return [{"role": "system", "content": text}, *messages[count:]]
-
-
-def as_chat_tool(tool: dict[str, Any], at: int) -> dict[str, Any]:
-    """A function tool as chat completions have it.
-
-    Raises:
-        ApiError: a tool of another kind, which would have to be run here.
-    """
-    if (kind := tool.get("type")) != "function":
-        raise ApiError(f"tools[{at}]: tools of type {kind!r:.50} are not supported, expected 'function'")
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def describe_usage(answer: Answer) -> dict[str, Any]:
-    """The field `usage`; what drafting did is beside OpenAI's numbers."""
-    prompt, cached, generated, drafting = answer.usage()
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached},
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + generated,
-        **drafting,
-    }
+    texts = [each["content"] for each in takewhile(lambda each: each["role"] in ("system", "developer"), messages)]
+    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*system, *messages[len(texts) :]]

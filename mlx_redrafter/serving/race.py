@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import base64
-import hashlib
 import html
 import json
 import os
-import re
 import sys
 import webbrowser
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,6 +19,7 @@ from .answer import Service
 from .app import make_app
 from .command import check_args, make_parser, serve
 
+PAGE = Path(__file__).with_name("race.html").read_text(encoding="utf-8")
 PORT = 8090
 
 
@@ -56,49 +52,18 @@ def show_page(url: str) -> None:
 
 def make_race_app(service: Service) -> Starlette:
     """The server's application with the page. It is open to all; what it asks needs the key, if there is one."""
-    headers = {
-        "Content-Security-Policy": make_policy(),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-store",
+    args = service.args
+    shape = [f"{name.replace('_', ' ')} {getattr(args, name)}" for name in PLAN_OPTIONS[1:] if getattr(args, name)]
+    about = {
+        "model": service.model_name,
+        "demo": args.model is None,
+        "drafter": service.drafter_name,
+        "chat": bool(service.tokenizer.has_chat_template),
+        "plan": ", ".join(shape) or f"plan {args.plan}",
     }
+    page = PAGE.replace("@about@", html.escape(json.dumps(about)), 1)
 
     async def show(request: Request) -> Response:
-        about = html.escape(json.dumps(describe_models(service)))
-        return HTMLResponse(read_page().replace("@about@", about, 1), headers=headers)
+        return HTMLResponse(page, headers={"Cache-Control": "no-store"})
 
     return make_app(service, show)
-
-
-@cache
-def read_page() -> str:
-    """The page, which knows nothing of the models yet."""
-    return Path(__file__).with_name("race.html").read_text(encoding="utf-8")
-
-
-@cache
-def make_policy() -> str:
-    """The header that keeps the page to itself: its own script and style, by their digests, and this server."""
-
-    def digest(tag: str) -> str:
-        (block,) = re.findall(f"<{tag}>(.*?)</{tag}>", read_page(), re.DOTALL)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
-
-    return (
-        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def describe_models(service: Service) -> dict[str, Any]:
-    """What the page has to know: names, whether the model chats, and what is drafted."""
-    args = service.args
-    given = [name for name in PLAN_OPTIONS[1:] if getattr(args, name) is not None]
-    shape = ", ".join(f"{name.replace('_', ' ')} {getattr(args, name)}" for name in given)
-    return {
-        "model": service.model_names[0],
-        "demo": args.model is None,
-        "drafters": service.drafter_names[:1],
-        "chat": bool(service.tokenizer.has_chat_template),
-        "plan": shape or f"plan {args.plan}",
-    }

@@ -1,17 +1,24 @@
-"""What the bodies of requests may hold: the fields of all interfaces, those that are ignored, and those refused."""
+"""What the bodies of requests may hold: a model of pydantic for each interface."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json
+
+from .types import GenerationRequest
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's word for the model that the command line names; also for its drafter."""
 
-MAX_CHOICES = 16
-MAX_TOP_LOGPROBS = 20
+IGNORED = frozenset({
+    "cache_control", "client_metadata", "context_management", "inference_geo", "metadata", "num_draft_tokens",
+    "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "stream_options", "truncation", "user", "verbosity",
+})  # fmt: skip
+"""Fields that clients often send and that change no text; unless the interface has them."""
+
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 LARGEST_LOGIT = 1e18  # of biases and penalties: a product of two is still a float32
 
@@ -30,6 +37,12 @@ class ApiError(Exception):
         self.status, self.retry_after = status, retry_after
 
 
+def unwrap_prompt(given: Any) -> Any:
+    """A prompt that is alone in a list."""
+    is_alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
+    return given[0] if is_alone else given
+
+
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Length = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -39,176 +52,168 @@ StopStrings = Annotated[
     Field(max_length=64),
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
-Objects = list[dict[str, Any]]
+Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
-def check_prompt(given: Any) -> Any:
-    """A text or token ids, which may also stand alone in a list.
+class Part(BaseModel):
+    """An object in a body, of whose fields only these are read."""
 
-    Raises:
-        ValueError: neither of them, or several prompts.
-    """
-    alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
-    prompt = given[0] if alone else given
-    is_ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token <= INT32_MAX for token in prompt)
-    if not isinstance(prompt, str) and not is_ids:
-        raise ValueError("must be one text, or the token ids of one")
-    return prompt
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Schema(Part):
+    """A JSON schema; any object where none is given."""
+
+    content: dict[str, Any] = Field({"type": "object"}, alias="schema")
+
+
+class AnswerFormat(Schema):
+    """What an answer must look like; the schema is in it, or for chat completions in `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: Schema | None = None
+
+    def find_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer must follow; None for plain text."""
+        return None if self.type == "text" else (self.json_schema or self).content
+
+
+class FormatAndEffort(Part):
+    """`text` and `reasoning` of responses, `output_config` of messages."""
+
+    format: AnswerFormat | None = None
+    effort: str | None = None
+
+
+class ChatTool(Part):
+    """A tool of chat completions."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class FunctionTool(Part):
+    """A tool of responses."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = ""
+    parameters: dict[str, JsonValue] | None = {}
+
+
+class MessagesTool(FunctionTool):
+    """A tool of messages; Anthropic's own would have to be run here."""
+
+    type: Literal["custom"] = "custom"  # type: ignore[assignment]
+    parameters: dict[str, JsonValue] | None = Field({}, alias="input_schema")
+
+
+class ToolChoice(Part):
+    """`tool_choice` of messages."""
+
+    type: Literal["auto", "none"] = "auto"
 
 
 class Body(BaseModel):
-    """The fields that say how an answer is sampled: the same for every interface, and mlx-lm's names.
-
-    Attributes:
-        ignored: fields that clients often send and that change no answer.
-        refused: fields that would change the answer and are not supported, with the values that ask for nothing.
-    """
+    """The fields of every interface, with mlx-lm's names; None where one is not given."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "service_tier", "num_draft_tokens"})
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
     stream: bool = False
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    stop: StopStrings = []
+    max_tokens: Length | None = None
+    temp: Annotated[float, Field(ge=0)] | None = Field(None, alias="temperature")
     top_p: Share | None = None
     top_k: Count | None = None
     min_p: Share | None = None
-    xtc_probability: Share = 0.0
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-    repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] = 0.0
-    repetition_context_size: Count = 20
-    presence_penalty: Logit = 0.0
-    presence_context_size: Count = 20
-    frequency_penalty: Logit = 0.0
-    frequency_context_size: Count = 20
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] | None = None
+    repetition_context_size: Count | None = None
+    presence_penalty: Logit | None = None
+    presence_context_size: Count | None = None
+    frequency_penalty: Logit | None = None
+    frequency_context_size: Count | None = None
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32_MAX, strict=False)], Logit] | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
-    def asked_tokens(self) -> int | None:
-        """The most tokens that the client asks for, if it says."""
-        return None
-
-    def stop_strings(self) -> list[str]:
-        """The strings that end the answer."""
-        return []
-
-
-class StreamOptions(BaseModel):
-    """What a stream of chunks has besides the text."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    include_usage: bool = False
-    include_drafts: bool = False
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `GenerationRequest` that are given."""
+        names = Body.model_fields.keys() & GenerationRequest.__dataclass_fields__.keys()
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class OpenAIBody(Body):
     """What OpenAI's chat and text completions have in common."""
 
-    ignored = Body.ignored | {"user", "store", "prediction", "safety_identifier", "prompt_cache_key"}
-    max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
-    stop: StopStrings = []
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    top_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
-    stream_options: StreamOptions = StreamOptions()
-    response_format: dict[str, Any] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] = 1
+    top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
+    stream_options: dict[str, Any] = {}
+    response_format: AnswerFormat | None = None
 
-    def asked_tokens(self) -> int | None:
-        """`max_completion_tokens`, else its older name."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def stop_strings(self) -> list[str]:
-        """The field `stop`."""
-        return self.stop
+    @model_validator(mode="after")
+    def _take_newer_name(self) -> OpenAIBody:
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return self
 
 
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    ignored = OpenAIBody.ignored | {"parallel_tool_calls", "verbosity", "prompt_cache_retention"}
-    refused: ClassVar = {
-        "modalities": (["text"],),
-        "audio": (),
-        "functions": ([],),
-        "function_call": ("none",),
-        "web_search_options": (),
-        "adapters": (),
-    }
-    messages: Annotated[Objects, Field(min_length=1)]
+    messages: Objects
     logprobs: bool = False
-    tools: Objects = []
+    modalities: list[Literal["text"]] = []
+    tools: list[ChatTool] = []
     tool_choice: Literal["auto", "none"] = "auto"
     reasoning_effort: str | None = None
     role_mapping: dict[str, str] | None = None
 
 
 class CompletionBody(OpenAIBody):
-    """POST /v1/completions; `prompt` is a text or token ids."""
+    """POST /v1/completions; `prompt` is a text or token ids, perhaps alone in a list."""
 
-    refused: ClassVar = {"best_of": (1,), "echo": (False,), "suffix": ("",), "adapters": ()}
-    prompt: Annotated[Any, BeforeValidator(check_prompt)]
-    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
+    prompt: Annotated[str | list[Count], BeforeValidator(unwrap_prompt)]
+    logprobs: bool | Annotated[int, Field(ge=0, le=20)] = False
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
 
 
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
-    ignored = Body.ignored | {
-        "client_metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
-        "safety_identifier", "store", "stream_options", "truncation", "user",
-    }  # fmt: skip
-    refused: ClassVar = {
-        "previous_response_id": (),
-        "conversation": (),
-        "include": ([], ["reasoning.encrypted_content"]),
-        "background": (False,),
-        "prompt": (),
-        "max_tool_calls": (),
-        "top_logprobs": (0,),
-        "context_management": (),
-    }
-    input: str | Annotated[Objects, Field(min_length=1)]
+    input: str | Objects
     instructions: str | None = None
-    max_output_tokens: Length | None = None
-    tools: Objects = []
+    max_tokens: Length | None = Field(None, alias="max_output_tokens")
+    tools: list[FunctionTool] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    reasoning: dict[str, Any] = {}
-    text: dict[str, Any] = {}
-
-    def asked_tokens(self) -> int | None:
-        """The field `max_output_tokens`."""
-        return self.max_output_tokens
+    reasoning: FormatAndEffort = FormatAndEffort()
+    text: FormatAndEffort = FormatAndEffort()
+    include: list[Literal["reasoning.encrypted_content"]] = []
+    background: Literal[False] = False
+    top_logprobs: Literal[0] = 0
 
 
 class CountTokensBody(Body):
     """POST /v1/messages/count_tokens."""
 
-    ignored = Body.ignored | {"context_management", "cache_control", "inference_geo"}
-    refused: ClassVar = {"mcp_servers": ([],), "container": ()}
-    messages: Annotated[Objects, Field(min_length=1)]
-    system: str | Objects | None = None
-    tools: Objects = []
-    tool_choice: dict[str, Any] = {"type": "auto"}
+    messages: Objects
+    system: str | list[dict[str, Any]] | None = None
+    stop: StopStrings = Field([], alias="stop_sequences")
+    tools: list[MessagesTool] = []
+    tool_choice: ToolChoice = ToolChoice()
     thinking: dict[str, Any] = {}
-    output_config: dict[str, Any] = {}
+    output_config: FormatAndEffort = FormatAndEffort()
 
 
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
     max_tokens: Length
-    stop_sequences: StopStrings = []
-
-    def asked_tokens(self) -> int | None:
-        """The field `max_tokens`."""
-        return self.max_tokens
-
-    def stop_strings(self) -> list[str]:
-        """The field `stop_sequences`."""
-        return self.stop_sequences
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -226,16 +231,10 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
-    given = {}
-    for name, value in body.items():
-        if name in kind.ignored or (value is None and name != "draft_model"):
-            continue
-        if name not in kind.refused:
-            given[name] = value
-        elif value not in kind.refused[name]:
-            raise ApiError(f"{name} is not supported, got {value!r:.100}")
+    ignored = IGNORED - kind.model_fields.keys()
+    given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
     try:
-        return kind.model_validate(given)
+        return kind.model_validate({name: value for name, value in given.items() if name not in ignored})
     except ValidationError as error:
         raise ApiError(describe(error)) from None
 
@@ -245,7 +244,7 @@ def describe(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        return f"unknown field: {place:.100}"
+        return f"{place:.100} is not supported"
     if first["type"] == "missing":
         return f"{place} is missing"
     message = first["msg"].replace("Input should be", "must be").removeprefix("Value error, ")

@@ -20,29 +20,6 @@ BLANKS = r"[ \n]{1,24}"
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
-def read_format(given: dict[str, Any] | None, where: str) -> dict[str, Any] | None:
-    """The JSON schema that an answer must follow; None for plain text.
-
-    Args:
-        given: OpenAI's `response_format`, the same in `text.format`, or Anthropic's `output_config.format`.
-        where: the field's name, for errors.
-
-    Raises:
-        ApiError: another type, or no schema.
-    """
-    kind = (given or {"type": "text"}).get("type")
-    if given is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise ApiError(f"{where}.type must be text, json_object or json_schema, got {kind!r:.50}")
-    schema = (given.get("json_schema") or given).get("schema")
-    if not isinstance(schema, dict):
-        raise ApiError(f"{where} must have a schema, got {schema!r:.100}")
-    return schema
-
-
 class GrammarCompiler:
     """Makes the logits processors of answers that follow a schema.
 
@@ -55,7 +32,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
-    def compile(self, schema: dict[str, Any], state: str = "normal") -> Callable[[], list[Processor]]:
+    def compile(self, schema: dict[str, Any], state: str | None = None) -> Callable[[], list[Processor]]:
         """A factory of processors for one answer.
 
         Args:

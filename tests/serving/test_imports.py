@@ -15,7 +15,6 @@ EXPECTED = {
     "mlx_lm.models.cache.trim_prompt_cache",
     "mlx_lm.sample_utils.make_logits_processors",
     "mlx_lm.server.convert_chat",
-    "mlx_lm.server.get_system_fingerprint",
     "mlx_lm.tokenizer_utils.TokenizerWrapper",
 }
 

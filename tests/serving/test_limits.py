@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +12,8 @@ import openai
 import pytest
 from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_scripted, until
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving import answer, app
+from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import ClientLimitReached, EngineClosed, GenerationFailed, QueueFull
 
@@ -49,11 +46,9 @@ def request_bytes(path: str = TEXT, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"},
-     {"Authorization": "Bearer \xe9\xff"}, {"Authorization": f"Bearer {KEY}x"}, {"x-api-key": "wrong"}],
-)  # fmt: skip
-@pytest.mark.parametrize("path", [TEXT, "/x", "/v1/models", "/metrics"])
+    "headers", [{}, {"Authorization": KEY}, {"Authorization": "Bearer \xe9\xff"}, {"x-api-key": f"{KEY}x"}]
+)
+@pytest.mark.parametrize("path", [TEXT, "/x", "/metrics"])
 def test_without_the_key_nothing_is_answered(locked: Running, path: str, headers: dict[str, str]) -> None:
     reply = ask(locked, path, {"prompt": "x"} if path == TEXT else None, headers)
     assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer" and KEY not in reply.error
@@ -67,35 +62,21 @@ def test_the_key_opens_all_and_health_needs_none(locked: Running) -> None:
         assert client.completions.create(model="demo", prompt="x", max_tokens=3).choices[0].text
     with anthropic.Anthropic(base_url=locked.url, api_key=KEY, max_retries=0) as client:
         assert client.messages.create(model="demo", max_tokens=3, messages=USER).id
-    with (
-        anthropic.Anthropic(base_url=locked.url, api_key="x", max_retries=0) as client,
-        pytest.raises(anthropic.AuthenticationError, match="this server's key"),
-    ):
-        client.messages.create(model="demo", max_tokens=3, messages=USER)
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example:8080", "192.168.0.7",
-     "[::2]", "[", "localhost@evil.example", "a:b:c", ""],
-)  # fmt: skip
-@pytest.mark.parametrize("path", [TEXT, "/health", "/v1/models"])
-def test_other_hosts_names_are_refused(scripted: Scripted, host: str, path: str) -> None:
-    reply = ask(scripted[0], path, {"prompt": "x"} if path == TEXT else None, {"Host": host})
-    said = f"without --api-key the Host must be localhost, 127.0.0.1 or [::1], got {host!r}"
-    assert (reply.status, reply.error) == (403, said)
-
-
-@pytest.mark.parametrize(
-    "host", ["localhost", "LocalHost:8080", "127.0.0.1", "127.8.9.10:80", "[::1]", "[::1]:8080", "::1"]
+    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "localhost@evil.example", "[::2]", "[", ""]
 )
+def test_other_hosts_names_are_refused(scripted: Scripted, host: str) -> None:
+    said = f"without --api-key the Host must be localhost, 127.0.0.1 or [::1], got {host!r}"
+    for path, body in ((TEXT, {"prompt": "x"}), ("/health", None)):
+        reply = ask(scripted[0], path, body, {"Host": host})
+        assert (reply.status, reply.error) == (403, said)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "[::1]:8080"])
 def test_this_machines_names_are_answered(scripted: Scripted, host: str) -> None:
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
-
-
-def test_a_second_host_is_refused_too(scripted: Scripted) -> None:
-    with send(scripted[0], b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n") as connection:
-        assert connection.recv(64).split()[1] in (b"400", b"403")
 
 
 def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripted) -> None:
@@ -103,20 +84,15 @@ def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripte
         reply = ask(locked, TEXT, {"prompt": "x", "max_tokens": 1}, BEARER | {"Origin": origin})
         assert reply.status == status, origin
         assert (reply.headers.get("access-control-allow-origin") == origin) is (status == 200)
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        assert (ask(locked, TEXT, None, asked | {"Origin": origin}, "OPTIONS").status == 200) is (status == 200)
     reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
 
 
-def test_a_named_page_may_send_the_key(locked: Running) -> None:
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    reply = ask(locked, TEXT, None, asked | {"Origin": "http://a.example"}, "OPTIONS")
-    assert reply.status == 200 and "authorization" in reply.headers["access-control-allow-headers"]
-    assert ask(locked, TEXT, None, asked | {"Origin": "http://evil.example"}, "OPTIONS").status == 400
-
-
 def test_a_long_body_is_refused_and_told(locked: Running) -> None:
     reply = ask(locked, TEXT, {"prompt": "a" * 2_000_000}, BEARER)
-    assert (reply.status, reply.error) == (413, "the body must have at most 3000 bytes")
+    assert reply.status == 413 and reply.error.startswith("the body must have at most 3000 bytes, got 2000")
     assert ask(locked, TEXT, {"prompt": "a" * 2_000, "max_tokens": 1}, BEARER).status == 200
 
 
@@ -126,30 +102,6 @@ def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     engine: Any = locked.service.engine
     assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
     assert engine.generations[-1].request.max_tokens == 5
-
-
-def test_a_body_that_does_not_come_is_dropped(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "SILENCE_SECONDS", 0.2)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
-    with send(scripted[0], head) as waiting:
-        assert waiting.recv(64).split()[1] == b"408"
-
-
-@pytest.mark.parametrize("data", [b"\r\n", b"nonsense\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\xff\x00" * 50])
-def test_what_is_no_http_does_no_harm(scripted: Scripted, data: bytes) -> None:
-    with send(scripted[0], data) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(1 << 16)
-    assert ask(scripted[0], TEXT, {"prompt": "x"}).status == 200
-
-
-def test_what_is_sent_cannot_forge_the_log(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    with send(scripted[0], b"GET /moved%0d%0ax\x1b[2J HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
-        connection.recv(64)
-    assert ask(scripted[0], "/moved%0d%0a%1b[2J").status == 404
-    found = [record.getMessage() for record in caplog.records if "moved" in record.getMessage()]
-    assert found and all(each.isprintable() for each in found)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +131,12 @@ def test_one_refused_choice_cancels_the_others(scripted: Scripted, monkeypatch: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("started", [False, True])
-def test_an_answer_ends_when_its_client_goes(scripted: Scripted, stream: bool, started: bool) -> None:
+def test_an_answer_ends_when_its_client_goes(scripted: Scripted, stream: bool) -> None:
     server, engine = scripted
-    engine.texts = [["x" for _ in range(50)]]
-    left = server.service.metrics.registry.get_sample_value("mlx_redrafter_clients_left_total") or 0
     engine.gate.clear()
-    with send(server, request_bytes(stream=stream)) as connection:
+    with send(server, request_bytes(stream=stream)):
         until(lambda: len(engine.generations) == 1)
-        if started and stream:
-            assert connection.recv(15) == b"HTTP/1.1 200 OK"
     until(lambda: engine.generations[0].cancelled)
-    until(lambda: server.service.metrics.registry.get_sample_value("mlx_redrafter_clients_left_total") == left + 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -204,20 +150,16 @@ def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> Non
     until(lambda: engine.running == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
 
 
-@pytest.mark.parametrize("path", [TEXT, "/v1/messages"])
-def test_a_silent_stream_is_kept_alive(scripted: Scripted, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "PING_SECONDS", 0.05)
+def test_a_silent_stream_is_kept_alive(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "PING_SECONDS", 0.05)
     server, engine = scripted
     engine.gate.clear()
-    fields: Any = {"prompt": "x"} if path == TEXT else {"max_tokens": 9, "messages": USER}
-    raw = json.dumps(fields | {"stream": True}).encode()
-    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(raw))
-    with send(server, head + raw) as connection:
+    with send(server, request_bytes(stream=True)) as connection:
         found = b""
-        while (b": keepalive" if path == TEXT else b"event: ping") not in found:
+        while b": keepalive" not in found:
             found += connection.recv(1 << 16)
         engine.gate.set()
-        while (b"[DONE]" if path == TEXT else b"message_stop") not in found:
+        while b"[DONE]" not in found:
             found += connection.recv(1 << 16)
 
 
@@ -237,19 +179,16 @@ def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Except
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
     assert "expected one of /v1/chat/completions" in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
-    assert ask(scripted[0], TEXT).status == 405 and ask(scripted[0], "/health", {}).status == 405
+    assert ask(scripted[0], TEXT).status == 405
 
 
-def test_health_says_what_there_is(scripted: Scripted) -> None:
+def test_health_says_what_there_is(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     server, engine = scripted
-    counts = {"running": 0, "queue": 0, "mode": "idle"}
-    assert ask(server, "/health").json == {"status": "ok", "model": "demo", "drafters": ["demo"], **counts}
-    engine.alive = False
-    try:
-        reply = ask(server, "/health")
-        assert (reply.status, reply.json["status"]) == (503, "unavailable")
-    finally:
-        engine.alive = True
+    expected = {"status": "ok", "model": "demo", "drafter": "demo", "running": 0, "queue": 0, "mode": "idle"}
+    assert ask(server, "/health").json == expected
+    monkeypatch.setattr(engine, "alive", False)
+    reply = ask(server, "/health")
+    assert (reply.status, reply.json["status"]) == (503, "unavailable")
 
 
 def read_metrics(server: Running) -> dict[str, float]:
@@ -279,16 +218,10 @@ def test_metrics_count_what_was_answered(demo: Running) -> None:
     ("flags", "said"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 lets others in: expected --api-key-file or --api-key, got none"),
-        (["--drafter", "x", "--no-drafter"], "give either --drafter or --no-drafter, got both"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--chat-template", "x"], "--chat-template needs --model"),
-        (["--chat-template-args", "[1]"], "--chat-template-args must be a JSON object, got [1]"),
-        (["--max-queue", "0"], "--max-queue must be at least 1, got 0"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
-        (["--port", "70000"], "--port must be from 0 to 65535, got 70000"),
         (["--api-key", " "], "the key must be printable ASCII, and not empty"),
-        (["--api-key", "x", "--api-key-file", "y"], "give either --api-key or --api-key-file, got both"),
-        (["--api-key-file", "/no/such/file"], "cannot read the key in /no/such/file"),
         (["--temp", "-1"], "temp must be at least 0, got -1"),
         (["--plan", "off", "--draft-depth", "3"], "give either plan or draft_depth"),
     ],
@@ -299,11 +232,19 @@ def test_wrong_flags_are_named(flags: list[str], said: str) -> None:
     assert str(raised.value).startswith(said)
 
 
-@pytest.mark.parametrize("size", ["x", "5 parsecs", "-1", "1.2.3GB", ""])
-def test_a_wrong_size_is_told(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompt-cache-bytes", "5 parsecs"], "expected a number of bytes, as in 512MB or 2GB"),
+        (["--max-queue", "0"], "must be an integer of at least 1, got '0'"),
+        (["--chat-template-args", "[1]"], "invalid json_object value: '[1]'"),
+        (["--api-key", "x", "--api-key-file", __file__], "--api-key-file: not allowed with argument --api-key"),
+    ],
+)
+def test_wrong_values_are_usage_errors(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        make_parser().parse_args(["--prompt-cache-bytes", size])
-    assert "expected a number of bytes, as in 512MB or 2GB" in capsys.readouterr().err
+        make_parser().parse_args(flags)
+    assert said in capsys.readouterr().err
 
 
 def test_flags_mean_what_they_say(tmp_path: Any) -> None:
@@ -312,25 +253,3 @@ def test_flags_mean_what_they_say(tmp_path: Any) -> None:
                        "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip
     assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, 512)
     assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)
-
-
-def test_many_clients_are_all_answered_rightly(demo: Running, demo_models: Any) -> None:
-    model, tokenizer, _ = demo_models
-    prompts = [f"def f{number}(x):\n" for number in range(6)]
-
-    def expect(prompt: str) -> str:
-        return "".join(each.text for each in stream_generate(model, tokenizer, prompt, max_tokens=30, context=False))
-
-    expected, found = [expect(prompt) for prompt in prompts], [""] * len(prompts)
-
-    def ask_one(at: int) -> None:
-        time.sleep(0.05 * at)
-        pieces = events_of(ask(demo, TEXT, {"prompt": prompts[at], "max_tokens": 30, "stream": True}))
-        found[at] = "".join(each["choices"][0]["text"] for each in pieces)
-
-    threads = [threading.Thread(target=ask_one, args=(at,)) for at in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected

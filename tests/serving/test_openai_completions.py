@@ -13,6 +13,8 @@ from servers import Running, ScriptedEngine, ask, events_of
 
 from mlx_redrafter import stream_generate
 
+Scripted = tuple[Running, ScriptedEngine]
+TEXT = "/v1/completions"
 PROMPT = "class Stack:\n    def __init__(self):\n"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -30,31 +32,13 @@ def expected_text(models: Any, prompt: Any, **options: Any) -> str:
 def test_text_is_the_librarys(openai_client: openai.OpenAI, demo_models: Any, sampling: dict[str, Any]) -> None:
     options = {"temp": sampling.get("temperature", 0.0), **{k: v for k, v in sampling.items() if k != "temperature"}}
     expected = expected_text(demo_models, PROMPT, max_tokens=40, **options)
-    for stored in (False, True):  # the second time the prompt is in the cache
-        made = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=40, **sampling)
+    for prompt in (PROMPT, demo_models[1].encode(PROMPT)):  # the second time it is in the cache
+        made = openai_client.completions.create(model="demo", prompt=prompt, max_tokens=40, **sampling)
         assert made.choices[0].text == expected and made.choices[0].finish_reason == "length"
         usage: Any = made.usage
         assert usage.completion_tokens == 40 and usage.total_tokens == usage.prompt_tokens + 40
         assert usage.drafted > 0 and 1 + usage.rounds + usage.accepted >= 40
-        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 or not stored
-
-
-def test_stream_is_the_whole_text(openai_client: openai.OpenAI, demo_models: Any) -> None:
-    chunks = list(
-        openai_client.completions.create(
-            model="demo", prompt=PROMPT, max_tokens=40, stream=True, stream_options={"include_usage": True}
-        )
-    )
-    *pieces, usage = chunks
-    assert "".join(each.choices[0].text for each in pieces) == expected_text(demo_models, PROMPT, max_tokens=40)
-    assert [each.choices[0].finish_reason for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 40
-
-
-def test_prompts_may_be_token_ids(openai_client: openai.OpenAI, demo_models: Any) -> None:
-    ids = demo_models[1].encode(PROMPT)
-    made = openai_client.completions.create(model="demo", prompt=ids, max_tokens=20)
-    assert made.choices[0].text == expected_text(demo_models, ids, max_tokens=20)
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -66,30 +50,26 @@ def test_stop_string_ends_the_text(openai_client: openai.OpenAI, demo_models: An
     )
     choices = [each.choices[0] for each in made] if stream else made.choices
     assert "".join(each.text for each in choices) == whole[: whole.index(stop)]
-    assert choices[-1].finish_reason == "stop"
+    assert [each.finish_reason for each in choices] == [None] * (len(choices) - 1) + ["stop"]
 
 
-def test_plain_decoding_says_the_same(demo: Running, demo_models: Any) -> None:
-    for fields in ({"draft_model": None}, {"draft_model": "none"}):
-        made = ask(demo, "/v1/completions", {"prompt": PROMPT, "max_tokens": 40, **fields}).json
-        assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=40)
-        assert made["usage"]["drafted"] == 0
+@pytest.mark.parametrize("drafter", [None, "none"])
+def test_plain_decoding_says_the_same(demo: Running, demo_models: Any, drafter: str | None) -> None:
+    made = ask(demo, TEXT, {"prompt": PROMPT, "max_tokens": 40, "draft_model": drafter}).json
+    assert made["choices"][0]["text"] == expected_text(demo_models, PROMPT, max_tokens=40)
+    assert made["usage"]["drafted"] == 0
 
 
 def test_choices_have_seeds_of_their_own(openai_client: openai.OpenAI, demo_models: Any) -> None:
-    made = openai_client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=20, n=3, seed=5, temperature=1.0, stream=False
-    )
     texts = [expected_text(demo_models, PROMPT, max_tokens=20, temp=1.0, seed=5 + at) for at in range(3)]
+    fields: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 20, "n": 3, "seed": 5, "temperature": 1.0}
+    made: Any = openai_client.completions.create(**fields)
     assert [each.text for each in made.choices] == texts and len(set(texts)) > 1
-    streamed = openai_client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=20, n=3, seed=5, temperature=1.0, stream=True
-    )
-    pieces = [each.choices[0] for each in streamed]
+    pieces = [each.choices[0] for each in openai_client.completions.create(**fields, stream=True)]
     assert ["".join(each.text for each in pieces if each.index == at) for at in range(3)] == texts
 
 
-def test_logprobs_are_the_librarys(openai_client: openai.OpenAI, demo_models: Any) -> None:
+def test_logprobs_are_the_librarys(demo: Running, openai_client: openai.OpenAI, demo_models: Any) -> None:
     model, tokenizer, _ = demo_models
     steps = list(stream_generate(model, tokenizer, PROMPT, max_tokens=5, context=False))
     made: Any = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=5, logprobs=2)
@@ -98,34 +78,17 @@ def test_logprobs_are_the_librarys(openai_client: openai.OpenAI, demo_models: An
     assert found.token_logprobs == pytest.approx([each.logprobs[each.token].item() for each in steps], abs=1e-3)
     assert all(len(each) == 2 for each in found.top_logprobs)
     body = {"prompt": PROMPT, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
-    content = ask(demo_url(openai_client), "/v1/completions", body).json["choices"][0]["logprobs"]["content"]
+    content = ask(demo, TEXT, body).json["choices"][0]["logprobs"]["content"]
     assert [each["id"] for each in content] == [each.token for each in steps]
     assert [len(each["top_logprobs"]) for each in content] == [3] * 5
 
 
-def demo_url(client: openai.OpenAI) -> Any:
-    """The server of a client."""
-    return Running(str(client.base_url).removesuffix("/v1/"), None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_schema_is_followed(openai_client: openai.OpenAI, temperature: float) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "even": {"type": "boolean"}},
-        "required": ["name", "even"],
-        "additionalProperties": False,
-    }
+def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "x"}]
     made: Any = openai_client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=200,
-        temperature=temperature,
-        seed=1,
-        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}},
+        model="demo", messages=messages, max_tokens=30, response_format={"type": "json_object"}
     )
-    jsonschema.validate(json.loads(made.choices[0].message.content), schema)
-    assert made.choices[0].finish_reason == "stop" and made.usage.drafted == 0
+    assert made.choices[0].message.content.startswith("{") and made.usage.drafted == 0
 
 
 def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:
@@ -137,7 +100,7 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
     for body in bodies[::2]:
         body["response_format"] = shape
     with ThreadPoolExecutor(len(bodies)) as pool:
-        replies = list(pool.map(lambda body: ask(demo, "/v1/completions", body), bodies))
+        replies = list(pool.map(lambda body: ask(demo, TEXT, body), bodies))
     texts = [reply.json["choices"][0]["text"] for reply in replies]
     assert demo.service.engine.counters.batch_steps > 0
     for text in texts[::2]:
@@ -146,20 +109,10 @@ def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> Non
         assert texts[at] == expected_text(demo_models, f"# {at}\n", max_tokens=60, temp=1.0, seed=at)
 
 
-def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:
-    made = openai_client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": "x"}],
-        max_tokens=30,
-        response_format={"type": "json_object"},
-    )
-    assert (made.choices[0].message.content or "").startswith("{")
-
-
 def test_drafts_are_told_while_streaming(demo: Running, demo_models: Any) -> None:
     options = {"include_drafts": True, "include_usage": True}
     body = {"prompt": PROMPT, "max_tokens": 30, "stream": True, "stream_options": options}
-    *pieces, usage = events_of(ask(demo, "/v1/completions", body))
+    *pieces, usage = events_of(ask(demo, TEXT, body))
     drafts = [each["redrafter"] for each in pieces]
     tokens = [token for each in drafts for token in each["tokens"]]
     assert "".join(each["text"] for each in tokens) == expected_text(demo_models, PROMPT, max_tokens=30)
@@ -169,9 +122,7 @@ def test_drafts_are_told_while_streaming(demo: Running, demo_models: Any) -> Non
     assert drafts[-1]["drafted"] == usage["usage"]["drafted"] and drafts[-1]["seconds"] > 0
 
 
-def test_chat_goes_through_the_template(
-    scripted: tuple[Running, ScriptedEngine], scripted_openai: openai.OpenAI
-) -> None:
+def test_chat_goes_through_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     _, engine = scripted
     engine.texts = [["I ", "am fine."]]
     messages: Any = [
@@ -191,7 +142,7 @@ def test_chat_goes_through_the_template(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_and_tool_calls_are_told_apart(
-    scripted: tuple[Running, ScriptedEngine], scripted_openai: openai.OpenAI, stream: bool
+    scripted: Scripted, scripted_openai: openai.OpenAI, stream: bool
 ) -> None:
     scripted[1].texts = [["Let me see.", "</think>", "I ask. ", CALL, CALL.replace("Bern", "Rom")]]
     made: Any = scripted_openai.chat.completions.create(
@@ -210,9 +161,7 @@ def test_reasoning_and_tool_calls_are_told_apart(
     assert not stream or [call.index for call in calls] == [0, 1]
 
 
-def test_tool_results_reach_the_template(
-    scripted: tuple[Running, ScriptedEngine], scripted_openai: openai.OpenAI
-) -> None:
+def test_tool_results_reach_the_template(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     messages: Any = [
         *USER,
@@ -229,9 +178,7 @@ def test_tool_results_reach_the_template(
     ("fields", "text"),
     [({}, CALL), ({"tools": [WEATHER], "tool_choice": "none"}, CALL), ({"tools": [WEATHER]}, "<tool_call>no JSON")],
 )
-def test_what_is_no_call_stays_text(
-    scripted: tuple[Running, ScriptedEngine], fields: dict[str, Any], text: str
-) -> None:
+def test_what_is_no_call_stays_text(scripted: Scripted, fields: dict[str, Any], text: str) -> None:
     server, engine = scripted
     engine.texts = [["</think>", text]]
     made = ask(server, "/v1/chat/completions", {"messages": USER, **fields}).json["choices"][0]
@@ -239,7 +186,7 @@ def test_what_is_no_call_stays_text(
     assert ("is how to call" in engine.prompt) is (fields.get("tool_choice") is None and bool(fields))
 
 
-def test_stop_strings_end_reasoning_and_calls_too(scripted: tuple[Running, ScriptedEngine]) -> None:
+def test_stop_strings_end_reasoning_and_calls_too(scripted: Scripted) -> None:
     server, engine = scripted
     engine.texts = [["Let me see</think>", CALL]]
     body = {"messages": USER, "tools": [WEATHER], "stop": "me s"}
@@ -249,28 +196,20 @@ def test_stop_strings_end_reasoning_and_calls_too(scripted: tuple[Running, Scrip
     assert made["finish_reason"] == "stop" and until_cancelled.cancelled
 
 
-def test_bytes_of_a_character_come_together(scripted: tuple[Running, ScriptedEngine]) -> None:
-    server, engine = scripted
-    engine.texts = [["</think>", "→ 日本 🙂 é"]]
-    pieces = events_of(ask(server, "/v1/chat/completions", {"messages": USER, "stream": True}))
-    texts = [each["choices"][0]["delta"].get("content", "") for each in pieces]
-    assert "".join(texts) == "→ 日本 🙂 é" and not any("\ufffd" in text for text in texts)
-
-
-def test_sampling_fields_reach_the_engine(scripted: tuple[Running, ScriptedEngine]) -> None:
+def test_sampling_fields_reach_the_engine(scripted: Scripted) -> None:
     server, engine = scripted
     fields = {
         "top_k": 5, "min_p": 0.1, "xtc_probability": 0.2, "xtc_threshold": 0.3, "repetition_penalty": 1.1,
         "repetition_context_size": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 0,
     }  # fmt: skip
     body = {"prompt": "x", "logit_bias": {"3": -100}, "temperature": 0.5, "max_completion_tokens": 9, **fields}
-    assert ask(server, "/v1/completions", body).status == 200
+    assert ask(server, TEXT, body).status == 200
     request = engine.generations[-1].request
     assert {name: getattr(request, name) for name in fields} == fields
     assert (request.temp, request.max_tokens, request.logit_bias, request.client) == (0.5, 9, {3: -100.0}, "127.0.0.1")
 
 
-def test_impossible_logprobs_are_numbers(scripted: tuple[Running, ScriptedEngine]) -> None:
+def test_impossible_logprobs_are_numbers(scripted: Scripted) -> None:
     server, _ = scripted
     body = {"messages": USER, "logprobs": True, "top_logprobs": 2}
     made = ask(server, "/v1/chat/completions", body)
@@ -281,7 +220,9 @@ def test_impossible_logprobs_are_numbers(scripted: tuple[Running, ScriptedEngine
 def test_models_are_listed(openai_client: openai.OpenAI) -> None:
     assert [model.id for model in openai_client.models.list()] == ["demo"]
     assert openai_client.models.retrieve("demo").id == "demo"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here, expected demo"):
-        openai_client.models.retrieve("gpt-5")
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here"):
-        openai_client.completions.create(model="gpt-5", prompt="x")
+    for ask_for in (
+        lambda: openai_client.models.retrieve("gpt-5"),
+        lambda: openai_client.completions.create(model="gpt-5", prompt="x"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here, expected demo"):
+            ask_for()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from servers import Running, ScriptedEngine, ask
 Scripted = tuple[Running, ScriptedEngine]
 USER = [{"role": "user", "content": "Hi"}]
 CHAT: dict[str, Any] = {"messages": USER}
+TOOL = {"type": "function", "function": {"name": "f"}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "x"},
@@ -26,12 +26,10 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/chat/completions", {"user": "me", "store": True, "metadata": {}, "service_tier": "auto"}),
-        ("/v1/chat/completions", {"parallel_tool_calls": False, "modalities": ["text"], "function_call": "none"}),
-        ("/v1/chat/completions", {"prediction": {"type": "content", "content": "x"}, "num_draft_tokens": 3}),
-        ("/v1/chat/completions", {"stop": None, "tools": None, "logit_bias": None, "response_format": None}),
+        ("/v1/chat/completions", {"user": "me", "store": True, "metadata": {}, "parallel_tool_calls": False}),
+        ("/v1/chat/completions", {"modalities": ["text"], "stop": None, "tools": None, "response_format": None}),
         ("/v1/chat/completions", {"top_logprobs": -1, "reasoning_effort": "low", "model": "default_model"}),
-        ("/v1/completions", {"best_of": 1, "echo": False, "suffix": None, "user": "me"}),
+        ("/v1/completions", {"best_of": 1, "echo": False, "suffix": None, "prompt": [[1, 2]]}),
     ],
 )
 def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict[str, Any]) -> None:
@@ -40,89 +38,71 @@ def test_harmless_fields_are_ignored(scripted: Scripted, path: str, fields: dict
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "said"),
+    ("fields", "said"),
     [
-        ("/v1/completions", {"best_of": 2}, "best_of is not supported, got 2"),
-        ("/v1/completions", {"echo": True}, "echo is not supported, got True"),
-        ("/v1/completions", {"suffix": "}"}, "suffix is not supported"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt must be one text, or the token ids of one, got ['a', 'b']"),
-        ("/v1/completions", {"prompt": [True]}, "prompt must be one text"),
-        ("/v1/completions", {"prompt": ""}, "the prompt is empty"),
-        ("/v1/completions", {"draft_model": "x"}, "there is no drafter 'x' here, expected one of demo, none"),
-        ("/v1/completions", {"plan": "off"}, "unknown field: plan"),
-        ("/v1/chat/completions", {"modalities": ["text", "audio"]}, "modalities is not supported"),
-        ("/v1/chat/completions", {"audio": {"voice": "x"}}, "audio is not supported"),
-        ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions is not supported"),
-        ("/v1/chat/completions", {"adapters": "x"}, "adapters is not supported"),
-        ("/v1/chat/completions", {"messages": []}, "messages list should have at least 1 item"),
-        ("/v1/chat/completions", {"messages": None}, "messages is missing"),
-        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role must be a string, got None"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content is missing"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "must be a text or a list"),
+        ({"best_of": 2}, "best_of must be 1, got 2"),
+        ({"echo": True}, "echo must be False, got True"),
+        ({"prompt": ["a", "b"]}, "prompt.str must be a valid string, got ['a', 'b']"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"draft_model": "x"}, "there is no drafter 'x' here, expected demo or none"),
+        ({"plan": "off"}, "plan is not supported"),
+        ({"n": 17}, "n must be less than or equal to 16, got 17"),
+        ({"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
+        ({"max_tokens": "x"}, "max_tokens must be a valid integer, got 'x'"),
+        ({"stop": ""}, "stop.0 string should have at least 1 character"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
+        ({"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
+        ({"stream": 1}, "stream must be a valid boolean, got 1"),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
         (
-            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            "the JSON schema cannot be followed: Invalid type: objekt",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+    reply = ask(scripted[0], "/v1/completions", {"prompt": "x"} | fields)
+    assert reply.status == 400 and reply.error.startswith(said), reply.body
+    assert "\n" not in reply.error and len(reply.error) < 400
+    assert (reply.json["error"]["type"], reply.json["error"]["code"]) == ("invalid_request_error", 400)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"audio": {"voice": "x"}}, "audio is not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities.1 must be 'text', got 'audio'"),
+        ({"messages": None}, "messages is missing"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role must be a string, got None"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a text or a list"),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
             "messages[0].content: only text is supported, got a part of type 'image_url'",
         ),
         (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "got a part of type 'input_audio'",
-        ),
-        (
-            "/v1/chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "arguments must be JSON, got '{'",
+            "messages[0].tool_calls must be calls of functions with arguments in JSON",
         ),
-        ("/v1/chat/completions", {"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function'"),
-        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice must be 'auto' or 'none', got 'required'"),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"chat_template": "x"}}, "got chat_template"),
-        ("/v1/chat/completions", {"n": 0}, "n must be greater than or equal to 1, got 0"),
-        ("/v1/chat/completions", {"n": 17}, "n must be less than or equal to 16, got 17"),
-        ("/v1/chat/completions", {"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
-        ("/v1/chat/completions", {"temperature": True}, "temperature must be a valid number, got True"),
-        ("/v1/chat/completions", {"max_tokens": "x"}, "max_tokens must be a valid integer, got 'x'"),
-        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens must be greater than or equal to 1"),
-        ("/v1/chat/completions", {"stop": ""}, "stop.0 string should have at least 1 character"),
-        ("/v1/chat/completions", {"stop": ["x"] * 65}, "stop list should have at most 64 items"),
-        ("/v1/chat/completions", {"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
-        ("/v1/chat/completions", {"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
-        ("/v1/chat/completions", {"stream": 1}, "stream must be a valid boolean, got 1"),
-        ("/v1/chat/completions", {"response_format": {"type": "xml"}}, "response_format.type must be text"),
-        (
-            "/v1/chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
-            "the JSON schema cannot be followed: Invalid type: objekt",
-        ),
-        (
-            "/v1/chat/completions",
-            {
-                "response_format": {"type": "json_object"},
-                "tools": [{"type": "function", "function": {"name": "f"}}],
-            },
-            "response_format and tools are not supported together",
-        ),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function', got 'web_search'"),
+        ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none', got 'required'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must be variables"),
+        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "an answer's format and tools are not"),
     ],
 )
-def test_what_is_wrong_is_named(scripted: Scripted, path: str, fields: dict[str, Any], said: str) -> None:
-    reply = ask(scripted[0], path, {**BODIES[path], **fields})
-    assert reply.status == 400 and said in reply.error, reply.body
-    assert "\n" not in reply.error and len(reply.error) < 400
-    error = reply.json["error"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", 400)
+def test_what_a_chat_cannot_have_is_named(scripted: Scripted, fields: dict[str, Any], said: str) -> None:
+    reply = ask(scripted[0], "/v1/chat/completions", CHAT | fields)
+    assert reply.status == 400 and reply.error.startswith(said), reply.body
 
 
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
         (b"", "the body is not JSON"),
-        (b"{", "the body is not JSON"),
         (b"\xff\xfe", "the body is not JSON"),
         (b"[1]", "the body must be a JSON object, got list"),
         (b'{"prompt": "\\ud800"}', "the body is not JSON"),
         (b'{"prompt": "x", "temperature": NaN}', "the body is not JSON"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-        (b'{"prompt": "x", "logit_bias": {"1": Infinity}}', "the body is not JSON"),
         (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion limit exceeded"),
     ],
 )
@@ -132,12 +112,9 @@ def test_what_is_no_json_object_is_refused(scripted: Scripted, raw: bytes, said:
 
 
 def test_a_reply_repeats_no_infinity(scripted: Scripted) -> None:
-    for fields in (
-        b'"text": {"x": 1e999}',
-        b'"tools": [{"type": "function", "name": "f", "parameters": {"x": 1e999}}]',
-    ):
-        reply = ask(scripted[0], "/v1/responses", b'{"input": "x", ' + fields + b"}")
-        assert (reply.status, reply.error) == (400, "tools and text must have finite numbers")
+    tool = b'{"type": "function", "name": "f", "parameters": {"x": 1e999}}'
+    reply = ask(scripted[0], "/v1/responses", b'{"input": "x", "tools": [' + tool + b"]}")
+    assert reply.status == 400 and reply.error.startswith("tools.0.parameters.x.float must be a finite number")
 
 
 @pytest.mark.parametrize("seed", [0, -5, 2**70])
@@ -149,14 +126,8 @@ def test_any_integer_is_a_seed(demo: Running, seed: int) -> None:
     assert len(texts) == 1
 
 
-def test_openais_client_shows_what_is_wrong(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature must be greater than or equal to 0, got -1"):
-        scripted_openai.completions.create(model="demo", prompt="x", temperature=-1)
-
-
 def test_a_model_without_tools_says_so(demo: Running) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    reply = ask(demo, "/v1/chat/completions", {"messages": USER, "tools": tools})
+    reply = ask(demo, "/v1/chat/completions", CHAT | {"tools": [TOOL]})
     assert reply.status == 400 and "tools are not supported by this model" in reply.error
 
 
@@ -198,10 +169,3 @@ def test_no_field_breaks_the_server(
         assert reply.error
     elif not body.get("stream"):
         json.loads(reply.body, parse_constant=lambda name: pytest.fail(name))
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.sampled_from(list(BODIES)), raw=st.binary(max_size=60))
-def test_no_bytes_break_the_server(scripted: Scripted, path: str, raw: bytes) -> None:
-    assert ask(scripted[0], path, raw).status == 400
-    assert ask(scripted[0], path, BODIES[path]).status == 200

@@ -19,14 +19,10 @@ def read(tokenizer: Any, pieces: list[str], state: str | None = "normal", stops:
     """(text, reasoning, calls, the raw text, the stream) of an answer whose tokens are those of each piece."""
     stream = TextStream(tokenizer, state, stops, TOOLS)
     segments, raw = [], ""
-    for token in [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]:
-        shown, more = stream.add_token(token)
-        segments, raw = segments + more, raw + shown
-        if stream.stopped_by is not None:
-            break
-    else:
-        shown, more = stream.finish()
-        segments, raw = segments + more, raw + shown
+    for token in [*(token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)), None]:
+        if stream.stopped_by is None:
+            shown, more = stream.add(token, is_last=token is None)
+            segments, raw = segments + more, raw + shown
     text, reasoning = ("".join(each.text for each in segments if each.kind == kind) for kind in ("text", "reasoning"))
     calls = [(each.name, json.loads(each.text)) for each in segments if each.kind == "tool_call"]
     return text, reasoning, calls, raw, stream
