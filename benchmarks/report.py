@@ -23,6 +23,7 @@ from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import interpolate, parse_costs
 
+from .heads import make_heads_table
 from .predict import study
 from .records import RESULTS, Record, Results, read_results
 from .sweep import draw_maps
