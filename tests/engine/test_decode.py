@@ -111,7 +111,7 @@ def fail_at(drafter: Any, calls: int, patch: pytest.MonkeyPatch) -> None:
         ("gemma3_text", (3, 3), {}),
         ("mamba", (1, 4), {}),
     ],
-    ids=str,
+    ids=["tree", "sampled", "processors", "quantized", "states", "rings", "mamba"],
 )
 def test_decoding_goes_on_where_a_drafter_fails(
     name: str, plan: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
