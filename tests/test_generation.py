@@ -87,7 +87,7 @@ def test_a_useless_drafter_is_warned_of_once() -> None:
     wrong = next(token for token in range(VOCAB) if token not in right)
     never = small_drafter(hidden=64, vocab=VOCAB)
     only = mx.where(mx.arange(VOCAB) == wrong, 0.0, -1e9)
-    never.logits = lambda hidden, state: mx.broadcast_to(only, (*state.shape[:-1], VOCAB))
+    never.logits = lambda hidden, state, depth: mx.broadcast_to(only, (*state.shape[:-1], VOCAB))
     with pytest.warns(UserWarning, match="guessed no token right in 16 rounds") as caught:
         stream(drafter=never, max_tokens=60, plan=(1, 3))
     assert len(caught) == 1

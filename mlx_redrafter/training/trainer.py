@@ -57,11 +57,12 @@ def train_drafter(
     """
     check_fit(drafter, model)
     evaluate(model, drafter)  # read by another thread, which could not evaluate them
+    draft_ids = drafter.get("draft_ids")  # not the drafter's own later on: an update replaces all of its arrays
     return fit(
         drafter,
         make_optimizer(args),
         make_loss(drafter, args),
-        lambda iteration: target_arrays(model, drafter.get("draft_ids"), batches(iteration), args, iteration),
+        lambda iteration: target_arrays(model, draft_ids, batches(iteration), args, iteration),
         args.iters,
         name="drafter",
         accumulate=args.grad_accumulation_steps,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -92,10 +91,10 @@ def fail_at(drafter: Any, calls: int, patch: pytest.MonkeyPatch) -> None:
     """Makes a drafter raise from this call on."""
     left, real = iter(range(calls)), type(drafter).logits
 
-    def logits(hidden: mx.array, state: mx.array, left: Iterator[int] = left) -> mx.array:
+    def logits(*given: Any) -> mx.array:
         if next(left, None) is None:
             raise Broken(f"call {calls}")
-        return real(drafter, hidden, state)
+        return real(drafter, *given)
 
     patch.setattr(drafter, "logits", logits)
 
