@@ -179,7 +179,20 @@ def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Except
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
     assert "expected one of /v1/chat/completions" in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
-    assert ask(scripted[0], TEXT).status == 405
+    reply = ask(scripted[0], TEXT)
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+
+
+def test_an_unexpected_error_is_answered(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    server, engine = scripted
+    engine.refusal = ZeroDivisionError("no number")
+    label = 'requests_total{endpoint="/v1/completions",status="500"}'
+    before = read_metrics(server).get(label, 0)
+    reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
+    assert (reply.status, reply.error) == (500, "the server failed; see its log")
+    assert reply.headers["access-control-allow-origin"] == "*" and "connection" not in reply.headers
+    assert read_metrics(server)[label] == before + 1
+    assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
 
 def test_health_says_what_there_is(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
