@@ -216,8 +216,12 @@ class Answer(ABC, Generic[AnyBody]):
             raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
         if most is not None and (body.max_tokens or 0) > most:
             raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
+        if self.choices > min(args.max_queue, args.max_per_client):
+            limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
+            raise ApiError(f"n must be within {limits}, got {self.choices}")
         given = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p", "max_tokens")}
-        given |= {} if most is None else {"max_tokens": min(args.max_tokens, most)}
+        if most is not None and not 0 < args.max_tokens <= most:
+            given["max_tokens"] = most
         self._started = time.perf_counter()
         request = GenerationRequest(
             prompt=self.prompt,
