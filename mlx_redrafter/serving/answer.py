@@ -22,7 +22,7 @@ from .generation import Generation
 from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
-from .text_stream import Segment, TextStream
+from .text_stream import Segment, TextStream, find_bytes
 from .types import (
     ClientLimitReached,
     DraftedRound,
@@ -320,7 +320,8 @@ class Answer(ABC, Generic[AnyBody]):
         def describe(token: int, logprob: float) -> dict[str, Any]:
             text = self.service.tokenizer.decode([token])
             found = logprob if math.isfinite(logprob) else IMPOSSIBLE
-            return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": found}
+            raw = find_bytes(self.service.tokenizer, token, text)
+            return {"id": token, "token": text, "bytes": raw, "logprob": found}
 
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}

@@ -224,6 +224,13 @@ def test_impossible_logprobs_are_numbers(scripted: Scripted) -> None:
     assert made.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -9999.0
 
 
+def test_bytes_are_those_of_each_token(scripted: Scripted) -> None:
+    server, engine = scripted
+    engine.texts = [["a€"]]
+    made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in made[:-1]] == [[byte] for byte in "a€".encode()]
+
+
 def test_models_are_listed(openai_client: openai.OpenAI) -> None:
     assert [model.id for model in openai_client.models.list()] == ["demo"]
     assert openai_client.models.retrieve("demo").id == "demo"
