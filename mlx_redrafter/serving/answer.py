@@ -22,7 +22,7 @@ from .generation import Generation
 from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
-from .text_stream import Segment, TextStream
+from .text_stream import Segment, TextStream, find_bytes
 from .types import (
     ClientLimitReached,
     DraftedRound,
@@ -216,8 +216,12 @@ class Answer(ABC, Generic[AnyBody]):
             raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
         if most is not None and (body.max_tokens or 0) > most:
             raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
+        if self.choices > min(args.max_queue, args.max_per_client):
+            limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
+            raise ApiError(f"n must be within {limits}, got {self.choices}")
         given = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p", "max_tokens")}
-        given |= {} if most is None else {"max_tokens": min(args.max_tokens, most)}
+        if most is not None and not 0 < args.max_tokens <= most:
+            given["max_tokens"] = most
         self._started = time.perf_counter()
         request = GenerationRequest(
             prompt=self.prompt,
@@ -316,7 +320,8 @@ class Answer(ABC, Generic[AnyBody]):
         def describe(token: int, logprob: float) -> dict[str, Any]:
             text = self.service.tokenizer.decode([token])
             found = logprob if math.isfinite(logprob) else IMPOSSIBLE
-            return {"id": token, "token": text, "bytes": list(text.encode()), "logprob": found}
+            raw = find_bytes(self.service.tokenizer, token, text)
+            return {"id": token, "token": text, "bytes": raw, "logprob": found}
 
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}

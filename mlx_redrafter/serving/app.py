@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -78,9 +80,10 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     middleware = [
         Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
         Middleware(Guard, service=service, open_paths=open_paths, known_paths={route.path for route in routes}),
+        # As an `exception_handlers` of the application that of Exception would be outside of the middleware above.
+        Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
     ]
-    handled: list[Any] = [ApiError, RedrafterError, HTTPException, ClientDisconnect, Exception]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(handled, handle_error))
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error})
 
 
 def make_endpoint(service: Service, kind: type[Answer[Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -153,15 +156,21 @@ class EventStream(StreamingResponse):
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """The reply to a request that failed with this error."""
+    headers = getattr(error, "headers", None) or {}
     if isinstance(error, HTTPException):
         expected = f"expected one of {', '.join(INTERFACES)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code)
     elif isinstance(error, ClientDisconnect):
         error = ApiError("the body is not complete")  # nobody reads it
     elif not isinstance(error, ApiError):
-        message = str(error) if isinstance(error, RedrafterError) else "the server failed; see its log"
+        message = str(error)
+        if not isinstance(error, RedrafterError):
+            logging.error("A request has failed", exc_info=error)
+            message = "the server failed; see its log"
         error = ApiError(message, choose_status(error))
-    return make_error(request.url.path, error)
+    reply = make_error(request.url.path, error)
+    reply.headers.update(headers)
+    return reply
 
 
 def make_error(path: str, error: ApiError) -> Response:

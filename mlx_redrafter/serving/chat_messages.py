@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from .schemas import ApiError
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "refusal")
 """The types of content parts that hold text."""
 
 Message = dict[str, Any]
@@ -61,8 +62,8 @@ def parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     try:
         functions = [(call, call["function"], call["function"].get("arguments") or {}) for call in calls]
         return [
-            call | {"function": function | {"arguments": json.loads(given) if isinstance(given, str) else given}}
+            call | {"function": function | {"arguments": from_json(given) if isinstance(given, str) else given}}
             for call, function, given in functions
         ]
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ApiError(f"{where} must be calls of functions with arguments in JSON, got {calls!r:.100}") from error

@@ -63,8 +63,8 @@ def make_parser() -> Parser:
     add = parser.add_argument_group("service").add_argument
     add("--host", default="127.0.0.1", help="where to listen; others than loopback need a key (default: %(default)s)")
     add("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
-    add("--allowed-origins", type=lambda text: text.split(","), default=["*"],
-        help="web pages that may ask, separated by commas (default: *, all)")  # fmt: skip
+    add("--allowed-origins", type=lambda text: [each.strip() for each in text.split(",")], default=["*"],
+        help="web pages that may ask, separated by commas (default: *, all; of a race only its own)")  # fmt: skip
     keys = parser.add_mutually_exclusive_group().add_argument
     keys("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
     keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="a file that holds the key")
@@ -118,8 +118,8 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     check_demo_flags(args.model, args)
     if args.chat_template and args.model is None:
         raise RedrafterError("--chat-template needs --model: the packaged demo is taken as it is")
-    if args.max_tokens < 1:
-        raise RedrafterError(f"--max-tokens must be at least 1, got {args.max_tokens}")
+    if args.max_tokens == 0:
+        raise RedrafterError("--max-tokens must be -1 (no limit) or at least 1, got 0")
     if args.api_key is not None:
         args.api_key = args.api_key.strip()  # as what a client sends is
         if not (args.api_key and args.api_key.isascii() and args.api_key.isprintable()):

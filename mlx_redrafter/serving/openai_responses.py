@@ -44,7 +44,7 @@ class Responses(Answer[ResponsesBody]):
     def prepare(self) -> None:
         """Makes the prompt of the instructions and the items."""
         body = self.body
-        messages = read_items([{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input)
+        messages = read_items(body.input)
         if body.instructions is not None:
             messages.insert(0, {"role": "system", "content": body.instructions})
         tools = as_chat_tools(body.tools) if body.tool_choice == "auto" else []
@@ -142,8 +142,7 @@ def read_items(items: list[dict[str, Any]]) -> list[Message]:
             text = join_parts(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind == "reasoning":
-            parts = item.get("content") or []
-            text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            text = join_parts(item.get("content"), f"{where}.content")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         else:
             raise ApiError(f"{where}.type: items of type {kind!r:.50} are not supported")

@@ -43,6 +43,11 @@ def unwrap_prompt(given: Any) -> Any:
     return given[0] if is_alone else given
 
 
+def wrap_input(given: Any) -> Any:
+    """A text as the only message."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Length = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -186,7 +191,7 @@ class CompletionBody(OpenAIBody):
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
-    input: str | Objects
+    input: Annotated[Objects, BeforeValidator(wrap_input)]
     instructions: str | None = None
     max_tokens: Length | None = Field(None, alias="max_output_tokens")
     tools: list[FunctionTool] = []

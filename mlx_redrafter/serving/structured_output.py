@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ..errors import one_line
 from .schemas import ApiError
+from .types import GenerationFailed
 
 BLANKS = r"[ \n]{1,24}"
 """What may be between the parts of an object: without a limit some models go on with it forever."""
@@ -77,6 +78,9 @@ class GrammarProcessor:
 
         Args:
             history: (T,) the prompt, and every token of the answer so far.
+
+        Raises:
+            GenerationFailed: llguidance gives up on the grammar, which may be too complex.
         """
         new = history[len(history) if self._read is None else self._read :]
         self._read = len(history)
@@ -89,5 +93,7 @@ class GrammarProcessor:
         if not self._holds:
             return logits
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise GenerationFailed(f"the schema cannot be followed: {self._matcher.get_error().splitlines()[0]}")
         allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
         return mx.where(mx.array(allowed), logits, -mx.inf)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import one_line
 from ..stop_strings import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
 """State of mlx-lm's text state machine -> what its text is. In "tool" it is a tool call, in any other state markup."""
+
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+"""Characters of byte-level vocabularies, as GPT-2's -> the bytes that they stand for."""
 
 
 class Segment(NamedTuple):
@@ -111,10 +116,26 @@ class TextStream:
         return [Segment("text", f"{self._tokenizer.tool_call_start}{text}{end or ''}")]
 
 
+def find_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
+    """The bytes of a token, which may be a part of a character; None where they are not known.
+
+    Args:
+        text: what the token decodes to by itself.
+    """
+    if "\ufffd" not in text:
+        return list(text.encode())
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # of a SentencePiece vocabulary
+        return [int(found[1], 16)]
+    return [BYTES[each] for each in piece] if BYTES.keys() >= set(piece) else None
+
+
 def _read_call(call: dict[str, Any]) -> Segment:
     arguments = call.get("arguments", call.get("parameters", {}))
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(found, dict):
         raise ValueError(f"expected an object of arguments, got {arguments!r:.100}")
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-    return Segment("tool_call", text, str(call["name"]), call.get("id") or f"call_{uuid.uuid4().hex}")
+    segment = Segment("tool_call", text, str(call["name"]), str(call.get("id") or f"call_{uuid.uuid4().hex}"))
+    "".join(segment).encode()  # a lone surrogate is a ValueError
+    return segment

@@ -27,8 +27,9 @@ USER: Any = [{"role": "user", "content": "x"}]
 @pytest.fixture(scope="module")
 def locked(chat_tokenizer: Any) -> Iterator[Running]:
     """A server with a key and other limits."""
-    flags = ("--api-key", KEY, "--max-request-bytes", "3000", "--max-completion-tokens", "5")
-    with start_scripted(chat_tokenizer, *flags, "--allowed-origins", "http://a.example") as (server, _):
+    flags = ("--api-key", KEY, "--max-request-bytes", "3000", "--max-completion-tokens", "5", "--max-tokens", "-1",
+             "--max-queue", "3", "--allowed-origins", "http://b.example, http://a.example")  # fmt: skip
+    with start_scripted(chat_tokenizer, *flags) as (server, _):
         yield server
 
 
@@ -102,6 +103,12 @@ def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     engine: Any = locked.service.engine
     assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
     assert engine.generations[-1].request.max_tokens == 5
+
+
+def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
+    assert ask(locked, TEXT, {"prompt": "x", "n": 3}, BEARER).status == 200
+    reply = ask(locked, TEXT, {"prompt": "x", "n": 4}, BEARER)
+    assert (reply.status, reply.error) == (400, "n must be within --max-queue 3 and --max-per-client 32, got 4")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +186,20 @@ def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Except
 
 def test_other_paths_and_methods_are_refused(scripted: Scripted) -> None:
     assert "expected one of /v1/chat/completions" in ask(scripted[0], "/v1/embeddings", {"input": "x"}).error
-    assert ask(scripted[0], TEXT).status == 405
+    reply = ask(scripted[0], TEXT)
+    assert (reply.status, reply.headers["allow"]) == (405, "POST")
+
+
+def test_an_unexpected_error_is_answered(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    server, engine = scripted
+    engine.refusal = ZeroDivisionError("no number")
+    label = 'requests_total{endpoint="/v1/completions",status="500"}'
+    before = read_metrics(server).get(label, 0)
+    reply = ask(server, TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
+    assert (reply.status, reply.error) == (500, "the server failed; see its log")
+    assert reply.headers["access-control-allow-origin"] == "*" and "connection" not in reply.headers
+    assert read_metrics(server)[label] == before + 1
+    assert caplog.text.count("ZeroDivisionError: no number") == caplog.text.count("Traceback") == 1
 
 
 def test_health_says_what_there_is(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +240,7 @@ def test_metrics_count_what_was_answered(demo: Running) -> None:
         (["--host", "0.0.0.0"], "--host 0.0.0.0 lets others in: expected --api-key-file or --api-key, got none"),
         (["--adapter-path", "x"], "--adapter-path needs --model"),
         (["--chat-template", "x"], "--chat-template needs --model"),
-        (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+        (["--max-tokens", "0"], "--max-tokens must be -1 (no limit) or at least 1, got 0"),
         (["--api-key", " "], "the key must be printable ASCII, and not empty"),
         (["--temp", "-1"], "temp must be at least 0, got -1"),
         (["--plan", "off", "--draft-depth", "3"], "give either plan or draft_depth"),

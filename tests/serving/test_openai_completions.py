@@ -91,6 +91,13 @@ def test_json_object_is_an_object(openai_client: openai.OpenAI) -> None:
     assert made.choices[0].message.content.startswith("{") and made.usage.drafted == 0
 
 
+def test_a_schema_that_is_too_complex_fails(demo: Running) -> None:
+    schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
+    shape = {"type": "json_schema", "json_schema": {"schema": schema}}
+    reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
+    assert reply.status == 500 and reply.error.startswith("the schema cannot be followed: lexer error: too many")
+
+
 def test_schemas_are_followed_in_a_batch(demo: Running, demo_models: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
     shape = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
@@ -215,6 +222,13 @@ def test_impossible_logprobs_are_numbers(scripted: Scripted) -> None:
     made = ask(server, "/v1/chat/completions", body)
     assert b"Infinity" not in made.body
     assert made.json["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -9999.0
+
+
+def test_bytes_are_those_of_each_token(scripted: Scripted) -> None:
+    server, engine = scripted
+    engine.texts = [["a€"]]
+    made = ask(server, TEXT, {"prompt": "x", "logprobs": True}).json["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in made[:-1]] == [[byte] for byte in "a€".encode()]
 
 
 def test_models_are_listed(openai_client: openai.OpenAI) -> None:

@@ -153,6 +153,12 @@ def test_the_demo_runs_by_itself(browser: webdriver.Chrome, demo_models: Any) ->
 
 
 @in_browser
+def test_a_wrong_field_is_an_error(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedEngine]) -> None:
+    browser.get(f"{page_server[0].url}/?go=1&max=abc")
+    assert finish(browser) == "error"
+
+
+@in_browser
 def test_what_looks_like_html_is_text(browser: webdriver.Chrome, page_server: tuple[Running, ScriptedEngine]) -> None:
     server, engine = page_server
     engine.texts = [[NASTY]]

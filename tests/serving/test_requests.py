@@ -79,9 +79,12 @@ def test_what_is_wrong_is_named(scripted: Scripted, fields: dict[str, Any], said
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]},
             "messages[0].content: only text is supported, got a part of type 'image_url'",
         ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages[0].tool_calls must be calls of functions with arguments in JSON",
+        *(
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}]},
+                "messages[0].tool_calls must be calls of functions with arguments in JSON",
+            )
+            for given in ("{", '{"a": "\\ud83d"}')
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function', got 'web_search'"),
         ({"tool_choice": "required"}, "tool_choice must be 'auto' or 'none', got 'required'"),

@@ -62,6 +62,7 @@ def test_stop_strings_are_found_and_named(
         "<tool_call>{</tool_call>",
         '<tool_call>{"x": 1}</tool_call>',
         '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
         '<tool_call>{"name": "f"',
     ],
 )
