@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
@@ -107,6 +108,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         with pytest.raises(OSError):
             while True:  # until the first signal has closed the port
                 socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE).close()
+                time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
         assert running.wait(PATIENCE) == -signal.SIGTERM
 
