@@ -65,8 +65,7 @@ def parse_flags(*flags: str, make: Callable[[], argparse.ArgumentParser] = make_
 def start_server(service: Service, make: Callable[[Service], ASGIApp] = make_app) -> Iterator[Running]:
     """A server in a thread, until the context ends."""
     with bind(service.args.host, service.args.port) as bound:
-        bound.listen(128)
-        server = Server(make(service), service.args.drain_timeout)
+        server = Server(make(service), service)
         thread = threading.Thread(target=server.run, args=([bound],))
         url = url_of(bound)
         thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import re
@@ -26,6 +27,9 @@ from .engine import Engine
 from .metrics import Metrics
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+GRACE = 5
+"""Seconds after the drain timeout for errors to reach the clients, before uvicorn cancels what is left."""
+
 OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options that are no flags here: a request has them, or nobody."""
 
@@ -133,7 +137,7 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the port while the models are loaded.
+    """A socket that listens; who connects while the models are loaded waits.
 
     Raises:
         RedrafterError: nobody can listen there.
@@ -179,9 +183,16 @@ def show_name(name: str | None) -> str:
 class Server(uvicorn.Server):
     """uvicorn's, which lets answers be finished after the first signal; the second ends the process at once."""
 
-    def __init__(self, app: ASGIApp, drain_timeout: int) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=drain_timeout, **options))
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers end; once the time for that is over, the engine's end is what clients are told."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes no more requests."""
@@ -206,6 +217,8 @@ def serve(
     Raises:
         RedrafterError: the port is taken, or the models cannot be loaded.
     """
+    # Python's own handler raises, and an interpreter that ends while the engine's thread is inside MLX aborts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     level = getattr(logging, args.log_level)
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     logging.captureWarnings(True)
@@ -213,14 +226,11 @@ def serve(
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without its account of start and end
     with bind(args.host, args.port) as bound:
         service = load_service(args)
-        server = Server(make(service), args.drain_timeout)
+        server = Server(make(service), service)
         print(f"serving on {url_of(bound)}", file=sys.stderr, flush=True)
         if on_listening is not None:
             on_listening(url_of(bound))
-        try:
-            server.run([bound])
-        finally:
-            service.engine.close(timeout=1.0)
+        server.run([bound])
     return 0
 
 

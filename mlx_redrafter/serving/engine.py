@@ -183,6 +183,8 @@ class Engine:
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
+            if self.running:
+                logging.warning("The time to end is over: requests that still run (%d) are broken off", self.running)
             self._aborting = True
             self._thread.join()
             # After that MLX still frees the thread's compiled functions; an interpreter that ends meanwhile aborts.

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -72,10 +74,31 @@ def test_a_signal_lets_answers_end() -> None:
 
 
 def test_what_takes_too_long_is_broken_off() -> None:
-    with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url), post(url, **ENDLESS) as stream:
-        assert stream.readline()
+    with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url):
+        with closing(HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)) as whole:
+            whole.request("POST", "/v1/completions", json.dumps({"prompt": "def"} | ENDLESS | {"stream": False}))
+            with post(url, **ENDLESS) as stream:
+                assert stream.readline()
+                running.send_signal(signal.SIGINT)
+                assert b"shutting down" in stream.read().split(b"\n\n")[-3]  # before [DONE]
+            reply = whole.getresponse()
+            assert reply.status == 503 and "shutting down" in json.load(reply)["error"]["message"]
+        assert running.wait(PATIENCE) == -signal.SIGINT
+        assert running.stderr is not None and running.stderr.read() == ""
+
+
+def test_a_signal_while_it_measures(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = [sys.executable, "-m", "mlx_redrafter.server", "--port", str(port)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(given, env=variables, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert any("measuring this machine" in line for line in running.stderr)
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
         running.send_signal(signal.SIGINT)
-        assert running.wait(PATIENCE) == 128 + signal.SIGINT
+        assert running.wait(PATIENCE) == -signal.SIGINT
+        assert running.stderr.read() == ""
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
@@ -85,6 +108,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         with pytest.raises(OSError):
             while True:  # until the first signal has closed the port
                 socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE).close()
+                time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
         assert running.wait(PATIENCE) == -signal.SIGTERM
 
