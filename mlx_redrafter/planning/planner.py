@@ -127,7 +127,9 @@ def candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...
 @lru_cache(maxsize=16)
 def _candidate_plans(costs: CostTable, acceptance: Acceptance) -> tuple[Plan, ...]:
     cases = product((*costs.contexts, 2 * costs.contexts[-1]), SCALES)
-    best = (max(predict_all(costs, acceptance, *case), key=attrgetter("speedup")) for case in cases)
+    reachable = {plan for plan in measured_plans(costs) if expected_reach(acceptance, plan)[-1] > 0}  # by this drafter
+    found = ([each for each in predict_all(costs, acceptance, *case) if each.plan in reachable] for case in cases)
+    best = (max(each, key=attrgetter("speedup")) for each in found if each)
     return tuple(sorted({each.plan for each in best if each.speedup > 1}))
 
 

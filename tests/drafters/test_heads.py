@@ -13,12 +13,13 @@ from heads import KINDS, make_head
 from mlx_lm.models.cache import make_prompt_cache
 from small import partial_drafter, small_drafter
 from toys import assert_same_cache, assert_same_steps, make_model, make_prompt, run
+from worlds import make_costs
 
 from mlx_redrafter.drafters.protocol import Advance, Drafter, Embed
 from mlx_redrafter.engine.supported_models import find_parts, model_sizes
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.options import default_depth
-from mlx_redrafter.planning.planner import find_acceptance
+from mlx_redrafter.planning.planner import candidate_plans, find_acceptance
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -58,6 +59,10 @@ def test_planned_drafts_are_no_deeper_than_the_head(kind: str) -> None:
     run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
     assert all(depth <= (most or depth) for depth in depths)
     rows = find_acceptance(drafter)
+    # As on a busy machine: six rows seem to cost less than five.
+    costs = make_costs("gentle").chains_only()
+    costs = costs._replace(verify=tuple((1.0, *[3.0] * 4, 1.01, *[3.0] * 10) for _ in costs.contexts))
+    assert [plan.depth for plan in candidate_plans(costs, rows)] == ([] if most else [5])
     assert (rows[-1] == (0.0,), len(rows)) == ((True, 5) if most else (False, 1))
     assert default_depth(drafter) == 3
     if most is not None:
