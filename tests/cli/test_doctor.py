@@ -165,6 +165,7 @@ def test_bad_flags_are_refused_in_one_line(
 
 def test_the_plot_is_a_png_of_the_costs(measured: Measured, run: Any, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    assert run("doctor", "--plot", str(tmp_path / "costs.png"))[0] == 0
+    status, _, err = run("doctor", "--plot", str(tmp_path / "costs.png"))
+    assert status == 0, err
     assert image.imread(tmp_path / "costs.png").shape[1] > 800
     assert sorted(path.name for path in tmp_path.iterdir()) == ["caches", "costs.png"]

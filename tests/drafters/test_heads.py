@@ -62,7 +62,7 @@ def test_planned_drafts_are_no_deeper_than_the_head(kind: str) -> None:
     # As on a busy machine: six rows seem to cost less than five.
     costs = make_costs("gentle").chains_only()
     costs = costs._replace(verify=tuple((1.0, *[3.0] * 4, 1.01, *[3.0] * 10) for _ in costs.contexts))
-    assert [plan.depth for plan in candidate_plans(costs, rows)] == ([] if most else [5])
+    assert {plan.depth for plan in candidate_plans(costs, rows)} == ({4} if most else {5})
     assert (rows[-1] == (0.0,), len(rows)) == ((True, 5) if most else (False, 1))
     assert default_depth(drafter) == 3
     if most is not None:
