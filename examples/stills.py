@@ -23,7 +23,6 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 WIDTH = 1180
@@ -49,16 +48,17 @@ def open_browser(height: int) -> webdriver.Chrome:
 
 
 def picture_race(output: Path) -> None:
-    """The race page after both sides have decoded."""
+    """The race page after both sides have decoded the page's own prompt, greedily."""
     command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     browser = open_browser(1020)
     try:
         url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
-        browser.get(url)
-        browser.find_element(By.ID, "start").click()
-        WebDriverWait(browser, RACE_SECONDS).until(lambda _: browser.find_element(By.ID, "replay").is_enabled())
+        browser.get(f"{url}?temp=0&go=1")
+        WebDriverWait(browser, RACE_SECONDS).until(
+            lambda _: browser.execute_script("return document.body.dataset.done")
+        )
         browser.save_screenshot(str(output))
     finally:
         browser.quit()
