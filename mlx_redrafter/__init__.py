@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .blas import load_openblas
+from .engine.blas import load_openblas
 
 if TYPE_CHECKING:
     from .checkpoints import load, load_drafter

@@ -20,9 +20,9 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
-from .blas import choose_threads
 from .drafters import KINDS, recurrent
 from .drafters.protocol import AFTER_NORM, BEFORE_NORM, Drafter, DrafterArgs
+from .engine.blas import choose_threads
 from .engine.plan import MAX_DRAFT_DEPTH
 from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..blas import thread_count
+from ..engine.blas import thread_count
 
 PACKAGES = ("mlx", "mlx-lm")
 FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows cost less than each alone

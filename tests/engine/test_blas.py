@@ -12,7 +12,7 @@ import pytest
 from mlx_redrafter.planning.machine import describe_machine
 
 REPORT = """
-from mlx_redrafter.blas import choose_threads
+from mlx_redrafter.engine.blas import choose_threads
 from mlx_redrafter.planning.machine import describe_machine, has_fast_blas
 choose_threads({parameters})
 machine = describe_machine()
