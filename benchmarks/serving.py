@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from ctypes.util import find_library
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
@@ -34,6 +33,7 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
+from mlx_redrafter.engine.blas import find_openblas
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import generate, stream_generate
 
@@ -133,8 +133,9 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    openblas = find_library("openblas") if sys.platform == "linux" else None
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"} | ({"LD_PRELOAD": openblas} if openblas else {})
+    variables = {"OPENBLAS_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
+    if module == THEIRS and (openblas := find_openblas()):  # ours loads it by itself
+        variables |= {"LD_PRELOAD": openblas}
     command = [sys.executable, "-m", *module.split("."), *flags, "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=variables) as process:
         try:

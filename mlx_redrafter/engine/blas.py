@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 
 LIBRARY = "cmeel.prefix/lib/libopenblas.so.0"
@@ -20,28 +21,37 @@ MANY_PARAMETERS = 200_000_000
 _loaded: ctypes.CDLL | None = None
 
 
-def load_openblas() -> bool:
-    """Loads the OpenBLAS of the package `cmeel-openblas`, with one thread; True if MLX will use it.
+def find_openblas() -> str | None:
+    """The library of the package `cmeel-openblas`; None where it is not installed, or not on Linux."""
+    try:
+        return str(distribution("cmeel-openblas").locate_file(LIBRARY)) if sys.platform == "linux" else None
+    except PackageNotFoundError:
+        return None
 
-    Nothing is loaded where that package is not installed, where MLX is loaded already, or where LD_PRELOAD chose
-    libraries. OpenBLAS's own environment variables win.
+
+def load_openblas() -> None:
+    """Loads the OpenBLAS of `find_openblas` for MLX, with one thread.
+
+    Nothing is loaded where MLX is loaded already, or where LD_PRELOAD chose libraries. OpenBLAS's own environment
+    variables win.
     """
     global _loaded
-    if sys.platform != "linux" or "mlx.core" in sys.modules or os.environ.get("LD_PRELOAD"):
-        return _loaded is not None
-    try:
-        _loaded = ctypes.CDLL(str(distribution("cmeel-openblas").locate_file(LIBRARY)), mode=ctypes.RTLD_GLOBAL)
-    except (PackageNotFoundError, OSError):
-        return False
-    choose_threads(0)
-    return True
+    if "mlx.core" in sys.modules or os.environ.get("LD_PRELOAD") or (library := find_openblas()) is None:
+        return
+    with suppress(OSError):
+        _loaded = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        _set_threads(1)
 
 
 def choose_threads(parameters: int) -> None:
-    """Lets OpenBLAS use one thread, or all cores for a model of many parameters, unless the user has said how many."""
+    """Lets OpenBLAS use all cores from a model of many parameters on, unless the user has said how many."""
+    if parameters >= MANY_PARAMETERS:
+        _set_threads(len(os.sched_getaffinity(0)))
+
+
+def _set_threads(count: int) -> None:
     if _loaded is not None and not any(name in os.environ for name in THREAD_VARIABLES):
-        cores = len(os.sched_getaffinity(0)) if parameters >= MANY_PARAMETERS else 1
-        _loaded.openblas_set_num_threads(cores)
+        _loaded.openblas_set_num_threads(count)
 
 
 def thread_count() -> int | None:
