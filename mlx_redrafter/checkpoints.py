@@ -296,11 +296,6 @@ def _parameters(module: nn.Module) -> Arrays:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
-def expected_shapes(args: recurrent.DrafterArgs) -> dict[str, tuple[int, ...]]:
-    """Apple's name -> shape of every tensor of a recurrent drafter of these sizes that is not quantized."""
-    return {name: array.shape for name, array in _parameters(recurrent.Drafter(args)).items()}  # never evaluated
-
-
 def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
     """A clause for each size that the config gives otherwise than the tensors; -1 and null give none."""
     for key, value in vars(args).items():

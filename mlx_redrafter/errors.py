@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import NoReturn
+
 
 def one_line(error: object) -> str:
     """The text of an error on one line."""
@@ -18,3 +21,11 @@ class UnsupportedModelError(RedrafterError):
 
 class CheckpointError(RedrafterError):
     """A model or drafter directory is missing, damaged, or does not fit the target."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a usage error in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")

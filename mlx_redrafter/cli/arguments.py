@@ -11,9 +11,8 @@ import mlx.nn as nn
 
 from ..checkpoints import load_pair
 from ..drafters.protocol import Drafter
-from ..errors import RedrafterError
+from ..errors import Parser, RedrafterError
 from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
-from .main import Parser
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:

@@ -11,12 +11,11 @@ from mlx_lm.cli_ui import ChatUI, _make_theme, print_chat_help, print_header_pan
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import RedrafterError, one_line
+from ..errors import Parser, RedrafterError, one_line
 from ..generate import GenerationResponse
 from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
-from .main import Parser
 
 TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
 """Around an accepted token, by what had drafted it: cyan or yellow, then the terminal's own colour."""

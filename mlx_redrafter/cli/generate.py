@@ -21,13 +21,12 @@ from tqdm import tqdm
 from .. import __version__
 from ..drafters.protocol import Drafter
 from ..engine.sampling import Sampler
-from ..errors import RedrafterError
+from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, draw_seed, explain_useless, is_text, stream_generate, summary
 from ..options import AUTO, OFF, Options
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
 from .arguments import load_models, make_text_parser, read_options
-from .main import Parser
 
 DEMO_PROMPT = "def main("
 NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"

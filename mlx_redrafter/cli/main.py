@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import one_line
+from ..errors import Parser, one_line
 
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
@@ -33,14 +33,6 @@ NO_SERVER = (
     '{name} is not installed, which server and race need: pip install "mlx_redrafter[server]" '
     '(in a clone of the repository: pip install -e ".[server]")'
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def main(command: str | None = None) -> None:

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from ..checkpoints import check_demo_flags, load_pair
-from ..errors import RedrafterError, one_line
+from ..errors import Parser, RedrafterError, one_line
 from ..options import OPTION_FLAGS, Options, add_options
 from .answer import Service
 from .app import LOOPBACK, make_app
@@ -32,14 +32,6 @@ GRACE = 5
 
 OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options that are no flags here: a request has them, or nobody."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that reports a usage error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
 def run() -> int:
