@@ -2,9 +2,11 @@
 
     python -m benchmarks round
     python -m benchmarks round --model MODEL --drafter DRAFTER --plans 1,1 1,4 4,3
+    python -m benchmarks round --shape llama-3.2-1b --layers 4 --contexts 1024 4096 16384 32768 --plans 1,3
 
-The times are those that plan "auto" goes by, measured now: all parts in turns, alone and in whole rounds of two levels.
-The last column is a whole round over its verify forward and draft.
+The times are those that plan "auto" goes by, measured now: all parts in turns, alone and in whole rounds of two levels,
+in a cache of the given length that is filled with zeros. A round pays where it makes more tokens than it takes plain
+steps. The last column is a whole round over its verify forward and draft.
 """
 
 from __future__ import annotations
@@ -14,21 +16,22 @@ from typing import Any
 
 from mlx_redrafter.cli.doctor import describe_plan
 from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.supported_models import check_draftable
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.costs import CostTable, parse_costs
+from mlx_redrafter.planning.costs import CONTEXTS, CostTable, measure_costs
 
 from .acceptance import add_plans
-from .command import add_json
-from .contest import measure_costs
+from .command import add_json, parse_positive
 from .models import add_workload, open_workload
+from .synthetic import add_shape, open_shape
 from .tables import show_rows
 
-SHAPES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))
+PLANS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 3))
 
 
-def make_row(costs: CostTable, plan: Plan) -> dict[str, Any]:
-    """The parts of a round at the first context length of the table.
+def make_row(costs: CostTable, plan: Plan, context: int) -> dict[str, Any]:
+    """The parts of a round at one of the table's context lengths.
 
     Raises:
         RedrafterError: they were not measured.
@@ -36,16 +39,18 @@ def make_row(costs: CostTable, plan: Plan) -> dict[str, Any]:
     if not costs.has(plan):
         sizes = f"{costs.counts[-1]} nodes and widths {', '.join(map(str, costs.widths))}"
         raise RedrafterError(f"expected plans of at most {sizes}, got {','.join(map(str, plan.shape))}")
-    plain, verify, draft = costs.plain[0], costs.verify[0][costs.counts.index(plan.size)], costs.draft_ms(plan)
-    whole = costs.round_ms(plan, costs.contexts[0])
+    at = costs.contexts.index(context)
+    plain, verify, draft = costs.plain[at], costs.verify[at][costs.counts.index(plan.size)], costs.draft_ms(plan)
+    whole = costs.round_ms(plan, context)
     return {
+        "context": context,
         "plan": describe_plan(plan),
         "plain ms": plain,
         "verify ms": verify,
         "draft ms": draft,
         "round ms": whole,
         "verify, in plain steps": verify / plain,
-        "draft level, in plain steps": draft / plan.depth / plain,
+        "round, in plain steps": whole / plain,
         "round / (verify + draft)": whole / (verify + draft),
     }
 
@@ -53,15 +58,20 @@ def make_row(costs: CostTable, plan: Plan) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add_workload(parser, draft_model=False, prompts=())
-    add_plans(parser, SHAPES)
+    add_shape(parser, default=None)
+    add_plans(parser, PLANS)
+    add = parser.add_argument
+    add("--contexts", type=parse_positive, nargs="+", default=CONTEXTS, metavar="LENGTH", help="default: %(default)s")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row a shape; the exit status."""
-    workload = open_workload(args)
+    """Prints a row for each context length and plan; the exit status."""
+    workload = open_shape(args) if args.shape else open_workload(args)
     drafter = workload.require_drafter()
-    costs = parse_costs(measure_costs(workload)["costs"])
+    trees = check_draftable(workload.model, tree=True) is None
+    costs = measure_costs(workload.model, drafter, trees=trees, contexts=tuple(sorted(args.contexts)))
     plans = [Options(plan=shape).resolve_plan(drafter) for shape in args.plans]
-    show_rows(args, [make_row(costs, plan) for plan in plans if isinstance(plan, Plan)])
+    rows = [make_row(costs, plan, c) for c in costs.contexts for plan in plans if isinstance(plan, Plan)]
+    show_rows(args, rows)
     return 0

@@ -188,22 +188,42 @@ def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module
     return model
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """The flags that say what is built.
+
+    Args:
+        default: the shape where none is named; None where that means no shape at all.
+    """
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.2-1b", help="default: %(default)s")
+    add("--shape", choices=SHAPES, default=default, help="of a target of random weights (default: %(default)s)")
     add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
     add("--layers", type=parse_positive, help="only its first layers")
     add("--acceptance", type=parse_rate, default="0.7", help="chance of the first guess (default: %(default)s)")
-    add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N (default: several)")
+    parser.set_defaults(seed=0)
+
+
+def open_shape(args: argparse.Namespace) -> Workload:
+    """The pair of models of the flags of `add_shape`; with `--quick` of a few layers.
+
+    Raises:
+        RedrafterError: see `build_workload`.
+    """
+    quick = getattr(args, "quick", False)
+    layers = args.layers or (QUICK_LAYERS if quick else SHAPES[args.shape]["num_hidden_layers"])
+    bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
+    print(f"{args.shape}: drawing weights of {layers} layers", file=sys.stderr)
+    return build_workload(args.shape, bits, layers=layers, acceptance=args.acceptance, seed=args.seed)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add_shape(parser, "llama-3.2-1b")
+    plans = "auto, W,K or W,K,N (default: several)"
+    parser.add_argument("--plans", type=parse_plan, nargs="+", metavar="PLAN", help=plans)
     add_options(parser, f"{QUICK_LAYERS} layers, plans auto and 1,3", sampling=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Builds a pair and measures it; the exit status."""
-    layers = args.layers or (QUICK_LAYERS if args.quick else SHAPES[args.shape]["num_hidden_layers"])
-    bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
-    print(f"{args.shape}: drawing weights of {layers} layers", file=sys.stderr)
-    workload = build_workload(args.shape, bits, layers=layers, acceptance=args.acceptance, seed=args.seed)
-    status, _ = measure(workload, args.plans or (QUICK_PLANS if args.quick else PLANS), args)
+    status, _ = measure(open_shape(args), args.plans or (QUICK_PLANS if args.quick else PLANS), args)
     return status

@@ -281,15 +281,18 @@ def time_parts(
     return {key: lower_quartile(ms) / (1 if key[0] == "verify" else IN_A_ROW) for key, ms in times.items()}
 
 
-def measure_costs(model: nn.Module, drafter: Drafter, *, trees: bool) -> CostTable:
+def measure_costs(
+    model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] = CONTEXTS
+) -> CostTable:
     """Measures a pair of models, in `SECONDS`; where they are slow, fewer nodes and at least one turn of everything.
 
     Args:
         trees: whether the model takes trees.
+        contexts: ascending context lengths; those that the model has no positions for are left out.
     """
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
-    room = limit - MEASURED_NODES if isinstance(limit, int) else CONTEXTS[-1]
-    contexts = tuple(context for context in CONTEXTS if context <= room) or (max(1, room),)
+    room = limit - MEASURED_NODES if isinstance(limit, int) else contexts[-1]
+    contexts = tuple(context for context in contexts if context <= room) or (max(1, room),)
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
         times = [

@@ -13,6 +13,7 @@ from benchmarks import acceptance, round_time, run, tables
 from benchmarks.models import Prompt, Workload
 from mlx_redrafter.cli.generate import Difference
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import parse_costs
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -65,10 +66,12 @@ def test_differences_beyond_rounding_are_errors(
 def test_rounds_are_made_of_measured_parts(
     pair: Workload, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(round_time, "measure_costs", lambda workload: make_costs())
+    measured = parse_costs(make_costs()["costs"])
+    monkeypatch.setattr(round_time, "measure_costs", lambda *args, **settings: measured)
     first, second = run_json(capsys, round_time, "--plans", "1,3", "2,3")
     assert (first["plan"], first["plain ms"], first["verify ms"], first["draft ms"]) == ("1 x 3", 10.0, 14.0, 3.0)
     assert first["round ms"] == 17.0 and first["round / (verify + draft)"] == 1.0 and second["verify ms"] == 17.0
+    assert first["context"] == 64 and first["round, in plain steps"] == 1.7
     with pytest.raises(RedrafterError, match="expected plans of at most 7 nodes and widths 1, 2, got 2,4,9"):
         round_time.run(parse_flags(round_time, "--plans", "2,4"))
 
