@@ -1,4 +1,4 @@
-"""Makes the tables of README.md and docs/performance.md, and the plots, from the results that are kept.
+"""Makes the tables of README.md, docs/performance.md and docs/training.md, and the plots, from the kept results.
 
     python -m benchmarks report
     python -m benchmarks report --results my-results
@@ -39,8 +39,9 @@ from .tables import (
 )
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "training.md")
 PLOTS = ROOT / "docs" / "plots"
+SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
 
@@ -86,13 +87,35 @@ def make_demo_table(results: Results) -> str:
                 "": name,
                 "tokens per round": None if name == PLAIN else row["tokens/round"],
                 "tokens/s": row["tokens/s"],
-                "against plain decoding, median (least to most)": "{x plain:.2f} ({least:.2f} to {most:.2f})".format(
-                    **row
-                ),
+                "against plain decoding, median (least to most)": SPREAD.format(**row),
                 "same tokens": row["same tokens"],
             }
         )
     return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+
+
+def make_summary_table(results: Results) -> str:
+    """Plain decoding and ours, on the demo and on the largest of the real sizes."""
+    rows: list[Row] = []
+    files = {"demo": ("context", "auto", "auto + context"), "synthetic-8b": ("auto", "1 x 3")}
+    for file, names in files.items():
+        records = results.files.get(file, [])
+        sides = group_by_contestant(records)
+        for name in (PLAIN, *names):
+            if name not in sides:
+                continue
+            own, row = sides[name], summarize(sides[name])
+            rows.append(
+                {
+                    "target": f"{own[0]['model']}, {own[0]['model_bits']:.3g} bits",
+                    "": name,
+                    "tokens per round": None if name == PLAIN else row["tokens/round"],
+                    "tokens/s": row["tokens/s"],
+                    "against plain decoding (least to most)": SPREAD.format(**row),
+                    "same tokens": row["same tokens"],
+                }
+            )
+    return format_markdown(rows) if rows else ""
 
 
 def make_kinds_table(results: Results) -> str:
@@ -193,6 +216,7 @@ def make_contributed_table(results: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "summary": make_summary_table,
     "demo": make_demo_table,
     "kinds": make_kinds_table,
     "heads": make_heads_table,
@@ -207,7 +231,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: those that are kept")
-    parser.add_argument("--write", action="store_true", help="into README.md, docs/performance.md and docs/plots")
+    parser.add_argument("--write", action="store_true", help="into the documents and docs/plots")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -78,6 +78,13 @@ def test_tables_take_results_of_any_contestants() -> None:
         assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
 
 
+def test_the_summary_is_of_the_demo_and_one_real_size() -> None:
+    ours = make_line(make_speed(plan="auto", ratio=1.5))
+    other = make_line(make_speed(plan="auto", ratio=2.5) | {"model": "large"})
+    table = TABLES["summary"](Results({"demo": [PLAIN, ours], "synthetic-8b": [other], "synthetic-1b": [ours]}, []))
+    assert table.count("| auto |") == 2 and "1.50 (1.50 to 1.50)" in table and "| large, 32 bits | auto |" in table
+
+
 def test_contributions_stand_with_their_contributor() -> None:
     machine = {**MACHINE, "gpu_cores": 10, "power": "AC Power"}
     differing = make_speed(prompt="code/two", ratio=0.8, same_tokens=False, first_difference=3)
@@ -96,7 +103,7 @@ def test_tables_are_placed_again_without_change() -> None:
     assert "old" not in once and "| 1 x 3 |" in once and "None yet." in once
     assert once.startswith("# Title\n") and "\nbetween\n" in once and once.endswith("end\n")
     assert place_tables(once, results) == once
-    with pytest.raises(RedrafterError, match="no table is called 'nope': there are demo, "):
+    with pytest.raises(RedrafterError, match="no table is called 'nope': there are summary, "):
         place_tables(make_place("nope"), results)
 
 
