@@ -28,8 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx_lm.utils import save_config, save_model
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
@@ -116,9 +115,11 @@ def save_demo(folder: Path) -> dict[str, list[str]]:
     """Saves the demo in float32, which CPUs are quick in, under `folder`; the flags of each server for it."""
     model, _, drafter = load_demo()
     target = folder / "target"
-    shutil.copytree(DIRECTORY / "target", target)
-    weights: Any = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(target / "model.safetensors"), weights, {"format": "mlx"})
+    shutil.copytree(DIRECTORY / "target", target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_model(target, model)
+    config = json.loads((DIRECTORY / "target" / "config.json").read_text())
+    del config["quantization"], config["quantization_config"]
+    save_config(config, target / "config.json")
     save_drafter(folder / "drafter", drafter)
     common = ["--model", str(target), "--log-level", "ERROR"]
     return {THEIRS: common, OURS: [*common, "--drafter", str(folder / "drafter")]}

@@ -10,18 +10,20 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import sharded_load
 from toys import ids, run
 
+from mlx_redrafter import load
 from mlx_redrafter.demo import DIRECTORY, load_demo
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)]
 
 
 def decode_demo(group: mx.distributed.Group) -> dict[str, list[int]]:
-    """The demo's text: whole without its drafter, and as `sharded_load` shares it out with the drafter."""
-    whole, tokenizer, drafter = load_demo()
+    """The demo's text in 8 bits: whole without its drafter, and as `sharded_load` shares it out with the drafter."""
+    _, tokenizer, drafter = load_demo()
     prompt = tokenizer.encode("def main(")
+    whole, (model, _) = load(DIRECTORY / "target")[0], sharded_load(str(DIRECTORY / "target"), tensor_group=group)
+    for each in (whole, model):
+        each.set_dtype(mx.float32)
     plain = run(whole, prompt, max_tokens=12)
-    model, _ = sharded_load(str(DIRECTORY / "target"), tensor_group=group)
-    model.set_dtype(mx.float32)
     drafted = run(model, prompt, drafter, max_tokens=12, beam_width=2, draft_depth=3)
     return {"demo": ids(plain), "demo sharded": ids(drafted)}
 

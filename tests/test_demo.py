@@ -8,8 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
-from mlx_redrafter import generate_step, load_demo, stream_generate
+from mlx_redrafter import generate_step, load, load_demo, stream_generate
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
@@ -53,12 +54,25 @@ def test_drafted_text_is_the_plain_text(demo: tuple[Any, Any, Any], plan: tuple[
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
 
 
-def test_the_demo_is_small_and_in_sixteen_bits() -> None:
+def test_the_demo_is_small_and_in_eight_bits() -> None:
     files = [file for file in DIRECTORY.rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 20_000_000
-    for name in ("target", "drafter"):
-        weights = mx.load(str(DIRECTORY / name / "model.safetensors"))
-        assert {weight.dtype for weight in weights.values()} == {mx.float16}
+    assert sum(file.stat().st_size for file in files) < 34_000_000
+    stored = load(DIRECTORY / "target")[0]
+    assert {module.bits for _, module in stored.named_modules() if hasattr(module, "bits")} == {8}
+    model, _, drafter = load_demo()
+    for module in (model, drafter):
+        assert {weight.dtype for _, weight in tree_flatten(module.parameters())} == {mx.float32}
+    ids = mx.array([[5, 6, 7]])
+    assert mx.allclose(stored(ids), model(ids), atol=0.5), "the weights are those that are stored"
+
+
+def test_notice_names_every_package_of_the_recipe() -> None:
+    packages = (README.parent / "examples" / "demo" / "packages.txt").read_text(encoding="utf-8").splitlines()
+    notice = " ".join((DIRECTORY / "NOTICE").read_text(encoding="utf-8").split())
+    assert len(packages) > 100
+    for line in packages:
+        requirement, licence = line.split("  # ")
+        assert requirement.replace("==", " ") in notice and licence in notice
 
 
 def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 from small import small_llama
 
 from examples import side_by_side, terminal_ui, timer
-from examples.demo import drafter, report
+from examples.demo import corpus, drafter, report
 from mlx_redrafter import Session, load_demo, load_drafter
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.settings import TrainingArgs
@@ -47,12 +50,75 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12)
     settings = TrainingArgs(iters=2, draft_depth=3, batch_size=2)
-    drafter.train(model, drafter.given_texts(tokens), args, settings, tmp_path)
+    drafter.train(model, drafter.write_texts(model, tokens, tmp_path / "texts", batches=2), args, settings, tmp_path)
     drafter.describe(model, tokens, [[1, 2, 3]], set(), tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
     assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12
     prompts = report.prompts(load_demo()[1], 5)
     assert len(prompts) == 5 and all("def " in text.splitlines()[0] for text in prompts.values())
+
+
+def test_package_texts_leave_out_copies_and_what_is_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held_out = "".join(f"    return compute_the_held_out_value(number={i})\n" for i in range(40))
+    own = "".join(f"    self.assertEqual(parse_the_argument({i}), {i})\n" for i in range(40))
+    files = {"a/own.py": own.encode(), "a/copy.py": held_out.encode(), "a/latin.py": own.encode() + b"# \xe9\n"}
+    files |= {"a/short.py": b"x = 1\n", "a/data.txt": own.encode(), "a/more.py": own.replace("self", "that").encode()}
+    with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+    wheels = list(tmp_path.glob("*.whl"))
+    assert sorted(corpus.package_texts(wheels, [held_out])) == sorted([own, own.replace("self", "that")])
+    assert held_out in set(corpus.package_texts(wheels, []))
+    monkeypatch.setattr(corpus, "PACKAGE_BYTES", len(own) + 10)
+    assert len(list(corpus.package_texts(wheels, [held_out]))) == 1
+
+
+def test_texts_are_encoded_with_their_own_tokenizer(tmp_path: Path) -> None:
+    texts = ["def one(x):\n    return x + 1\n", "def two(y):\n        return 'é'\n"]
+    tokenizer = corpus.train_tokenizer(texts * 20, 300, tmp_path)
+    stream = corpus.encode_texts(texts, tokenizer)
+    assert stream.dtype == np.uint16 and (stream == tokenizer.eos_token_id).sum() == 2
+    assert sorted(tokenizer.decode(stream).split(corpus.END)) == sorted(["", *texts])
+
+
+@pytest.mark.torch
+def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from examples.demo import target
+
+    monkeypatch.setattr(torch, "compile", lambda module: module)  # which would need a C++ compiler
+    for name, value in {"BATCH_TOKENS": 32, "SHORT": 8, "LONG": 16, "WARM_UP": 2, "CHECKPOINT_SECONDS": 0}.items():
+        monkeypatch.setattr(target, name, value)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
+    settings = target.config(VOCAB, 0) | sizes
+    tokens = np.random.default_rng(0).integers(4, size=600).astype(np.uint16)
+    for name in ("whole", "resumed"):
+        (tmp_path / name).mkdir()
+    target.train(tokens, tokens, settings, 12, tmp_path / "whole")
+    checkpoint = tmp_path / "resumed" / "training.pt"
+    torch_save = torch.save
+
+    def save_until_the_sixth(state: dict[str, Any], path: Path) -> None:
+        torch_save(state, path)
+        if state["step"] == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save_until_the_sixth)
+    with pytest.raises(KeyboardInterrupt):
+        target.train(tokens, tokens, settings, 12, tmp_path / "resumed")
+    assert torch.load(checkpoint)["step"] == 6, "a checkpoint that was not finished replaces none"
+    monkeypatch.setattr(torch, "save", torch_save)
+    target.train(tokens, tokens, settings, 12, tmp_path / "resumed")
+    first, second = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("whole", "resumed"))
+    assert all(mx.array_equal(first[name], second[name]) for name in first)
+
+    own = target.Llama(settings)
+    own.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in first.items()})
+    ids = np.arange(12)[None] % 5
+    with torch.no_grad():
+        expected = own(torch.from_numpy(ids)).numpy()
+    found = np.array(load_model(tmp_path / "whole")[0](mx.array(ids)))
+    assert np.abs(found - expected).max() < 1e-4 < np.abs(expected).max()
 
 
 def words(text: str) -> str:

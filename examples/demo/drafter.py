@@ -21,7 +21,7 @@ from mlx_redrafter.training.targets import new_drafter
 from mlx_redrafter.training.trainer import train_drafter
 
 PROMPT, LENGTH = 64, 257
-BATCHES, ROWS = 20, 256
+BATCHES, ROWS = 14, 256
 TEMPERATURE = 0.8
 
 
@@ -60,13 +60,6 @@ def write_texts(
         with replace_file(file) as partly:
             np.save(partly, np.array(continuations(model, prompts, LENGTH, temp)).astype(np.uint16))
     return np.concatenate([np.load(file) for file in files])
-
-
-def given_texts(tokens: np.ndarray, seed: int = 0) -> np.ndarray:
-    """(N, LENGTH) pieces of the training files, as many as the model writes."""
-    starts = np.arange(0, len(tokens) - LENGTH + 1, LENGTH - 1)
-    chosen = np.random.default_rng(seed).permutation(starts)[: BATCHES * ROWS]
-    return tokens[chosen[:, None] + np.arange(LENGTH)]
 
 
 def train(

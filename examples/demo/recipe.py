@@ -1,6 +1,6 @@
-"""Makes the demo's two models from nothing but the running interpreter's standard library.
+"""Makes the demo's two models from the running interpreter's standard library and the packages of packages.txt.
 
-    LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python -m examples.demo.recipe --output DIR
+    python -m examples.demo.recipe --output DIR
 
 Every stage leaves files in DIR and takes up where it was stopped. `package` puts the result into the package.
 """
@@ -13,11 +13,17 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import mlx_redrafter  # noqa: F401  before MLX: it loads OpenBLAS
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.convert import convert
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter import load, load_drafter
 from mlx_redrafter.demo.sources import split_files
@@ -28,40 +34,54 @@ from mlx_redrafter.training.settings import TrainingArgs
 
 from . import corpus, drafter, report, target
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 4096
+BITS, GROUP_SIZE = 8, 64
 ROWS_PER_STEP = 2
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+EXIT_DIM = 256
+WEIGHTS = ("config.json", "model.safetensors")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mlx_redrafter" / "demo"
 DRAFT_MODEL = ROOT / "benchmarks" / "draft_model"
 
 
 def make_corpus(out: Path) -> None:
-    """The tokenizer, and the two halves of the split as streams of its ids."""
-    if (out / "held.npy").exists():
+    """The tokenizer, and the library's two halves and the packages as streams of its ids."""
+    if (out / "packages.npy").exists():
         return
-    training, held_out = split_files()
-    tokenizer = corpus.train_tokenizer(training, VOCAB_SIZE, out / "target")
-    np.save(out / "train.npy", corpus.encode_files(training, tokenizer))
-    np.save(out / "held.npy", corpus.encode_files(held_out, tokenizer))
-    print(f"{len(training)} training files, {len(held_out)} held out")
+    training, held_out = ([path.read_text(encoding="utf-8") for path in paths] for paths in split_files())
+    packages = list(corpus.package_texts(corpus.download_packages(out / "wheels"), held_out))
+    tokenizer = corpus.train_tokenizer([*training, *packages], VOCAB_SIZE, out / "tokenizer")
+    for name, texts in (("held", held_out), ("library", training), ("packages", packages)):
+        tokens = corpus.encode_texts(texts, tokenizer)
+        np.save(out / f"{name}.npy", tokens)
+        print(f"{name}: {len(texts)} files, {len(tokens)} tokens")
 
 
 def make_target(out: Path, steps: int) -> None:
-    """The target, in the directory that already has the tokenizer."""
-    if not (out / "target" / "model.safetensors").exists():
-        target.train(np.load(out / "train.npy"), target.config(VOCAB_SIZE, 0), steps, out / "target")
+    """The target, quantised."""
+    if (out / "target").exists():
+        return
+    train_model(out, target.config(VOCAB_SIZE, 0), steps, out / "float32")
+    convert(str(out / "float32"), str(out / "target"), True, GROUP_SIZE, BITS, dtype="float16")
 
 
 def make_draft_model(out: Path, steps: int) -> None:
     """A smaller model of the same text, with the same tokenizer, for mlx-lm's own speculation."""
-    place = out / "draft_model"
-    if (place / "model.safetensors").exists():
+    if (out / "draft_model").exists():
         return
+    train_model(out, target.draft_config(VOCAB_SIZE, 0), steps, out / "draft_float32")
+    convert(str(out / "draft_float32"), str(out / "draft_model"), dtype="float16")
+
+
+def train_model(out: Path, settings: dict[str, Any], steps: int, place: Path) -> None:
+    """A model of all the text, at last of the library alone, with its tokenizer."""
     place.mkdir(exist_ok=True)
-    target.train(np.load(out / "train.npy"), target.draft_config(VOCAB_SIZE, 0), steps, place)
-    for file in TOKENIZER_FILES:
-        shutil.copyfile(out / "target" / file, place / file)
+    library, packages = np.load(out / "library.npy"), np.load(out / "packages.npy")
+    if not (place / "model.safetensors").exists():
+        target.train(np.concatenate([library, packages]), library, settings, steps, place)
+    for file in TOKENIZER:
+        shutil.copyfile(out / "tokenizer" / file, place / file)
 
 
 def make_drafter(out: Path, steps: int) -> None:
@@ -69,8 +89,8 @@ def make_drafter(out: Path, steps: int) -> None:
     if (out / "drafter" / "model.safetensors").exists():
         return
     model, _ = trained(out)
-    texts = drafter.write_texts(model, np.load(out / "train.npy"), out / "texts")
-    args = DrafterArgs(*model_sizes(model), exit_dim=160, num_draft_layers=1)
+    texts = drafter.write_texts(model, np.load(out / "library.npy"), out / "texts")
+    args = DrafterArgs(*model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
     settings = TrainingArgs(iters=steps, batch_size=ROWS_PER_STEP, learning_rate=4e-3)
     drafter.train(model, texts, args, settings, out / "drafter")
 
@@ -83,10 +103,11 @@ def describe_drafter(out: Path) -> None:
 
 
 def print_report(out: Path) -> None:
-    """Held-out bits per byte, and tokens per round."""
+    """Held-out bits per byte, how much greedy text repeats itself, and tokens per round."""
     model, tokenizer = trained(out)
-    bits = target.bits_per_byte(model, np.load(out / "held.npy"), report.held_out_bytes())
-    print(f"target: {bits:.3f} bits per held-out byte")
+    print(f"target: {report.bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
+    share = report.repeated_share(model, tokenizer)
+    print(f"target: {100 * share:.0f}% of greedy {report.PIECE}-grams stood in the same text before")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
     for name, value in report.measured(model, tokenizer, network).items():
@@ -96,11 +117,10 @@ def print_report(out: Path) -> None:
 def package(out: Path) -> None:
     """Copies what is needed at run time into the package, and the draft model to the benchmarks."""
     _, tokenizer = trained(out)
-    weights = ("config.json", "model.safetensors")
     for name, place, files in (
-        ("target", PACKAGE / "target", (*weights, *TOKENIZER_FILES)),
-        ("drafter", PACKAGE / "drafter", weights),
-        ("draft_model", DRAFT_MODEL, (*weights, *TOKENIZER_FILES)),
+        ("target", PACKAGE / "target", (*WEIGHTS, *TOKENIZER)),
+        ("drafter", PACKAGE / "drafter", WEIGHTS),
+        ("draft_model", DRAFT_MODEL, (*WEIGHTS, *TOKENIZER)),
     ):
         place.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -110,8 +130,9 @@ def package(out: Path) -> None:
 
 
 def trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
-    """The target as it is stored, in float32: what the drafter has to know is the rounded model."""
+    """The target as it is stored, in float32: what the drafter has to know is the quantised model."""
     model, tokenizer = load(out / "target")
+    dequantize_model(model)
     model.set_dtype(mx.float32)
     return model, tokenizer
 
@@ -125,8 +146,8 @@ def main() -> None:
         default="corpus,target,drafter,describe,draft-model,report",
         help="also: package (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=2400, help="of the target (default: %(default)s)")
-    parser.add_argument("--drafter-steps", type=int, default=5120, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=5000, help="of both llamas (default: %(default)s)")
+    parser.add_argument("--drafter-steps", type=int, default=2400, help="default: %(default)s")
     args = parser.parse_args()
     stages: dict[str, Callable[[], None]] = {
         "corpus": lambda: make_corpus(args.output),

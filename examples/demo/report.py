@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks.acceptance import measure
+from mlx_redrafter import generate_step
 from mlx_redrafter.demo.sources import library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.generate import encode
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
+WINDOW, PIECE = 1024, 8
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)
 
 
@@ -39,9 +44,28 @@ def excerpt(text: str, tokenizer: TokenizerWrapper) -> str | None:
     return None
 
 
-def held_out_bytes() -> int:
-    """How many bytes the held-out files have together."""
-    return sum(path.stat().st_size for path in split_files()[1])
+def bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
+    """Bits the model needs for each byte of the held-out files, in windows of WINDOW tokens without overlap.
+
+    Args:
+        tokens: the files as a stream of ids.
+    """
+    nats = 0.0
+    for i in range(0, len(tokens) - 1, WINDOW):
+        ids = mx.array(tokens[i : i + WINDOW + 1].astype(np.int32))[None]
+        nats += nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:]).sum().item()
+    return nats / math.log(2) / sum(path.stat().st_size for path in split_files()[1])
+
+
+def repeated_share(model: nn.Module, tokenizer: TokenizerWrapper) -> float:
+    """How many of the pieces of PIECE tokens in greedy continuations of the prompts stood in the same one before."""
+    seen = total = 0
+    for text in prompts(tokenizer).values():
+        steps = generate_step(encode(tokenizer, text), model, max_tokens=2 * NEW_TOKENS)
+        ids = [token for token, _, _ in steps]
+        pieces = [tuple(ids[i : i + PIECE]) for i in range(len(ids) - PIECE + 1)]
+        seen, total = seen + len(pieces) - len(set(pieces)), total + len(pieces)
+    return seen / total
 
 
 def measured(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, count: int = PROMPTS) -> dict[str, float]:

@@ -40,7 +40,7 @@ def test_report_tells_what_the_bits_cost(tmp_path: Path, monkeypatch: pytest.Mon
     target, said = DIRECTORY / "target", {}
     flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", target)
     pattern = (
-        r"\S+: recurrent_drafting_drafter, hidden size 384, .*; reads the hidden state after the final norm\n"
+        r"\S+: recurrent_drafting_drafter, hidden size 512, .*; reads the hidden state after the final norm\n"
         r"size: \S+ MB before, (\S+) MB after, (\S+) bits per weight\n"
         r"outputs: differ by at most (\S+) \(largest logit \S+\) on random inputs\n"
         rf"tokens per round: (\S+) before, (\S+) after, greedy, {re.escape(str(target))}\n"

@@ -147,7 +147,7 @@ def test_tokens_per_round_at_the_recorded_depth(depth: int, tmp_path: Path, monk
 
 def test_base_model_of_another_size_is_refused(tmp_path: Path) -> None:
     source = apple(tmp_path / "in", tensors(make()))
-    pattern = f"{source} expects hidden size 24, the target has 384"
+    pattern = f"{source} expects hidden size 24, the target has 512"
     refused(source, pattern, tmp_path / "result", "--base-model", str(TARGET))
 
 

@@ -41,8 +41,8 @@ def demo() -> tuple[Any, Any]:
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A target on disk for whole runs: a random llama that says four words mostly, with the demo's tokenizer."""
     place = tmp_path_factory.mktemp("small") / "target"
-    model, tokenizer = small_llama(vocab=2048, layers=1, tie_word_embeddings=True), load_demo()[1]
+    model, tokenizer = small_llama(vocab=4096, layers=1, tie_word_embeddings=True), load_demo()[1]
     table = model.model.embed_tokens
-    table.weight = table.weight * mx.where(mx.arange(2048) % 500 == 100, 8.0, 1.0)[:, None]
+    table.weight = table.weight * mx.where(mx.arange(4096) % 500 == 100, 8.0, 1.0)[:, None]
     save_target(place, model, tokenizer._tokenizer)
     return str(place)

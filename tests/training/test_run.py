@@ -270,7 +270,7 @@ def test_a_gain_that_is_none_is_said(copied: TrainingArgs, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"draft_vocab_size": 4096}, "draft_vocab_size must be at most the target's vocabulary 2048, got 4096"),
+        ({"draft_vocab_size": 5000}, "draft_vocab_size must be at most the target's vocabulary 4096, got 5000"),
         ({"batch_size": 20}, "expected at least 21 prompts, 1 of them to hold out, for a batch size of 20, got 16"),
         ({"model": "/no/such"}, "no such directory: '/no/such'"),
         ({"seed": 1}, "cannot draft for llama: it is only a test"),
