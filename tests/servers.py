@@ -192,7 +192,7 @@ class ScriptedEngine:
     refusal: Exception | None = None
     generations: list[ScriptedGeneration] = field(default_factory=list)
     counters: EngineCounters = field(default_factory=EngineCounters)
-    queued, running, prompt_cache_bytes, alive, mode, vocab_size = 0, 0, 0, True, "idle", 2050
+    queued, running, prompt_cache_bytes, alive, mode, vocab_size = 0, 0, 0, True, "idle", 4098
 
     def __post_init__(self) -> None:
         self.gate.set()

@@ -221,7 +221,7 @@ def test_metrics_count_what_was_answered(demo: Running) -> None:
     before = read_metrics(demo)
     for _ in range(2):
         assert ask(demo, TEXT, {"prompt": "class Stack:\n", "max_tokens": 9}).status == 200
-    assert ask(demo, TEXT, {"prompt": [5000]}).error == "token ids must be from 0 to 2047, got 5000"
+    assert ask(demo, TEXT, {"prompt": [5000]}).error == "token ids must be from 0 to 4095, got 5000"
     assert ask(demo, "/no/such/path").status == 404
     found = {name: value - before.get(name, 0) for name, value in read_metrics(demo).items()}
     assert found['requests_total{endpoint="/v1/completions",status="200"}'] == 2
