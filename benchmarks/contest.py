@@ -22,7 +22,7 @@ from mlx_redrafter.cli.generate import first_difference
 from mlx_redrafter.engine.supported_models import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.costs import is_disturbed, load_costs
+from mlx_redrafter.planning.costs import CostTable, is_disturbed, load_costs
 from mlx_redrafter.planning.planner import candidate_plans, find_acceptance
 
 from .command import parse_output, parse_positive
@@ -135,6 +135,13 @@ def make_settings(args: argparse.Namespace) -> Settings:
     return Settings(max_tokens, getattr(args, "temp", DEFAULTS.temp), args.seed, repeats)
 
 
+def warn_if_disturbed(name: str, costs: CostTable) -> None:
+    """Says on stderr that the times of a workload contradict each other, where they do."""
+    if is_disturbed(costs):
+        why = "the measured times contradict each other: the machine was busy with something else"
+        print(f"{name}: {why}. Run this again when it is not", file=sys.stderr)
+
+
 def measure_costs(workload: Workload) -> Record:
     """What the parts of a round take, measured now; plan "auto" then goes by the same times.
 
@@ -144,9 +151,7 @@ def measure_costs(workload: Workload) -> Record:
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
     costs = load_costs(workload.model, drafter, trees=trees, refresh=True)
-    if is_disturbed(costs):
-        why = "the measured times contradict each other: the machine was busy with something else"
-        print(f"{workload.name}: {why}. Run this again when it is not", file=sys.stderr)
+    warn_if_disturbed(workload.name, costs)
     acceptance = find_acceptance(drafter)
     return workload.describe() | {
         "schema": SCHEMA,

@@ -77,20 +77,22 @@ def find_median(values: Iterable[float | None]) -> float | None:
     return median(found) if (found := [value for value in values if value is not None]) else None
 
 
+def make_row(name: str, records: list[Record]) -> Row:
+    """A contestant's medians over all prompts."""
+    row = summarize(records)
+    return {
+        "": name,
+        "tokens per round": None if name == PLAIN else row["tokens/round"],
+        "tokens/s": row["tokens/s"],
+        "against plain decoding, median (least to most)": SPREAD.format(**row),
+        "same tokens": row["same tokens"],
+    }
+
+
 def make_demo_table(results: Results) -> str:
     """Every contestant on the demo's own prompts."""
-    records, rows = results.files.get("demo", []), []
-    for name, own in group_by_contestant(records).items():
-        row = summarize(own)
-        rows.append(
-            {
-                "": name,
-                "tokens per round": None if name == PLAIN else row["tokens/round"],
-                "tokens/s": row["tokens/s"],
-                "against plain decoding, median (least to most)": SPREAD.format(**row),
-                "same tokens": row["same tokens"],
-            }
-        )
+    records = results.files.get("demo", [])
+    rows = [make_row(name, own) for name, own in group_by_contestant(records).items()]
     return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
 
 
@@ -100,21 +102,9 @@ def make_summary_table(results: Results) -> str:
     files = {"demo": ("context", "auto", "auto + context"), "synthetic-8b": ("auto", "1 x 3")}
     for file, names in files.items():
         records = results.files.get(file, [])
-        sides = group_by_contestant(records)
-        for name in (PLAIN, *names):
-            if name not in sides:
-                continue
-            own, row = sides[name], summarize(sides[name])
-            rows.append(
-                {
-                    "target": f"{own[0]['model']}, {own[0]['model_bits']:.3g} bits",
-                    "": name,
-                    "tokens per round": None if name == PLAIN else row["tokens/round"],
-                    "tokens/s": row["tokens/s"],
-                    "against plain decoding (least to most)": SPREAD.format(**row),
-                    "same tokens": row["same tokens"],
-                }
-            )
+        for name, own in group_by_contestant(records).items():
+            if name in (PLAIN, *names):
+                rows.append({"target": f"{own[0]['model']}, {own[0]['model_bits']:.3g} bits"} | make_row(name, own))
     return format_markdown(rows) if rows else ""
 
 

@@ -23,6 +23,7 @@ from mlx_redrafter.planning.costs import CONTEXTS, CostTable, measure_costs
 
 from .acceptance import add_plans
 from .command import add_json, parse_positive
+from .contest import warn_if_disturbed
 from .models import add_workload, open_workload
 from .synthetic import add_shape, open_shape
 from .tables import show_rows
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
     costs = measure_costs(workload.model, drafter, trees=trees, contexts=tuple(sorted(args.contexts)))
+    warn_if_disturbed(workload.name, costs)
     plans = [Options(plan=shape).resolve_plan(drafter) for shape in args.plans]
     rows = [make_row(costs, plan, c) for c in costs.contexts for plan in plans if isinstance(plan, Plan)]
     show_rows(args, rows)

@@ -106,12 +106,10 @@ def print_report(out: Path) -> None:
     """Held-out bits per byte, how much greedy text repeats itself, and tokens per round."""
     model, tokenizer = trained(out)
     print(f"target: {report.bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
-    share = report.repeated_share(model, tokenizer)
-    print(f"target: {100 * share:.0f}% of greedy {report.PIECE}-grams stood in the same text before")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
-    for name, value in report.measured(model, tokenizer, network).items():
-        print(f"{name}: {value:.2f} tokens per round")
+    for row in report.measure_texts(model, tokenizer, network):
+        print(", ".join(f"{name} {value}" for name, value in row.items()))
 
 
 def package(out: Path) -> None:

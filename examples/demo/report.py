@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,13 +13,12 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from benchmarks.acceptance import measure
-from mlx_redrafter import generate_step
 from mlx_redrafter.demo.sources import library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.generate import encode
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
-WINDOW, PIECE = 1024, 8
+WINDOW = 1024
 DEFINITION = re.compile(r"^ *(?:async )?def ", re.MULTILINE)
 
 
@@ -57,24 +58,9 @@ def bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
     return nats / math.log(2) / sum(path.stat().st_size for path in split_files()[1])
 
 
-def repeated_share(model: nn.Module, tokenizer: TokenizerWrapper) -> float:
-    """How many of the pieces of PIECE tokens in greedy continuations of the prompts stood in the same one before."""
-    seen = total = 0
-    for text in prompts(tokenizer).values():
-        steps = generate_step(encode(tokenizer, text), model, max_tokens=2 * NEW_TOKENS)
-        ids = [token for token, _, _ in steps]
-        pieces = [tuple(ids[i : i + PIECE]) for i in range(len(ids) - PIECE + 1)]
-        seen, total = seen + len(pieces) - len(set(pieces)), total + len(pieces)
-    return seen / total
-
-
-def measured(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter, count: int = PROMPTS) -> dict[str, float]:
-    """Tokens per round on so many held-out prompts, greedy and at temperature 0.8, at two shapes."""
-    ids = [encode(tokenizer, text) for text in prompts(tokenizer, count).values()]
-    return {
-        f"{shape[0]}x{shape[1]} at {temp}": measure(model, drafter, ids, shape, max_tokens=NEW_TOKENS, temp=temp)[
-            "tokens/round"
-        ]
-        for temp in (0.0, 0.8)
-        for shape in ((1, 4), (4, 5))
-    }
+def measure_texts(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter) -> Iterator[dict[str, Any]]:
+    """Rows of `benchmarks.acceptance` on held-out prompts, greedy and at temperature 0.8, at two shapes."""
+    ids = [encode(tokenizer, text) for text in prompts(tokenizer).values()]
+    for temp in (0.0, 0.8):
+        for plan in ((1, 4), (4, 5)):
+            yield {"temp": temp} | measure(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)
