@@ -35,15 +35,15 @@ def test_wrong_flags_are_refused_in_one_line(flags: str, pattern: str, tmp_path:
     refused(source, pattern.replace("IN", re.escape(str(source))), tmp_path / "result", *flags.split())
 
 
-def test_report_tells_what_the_bits_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_tells_what_the_bits_cost(tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
-    target, said = DIRECTORY / "target", {}
-    flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", target)
+    said = {}
+    flags = ("--hf-path", DIRECTORY / "drafter", "-q", "--q-group-size", "32", "--base-model", demo_target)
     pattern = (
         r"\S+: recurrent_drafting_drafter, hidden size 512, .*; reads the hidden state after the final norm\n"
         r"size: \S+ MB before, (\S+) MB after, (\S+) bits per weight\n"
         r"outputs: differ by at most (\S+) \(largest logit \S+\) on random inputs\n"
-        rf"tokens per round: (\S+) before, (\S+) after, greedy, {re.escape(str(target))}\n"
+        rf"tokens per round: (\S+) before, (\S+) after, greedy, {re.escape(str(demo_target))}\n"
     )
     for bits in (2, 8):
         status, out, notes = command(*flags, "--q-bits", str(bits), "--mlx-path", tmp_path / f"out{bits}")

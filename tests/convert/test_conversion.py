@@ -18,7 +18,7 @@ from mlx_redrafter.convert.conversion import MODES, convert
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.generate import encode
 
-TARGET, DRAFTER = DIRECTORY / "target", DIRECTORY / "drafter"
+DRAFTER = DIRECTORY / "drafter"
 WIDE: dict[str, Any] = {"hidden": 64, "vocab": 96, "exit_dim": 64}
 """Sizes that every group size divides when it is at most 64; `input_proj` has 128 inputs."""
 
@@ -135,20 +135,22 @@ def test_weights_too_large_for_a_dtype_are_refused(dtype: str, number: float, tm
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_tokens_per_round_at_the_recorded_depth(depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_per_round_at_the_recorded_depth(
+    depth: int, tmp_path: Path, demo_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversion, "NEW_TOKENS", 10)
-    done = convert(DRAFTER, tmp_path / "out", dtype="float32", base_model=str(TARGET), draft_depth=depth)
+    done = convert(DRAFTER, tmp_path / "out", dtype="float32", base_model=str(demo_target), draft_depth=depth)
     assert done.tokens_per_round is not None
     before, after = done.tokens_per_round
     assert before == after and 1 < before <= 1 + depth
     again = convert(done.path, tmp_path / "again")
-    assert (again.args.base_model, again.args.draft_depth) == (str(TARGET), depth)
+    assert (again.args.base_model, again.args.draft_depth) == (str(demo_target), depth)
 
 
-def test_base_model_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_base_model_of_another_size_is_refused(tmp_path: Path, demo_target: Path) -> None:
     source = apple(tmp_path / "in", tensors(make()))
     pattern = f"{source} expects hidden size 24, the target has 512"
-    refused(source, pattern, tmp_path / "result", "--base-model", str(TARGET))
+    refused(source, pattern, tmp_path / "result", "--base-model", str(demo_target))
 
 
 def test_drafter_in_eight_bits_decodes_losslessly(tmp_path: Path) -> None:
