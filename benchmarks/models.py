@@ -84,7 +84,7 @@ class Workload:
         """Its drafter.
 
         Raises:
-            RedrafterError: there is none.
+            RedrafterError: the drafter is None.
         """
         if self.drafter is None:
             raise RedrafterError("expected the --drafter that was trained for the model")

@@ -78,7 +78,7 @@ def describe_machine(machine: dict[str, Any]) -> str:
 
 
 def describe_setting(records: Iterable[Record]) -> str:
-    """The machine and the settings of speed records in a line; "" where there is none."""
+    """The machine and the settings of speed records in a line; "" without any."""
     record = next((record for record in records if record["kind"] == "speed"), None)
     if record is None:
         return ""

@@ -91,7 +91,7 @@ def encode_turn(
 
     Returns:
         None where the template changes what comes before the answer, or does not show the answer once: the whole
-        conversation must then be read again.
+        conversation must then be prefilled again.
 
     Raises:
         RedrafterError: the template refuses the messages.

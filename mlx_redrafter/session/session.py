@@ -133,7 +133,7 @@ class Session:
             on_text: called with each piece of text as it is generated.
             on_token: called with every response.
             options: as those of `Session`, for this turn, `stop`, `tools` and `chat_template_config` included. Where
-                those change what was read, the conversation is read again.
+                those change what was read, the conversation is prefilled again.
 
         Raises:
             RedrafterError: another thread uses the session, no room, an option of the cache, which is the session's, or
