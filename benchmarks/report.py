@@ -50,13 +50,12 @@ def find_costs(records: Iterable[Record]) -> Record | None:
     return next((record for record in records if record["kind"] == "costs"), None)
 
 
-def find_parts(costs: Record | None, record: Record) -> tuple[float, float, float] | None:
-    """(verify forward, draft, limit) of a record's rounds, at the context length that its text had halfway.
+def find_limit(costs: Record | None, record: Record) -> float | None:
+    """What a record's speed over plain decoding would be if a round took its verify forward alone.
 
-    Forward and draft in plain steps, each measured alone; the forward is the least of those of as many nodes or more,
-    for it is no more work than they are. The limit is tokens per round over the forward, the speed over plain decoding
-    if nothing else took time, or what was measured where that is more. None where the plan is not fixed, or its parts
-    were not measured.
+    Tokens per round over that forward in plain steps, measured alone, at the context length that the text had halfway:
+    the least of the forwards of as many nodes or more, for it is no more work than they are. Or the measured ratio,
+    where that is more. None where the plan is not fixed, or its forward was not measured.
     """
     if costs is None or not is_fixed(record):
         return None
@@ -66,10 +65,8 @@ def find_parts(costs: Record | None, record: Record) -> tuple[float, float, floa
     length = record["prompt_tokens"] + record["tokens"] // 2
     columns = zip(table.counts, zip(*table.verify, strict=True), strict=True)
     forwards = [interpolate(table.contexts, column, length) for count, column in columns if count >= plan.size]
-    plain = table.plain_ms(length)
-    verify = max(1.0, min(forwards) / plain)
-    limit = (record["tokens"] - 1) / record["rounds"] / verify
-    return verify, table.draft_ms(plan) / plain, max(limit, record["ratio"])
+    verify = max(1.0, min(forwards) / table.plain_ms(length))
+    return max((record["tokens"] - 1) / record["rounds"] / verify, record["ratio"])
 
 
 def find_median(values: Iterable[float | None]) -> float | None:
@@ -121,29 +118,6 @@ def make_kinds_table(results: Results) -> str:
     return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
 
 
-def make_limits_table(results: Results) -> str:
-    """What a round costs beside what it makes, and how much of the limit the demo reaches."""
-    records = results.files.get("demo", [])
-    costs, rows = find_costs(records), []
-    for name, own in group_by_contestant(records).items():
-        parts = [found for each in own if (found := find_parts(costs, each))]
-        if parts:
-            row, (verify, draft, limits) = summarize(own), zip(*parts, strict=True)
-            shares = [each["ratio"] / limit for each, limit in zip(own, limits, strict=True)]
-            rows.append(
-                {
-                    "W x K": name,
-                    "tokens per round": row["tokens/round"],
-                    "verify, in plain steps": median(verify),
-                    "draft, in plain steps": median(draft),
-                    "limit": median(limits),
-                    "measured": row["x plain"],
-                    "of the limit": f"{median(shares):.0%}",
-                }
-            )
-    return format_markdown(rows)
-
-
 def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
     """A row for each target, acceptance and contestant at real sizes."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
@@ -152,7 +126,7 @@ def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
     for (model, bits, drafter), group in groups.items():
         costs = find_costs(group)
         for name, own in group_by_contestant(group).items():
-            row, parts = summarize(own), [find_parts(costs, each) for each in own]
+            row = summarize(own)
             yield {
                 "target": f"{model.replace(', random weights', '')}, {bits:.3g} bits",
                 "acceptance": (drafter or "").removeprefix("oracle, acceptance ").split(",")[0],
@@ -160,7 +134,7 @@ def make_size_rows(records: Iterable[Record]) -> Iterator[Row]:
                 "tokens/s": row["tokens/s"],
                 "tokens per round": row["tokens/round"],
                 "x plain": row["x plain"],
-                "limit": find_median(found and found[2] for found in parts),
+                "limit": find_median(find_limit(costs, each) for each in own),
                 "GB/s": find_median(each["bandwidth_gb_s"] for each in own),
                 "same tokens": row["same tokens"],
                 "tokens x turns": f"{own[0]['max_tokens']} x {own[0]['repeats']}",
@@ -210,7 +184,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "demo": make_demo_table,
     "kinds": make_kinds_table,
     "heads": make_heads_table,
-    "limits": make_limits_table,
     "synthetic": make_synthetic_table,
     "predicted": make_predicted_table,
     "contributed": make_contributed_table,

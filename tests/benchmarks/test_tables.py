@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_records import MACHINE, make_costs, make_line, make_speed, parse_flags
 
 from benchmarks import report
-from benchmarks.records import RESULTS, Results, read_results
-from benchmarks.report import TABLES, find_parts, place_tables
+from benchmarks.records import Results
+from benchmarks.report import TABLES, find_limit, place_tables
 from benchmarks.tables import format_cell, format_markdown, format_text
 from mlx_redrafter.errors import RedrafterError
 
@@ -44,16 +43,11 @@ def test_rows_where_drafting_loses_stay_in() -> None:
     assert "| code (1) | 100.00 | 1.50 | 0.40 |" in TABLES["kinds"](results)
 
 
-def find_limit(costs: Any, record: Any) -> float | None:
-    parts = find_parts(costs, record)
-    return parts and parts[2]
-
-
 def test_limits_are_tokens_over_verify_forwards() -> None:
-    # Four nodes take 14 ms where a plain step takes 10, and drafts three levels of 1 ms.
-    assert find_parts(make_costs(), make_speed(ratio=1.0)) == pytest.approx((1.4, 0.3, 127 / 64 / 1.4))
-    assert find_parts(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
-    assert find_parts(make_costs(), make_speed(plan="auto")) is None and find_parts(None, make_speed()) is None
+    # Four nodes take 14 ms where a plain step takes 10, where it verifies 1 x 3.
+    assert find_limit(make_costs(), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.4)
+    assert find_limit(make_costs(), make_speed(plan=(4, 3, 13))) is None, "not measured"
+    assert find_limit(make_costs(), make_speed(plan="auto")) is None and find_limit(None, make_speed()) is None
     slow = make_costs()["costs"] | {"verify": [[11.0, 12.0, 13.0, 99.0, 15.0, 16.0, 17.0]]}
     assert find_limit(make_costs(costs=slow), make_speed(ratio=1.0)) == pytest.approx(127 / 64 / 1.5)
     # From 64 tokens to 264 a plain step grows from 10 to 20 ms, and a forward of N nodes from 10 + N to 30 + N.
@@ -65,10 +59,9 @@ def test_limits_are_tokens_over_verify_forwards() -> None:
 
 
 def test_nothing_exceeds_the_limit() -> None:
-    records = [make_line(make_costs()), PLAIN, make_line(make_speed(ratio=1.9))]
-    assert "| 1.90 | 1.90 | 100% |" in TABLES["limits"](Results({"demo": records}, []))
-    rows = TABLES["limits"](read_results(RESULTS)).splitlines()[2:]
-    assert rows and all(int(row.split("|")[-2].strip(" %")) <= 100 for row in rows)
+    assert find_limit(make_costs(), make_speed(ratio=1.9)) == 1.9
+    records = [make_line(make_costs()), PLAIN, make_line(make_speed(ratio=1.2))]
+    assert "| 1 x 3 | 120.00 | 1.98 | 1.20 | 1.42 |" in TABLES["synthetic"](Results({"synthetic-x": records}, []))
 
 
 def test_tables_take_results_of_any_contestants() -> None:
@@ -120,6 +113,6 @@ def test_a_document_that_fails_leaves_all(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RedrafterError, match="nope"):
         report.run(flags)
     assert one.read_text() == make_place("contributed") and not (tmp_path / "plots").exists()
-    two.write_text(make_place("limits"))
+    two.write_text(make_place("heads"))
     assert report.run(flags) == 0 and one.read_text() == make_place("contributed", "None yet.\n")
     assert (tmp_path / "plots" / "demo-sweep.png").read_bytes().startswith(b"\x89PNG")
