@@ -1,4 +1,4 @@
-"""Makes the tables of README.md, docs/performance.md and docs/training.md, and the plots, from the kept results.
+"""Makes the tables of the documents, and the plots, from the kept results.
 
     python -m benchmarks report
     python -m benchmarks report --results my-results
@@ -39,7 +39,7 @@ from .tables import (
 )
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "training.md")
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/training.md"))
 PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
@@ -96,7 +96,7 @@ def make_demo_table(results: Results) -> str:
 def make_summary_table(results: Results) -> str:
     """Plain decoding and ours, on the demo and on the largest of the real sizes."""
     rows: list[Row] = []
-    files = {"demo": ("context", "auto", "auto + context"), "synthetic-8b": ("auto", "1 x 3")}
+    files = {"demo": ("context", "auto", "auto + context"), "synthetic-8b": ("auto",)}
     for file, names in files.items():
         records = results.files.get(file, [])
         for name, own in group_by_contestant(records).items():
