@@ -29,7 +29,7 @@ WIDTH = 1180
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PORT = 8097
 RACE_SECONDS = 120.0
-CHAT_COLUMNS, CHAT_ROWS = 100, 25
+CHAT_COLUMNS, CHAT_HEIGHT = 100, 650
 CHAT_SECONDS = 60.0
 CHAT_LINE, CHAT_PROMPT = "class Stack:", "\u203a"
 
@@ -72,10 +72,13 @@ def picture_chat(output: Path) -> None:
     screen.print(Text.from_ansi(run_chat()))
     page = output.with_suffix(".html")
     screen.save_html(str(page), theme=SVG_EXPORT_THEME)
-    browser = open_browser(26 * CHAT_ROWS)
+    browser = open_browser(CHAT_HEIGHT)
     try:
         browser.get(page.resolve().as_uri())
         browser.execute_script("document.body.style.cssText += 'background:#292929;font-size:18px;margin:18px'")
+        browser.set_window_size(
+            WIDTH, CHAT_HEIGHT + browser.execute_script("return document.body.scrollHeight - innerHeight")
+        )
         browser.save_screenshot(str(output))
     finally:
         browser.quit()
@@ -84,7 +87,7 @@ def picture_chat(output: Path) -> None:
 
 def run_chat() -> str:
     """What the chat prints in a terminal, its control sequences included."""
-    flags = ["--show-accepted", "--max-tokens", "160", "--temp", "0.8", "--seed", "1"]
+    flags = ["--show-accepted", "--max-tokens", "112", "--temp", "0.8", "--seed", "1"]
     main, side = pty.openpty()
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
     process = subprocess.Popen(
