@@ -26,6 +26,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter import load, load_drafter
+from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.supported_models import model_sizes
@@ -54,7 +55,8 @@ def make_corpus(out: Path) -> None:
     tokenizer = corpus.train_tokenizer([*training, *packages], VOCAB_SIZE, out / "tokenizer")
     for name, texts in (("held", held_out), ("library", training), ("packages", packages)):
         tokens = corpus.encode_texts(texts, tokenizer)
-        np.save(out / f"{name}.npy", tokens)
+        with replace_file(out / f"{name}.npy") as partly:
+            np.save(partly, tokens)
         print(f"{name}: {len(texts)} files, {len(tokens)} tokens")
 
 
@@ -63,7 +65,8 @@ def make_target(out: Path, steps: int) -> None:
     if (out / "target").exists():
         return
     train_model(out, target.config(VOCAB_SIZE, 0), steps, out / "float32")
-    convert(str(out / "float32"), str(out / "target"), True, GROUP_SIZE, BITS, dtype="float16")
+    quantization = {"quantize": True, "q_group_size": GROUP_SIZE, "q_bits": BITS}
+    convert_model(out / "float32", out / "target", **quantization)
 
 
 def make_draft_model(out: Path, steps: int) -> None:
@@ -71,7 +74,15 @@ def make_draft_model(out: Path, steps: int) -> None:
     if (out / "draft_model").exists():
         return
     train_model(out, target.draft_config(VOCAB_SIZE, 0), steps, out / "draft_float32")
-    convert(str(out / "draft_float32"), str(out / "draft_model"), dtype="float16")
+    convert_model(out / "draft_float32", out / "draft_model")
+
+
+def convert_model(source: Path, place: Path, **quantization: Any) -> None:
+    """A model in 16 bits or fewer, by mlx-lm; `place` is there when it is complete."""
+    partly = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partly, ignore_errors=True)
+    convert(str(source), str(partly), dtype="float16", **quantization)
+    partly.rename(place)
 
 
 def train_model(out: Path, settings: dict[str, Any], steps: int, place: Path) -> None:

@@ -218,5 +218,6 @@ def train(
     from safetensors.torch import save_file
 
     weights = {name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()}
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    with replace_file(directory / "model.safetensors") as partly:  # last: where it is, training is over
+        save_file(weights, partly, {"format": "pt"})
