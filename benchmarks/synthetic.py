@@ -102,7 +102,7 @@ class Oracle(Sampler):
         return Draws(places, places)
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) the text. The likeliest tokens of logprobs (N, V) are computed, and come to nothing."""
+        """(N,) the text. The likeliest tokens of logprobs (N, V) are computed, as a sampler would, and not used."""
         assert draws is not None
         likeliest = mx.argmax(logprobs, axis=-1).astype(mx.int32)
         return self.make_text(draws.gumbel[rows, 0], logprobs.shape[-1]) + mx.minimum(likeliest, 0)

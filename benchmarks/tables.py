@@ -72,7 +72,7 @@ def describe_machine(machine: dict[str, Any]) -> str:
     parts = [machine["chip"], f"{machine['cores']} cores", machine["platform"].split("-with")[0]]
     parts += [f"{name} {machine[name]}" for name in ("mlx", "mlx-lm", "mlx_redrafter")]
     parts += [str(machine["blas"])] if "blas" in machine else [machine["device"]]
-    parts += [f"{machine['blas_threads']} BLAS threads"] if "blas_threads" in machine else []
+    parts += [f"BLAS threads: {machine['blas_threads']}"] if "blas_threads" in machine else []
     parts += [f"{name}={value}" for name, value in machine.items() if name.startswith(("OPENBLAS_", "OMP_"))]
     return ", ".join(parts)
 
@@ -82,7 +82,7 @@ def describe_setting(records: Iterable[Record]) -> str:
     record = next((record for record in records if record["kind"] == "speed"), None)
     if record is None:
         return ""
-    how = [f"{record['max_tokens']} tokens", f"{record['repeats']} turns", f"temperature {record['temp']:g}"]
+    how = [f"{record['max_tokens']} tokens", f"turns: {record['repeats']}", f"temperature {record['temp']:g}"]
     machine = record["machine"]
     return f"{describe_machine(machine)}; {', '.join(how)}, seed {record['seed']}; {machine['when'][:10]}.\n"
 

@@ -61,7 +61,7 @@ def make_parser() -> Parser:
     add(
         "--show-accepted",
         action="store_true",
-        help="tint what was accepted, in a terminal with colours: by the drafter cyan, from the context green",
+        help="tint what was accepted, in a terminal with colours: by the drafter cyan, from the context yellow",
     )
     add("--pipeline", action="store_true", help="as mlx-lm's; nothing changes in one process")
     add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")

@@ -98,7 +98,7 @@ class RunFiles:
         card = f"""{card_header(settings.model if is_hub_id else None)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
-{describe(sizes).capitalize()}; trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on what \
+Sizes: {describe(sizes)}. Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on what \
 the target says. Where it was trained:
 
 ```text
