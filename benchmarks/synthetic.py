@@ -20,12 +20,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_reduce
 from mlx_lm.utils import quantize_model
 
+from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.cli.doctor import make_acceptance
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.engine.blas import choose_threads
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.machine import memory_bytes
@@ -157,7 +156,7 @@ def build_workload(name: str, bits: int, *, layers: int, acceptance: Acceptance,
     for _, module in model.named_modules():  # one by one, so that no more than one is there before it is quantized
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
-    choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
+    set_blas_threads(model)
     sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the last resort
     size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
     drafter = Drafter(replace(size, acceptance=oracle.acceptance))

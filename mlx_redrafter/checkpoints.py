@@ -60,8 +60,13 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
         evaluate(model)
-    choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
+    set_blas_threads(model)
     return model, tokenizer
+
+
+def set_blas_threads(model: nn.Module) -> None:
+    """Lets OpenBLAS use as many threads as suit the model's size, see `choose_threads`."""
+    choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
 
 
 def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
