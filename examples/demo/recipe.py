@@ -25,6 +25,7 @@ from mlx_lm.convert import convert
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
+from benchmarks.tables import format_text
 from mlx_redrafter import load, load_drafter
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
@@ -119,8 +120,7 @@ def print_report(out: Path) -> None:
     print(f"target: {report.bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
-    for row in report.measure_texts(model, tokenizer, network):
-        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print(format_text(report.measure_texts(model, tokenizer, network)))
 
 
 def package(out: Path) -> None:

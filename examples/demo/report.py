@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -58,9 +57,11 @@ def bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
     return nats / math.log(2) / sum(path.stat().st_size for path in split_files()[1])
 
 
-def measure_texts(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter) -> Iterator[dict[str, Any]]:
+def measure_texts(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter) -> list[dict[str, Any]]:
     """Rows of `benchmarks.acceptance` on held-out prompts, greedy and at temperature 0.8, at two shapes."""
     ids = [encode(tokenizer, text) for text in prompts(tokenizer).values()]
-    for temp in (0.0, 0.8):
-        for plan in ((1, 4), (4, 5)):
-            yield {"temp": temp} | measure(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)
+    return [
+        {"temp": temp} | measure(model, drafter, ids, plan, max_tokens=NEW_TOKENS, temp=temp)
+        for temp in (0.0, 0.8)
+        for plan in ((1, 4), (4, 5))
+    ]

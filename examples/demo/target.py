@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mlx_redrafter.atomic_files import replace_file
@@ -215,8 +216,6 @@ def train(
             state = {"step": step + 1, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             with replace_file(checkpoint) as partly:
                 torch.save(state, partly)
-    from safetensors.torch import save_file
-
     weights = {name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()}
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     with replace_file(directory / "model.safetensors") as partly:  # last: where it is, training is over
