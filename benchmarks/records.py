@@ -61,7 +61,7 @@ def parse_record(text: str, where: str) -> Record:
     """The record in a JSON text.
 
     Raises:
-        RedrafterError: there is none, or it does not fit the schema.
+        RedrafterError: the text is not a JSON object, or does not fit the schema.
     """
     try:
         record = json.loads(text)

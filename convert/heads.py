@@ -192,7 +192,7 @@ def join_shapes(parts: Parts, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def need_matrix(shapes: Mapping[str, tuple[int, ...]], name: str, where: str) -> tuple[int, ...]:
-    """The shape of a matrix; a CheckpointError where there is none of that name."""
+    """The shape of a matrix; a CheckpointError without one of that name."""
     if name not in shapes:
         raise CheckpointError(f"half a drafter: {where} holds no {name}; its tensors begin {sorted(shapes)[:3]}")
     if len(shapes[name]) != 2:

@@ -53,7 +53,7 @@ class Source(NamedTuple):
     Attributes:
         path: the directory or file that was asked for; of a hub repository, its local copy.
         files: those with tensors, in order.
-        config: `config.json`; empty where there is none.
+        config: `config.json`; empty without one.
     """
 
     path: Path

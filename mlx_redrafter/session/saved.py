@@ -64,7 +64,7 @@ def read_conversation(
     """(cache, tokens, messages, template) as they were saved, the cache evaluated.
 
     Raises:
-        RedrafterError: there is none, it is damaged, or it was saved with another model.
+        RedrafterError: the file is missing or damaged, or it was saved with another model.
     """
     file = expand_path(path)
     try:

@@ -231,7 +231,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
-    """Restores what `save_checkpoint` wrote, where a model is given, and returns its step; 0 where there is none.
+    """Restores what `save_checkpoint` wrote, where a model is given, and returns its step; 0 without a checkpoint.
 
     Raises:
         CheckpointError: damaged, or of another model.
