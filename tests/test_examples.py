@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import zipfile
 from pathlib import Path
@@ -14,8 +16,9 @@ from mlx_lm.utils import load_model
 from small import small_llama
 
 from examples import side_by_side, terminal_ui, timer
-from examples.demo import corpus, drafter, report
+from examples.demo import corpus, drafter, edits, report
 from mlx_redrafter import Session, load_demo, load_drafter
+from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -43,6 +46,73 @@ def test_texts_are_the_targets_own_and_are_written_once(tmp_path: Path) -> None:
     np.save(tmp_path / "texts" / "000.npy", marked)
     again = drafter.write_texts(model, tokens, tmp_path / "texts", 0.0, batches=2)
     assert (again[:4] == marked).all() and (again[4:] == texts[4:]).all()
+
+
+SOURCE = """
+def readLines(path, limit=3):
+    # one line
+    lines = open(path, 'r').readlines()  # all of them
+    self.limit = limit
+    return {'lines': lines[:limit], 'stripText': path.strip()}
+"""
+
+
+def make_one(kind: str) -> edits.Edit:
+    (function,) = edits.find_functions(SOURCE)
+    made = (make(function, np.random.default_rng(0), ["fresh_name"]) for make in edits.FUNCTION_EDITS)
+    return next(edit for edit in made if edit and edit.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "instruction", "changes"),
+    [
+        ("variable", "rename the variable lines to fresh_name.", None),  # also a word of a string
+        ("parameter", "rename the parameter path to fresh_name.", {"path": "fresh_name"}),
+        ("function", "rename the function readLines to fresh_name.", {"readLines": "fresh_name"}),
+        ("quotes", "change single quotes to double quotes.", {"'": '"'}),
+        ("comments", "remove the comments.", {"    # one line\n": "", "  # all of them": ""}),
+        ("dict key", "rename the key stripText to fresh_name.", {"'stripText'": "'fresh_name'"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_edits_change_what_they_say(kind: str, instruction: str, changes: dict[str, str] | None) -> None:
+    if changes is None:
+        with pytest.raises(StopIteration):
+            make_one(kind)
+        return
+    edit, expected = make_one(kind), SOURCE.strip()
+    for old, new in changes.items():
+        expected = expected.replace(old, new)
+    assert (edit.before, edit.instruction, edit.after) == (SOURCE.strip(), instruction, expected)
+    assert edit.prompt == f"# Edit: {instruction}\n{edit.before}\n# Result:\n"
+
+
+def test_edits_of_the_library_keep_its_meaning() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in split_files()[1][:8]]
+    made = edits.make_edits(texts, 90)
+    assert len({edit.kind for edit in made}) >= 8 and made == edits.make_edits(texts, 90)
+    for edit in made:
+        assert edit.after != edit.before
+        if edit.kind == "JSON key":
+            assert json.loads(edit.before) != json.loads(edit.after)
+            continue
+        if edit.kind in ("quotes", "comments"):
+            assert ast.dump(ast.parse(edit.before)) == ast.dump(ast.parse(edit.after))
+        elif edit.kind == "snake case":
+            assert ast.parse(edit.after) and edit.after.count("_") > edit.before.count("_")
+        else:
+            *_, old, _, new = edit.instruction.rstrip(".").split()
+            assert ast.parse(edit.after) and re.sub(rf"\b{new}\b", old, edit.after) == edit.before
+
+
+def test_edits_are_packed_whole() -> None:
+    made = [edits.Edit("any", "x" * n, "bb", "c" * (n % 7 + 1)) for n in range(1, 60)]
+    ids, weights = edits.pack_rows(made, lambda text: [ord(letter) for letter in text], 0, 90)
+    assert ids.shape[1] == 91 and weights.shape == (len(ids), 90)
+    found = sorted(text + "\0" for row in ids for text in "".join(map(chr, row)).rstrip("\0").split("\0"))
+    assert found == sorted(edit.prompt + edit.after + "\0" for edit in made if len(edit.prompt + edit.after) < 91)
+    answers = sum(len(edit.after) + 1 for edit in made if len(edit.prompt + edit.after) < 91)
+    assert (weights == 1).sum() == answers and set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), 1}
 
 
 @pytest.mark.usefixtures("few")
@@ -92,9 +162,10 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
     settings = target.config(VOCAB, 0) | sizes
     tokens = np.random.default_rng(0).integers(4, size=600).astype(np.uint16)
+    batch = target.text_batches(tokens, tokens, 12)
     for name in ("whole", "resumed"):
         (tmp_path / name).mkdir()
-    target.train(tokens, tokens, settings, 12, tmp_path / "whole")
+    target.train(batch, settings, 12, tmp_path / "whole")
     checkpoint = tmp_path / "resumed" / "training.pt"
     torch_save = torch.save
 
@@ -105,12 +176,20 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(torch, "save", save_until_the_sixth)
     with pytest.raises(KeyboardInterrupt):
-        target.train(tokens, tokens, settings, 12, tmp_path / "resumed")
+        target.train(batch, settings, 12, tmp_path / "resumed")
     assert torch.load(checkpoint)["step"] == 6, "a checkpoint that was not finished replaces none"
     monkeypatch.setattr(torch, "save", torch_save)
-    target.train(tokens, tokens, settings, 12, tmp_path / "resumed")
+    target.train(batch, settings, 12, tmp_path / "resumed")
     first, second = (mx.load(str(tmp_path / name / "model.safetensors")) for name in ("whole", "resumed"))
     assert all(mx.array_equal(first[name], second[name]) for name in first)
+
+    (tmp_path / "further").mkdir()
+    rows = np.ones((6, 9), np.uint16), np.ones((6, 8), np.float32)
+    start = tmp_path / "whole" / "model.safetensors"
+    target.train(target.edit_batches(*rows, tokens), settings, 2, tmp_path / "further", start, rate=1e-4)
+    near = mx.load(str(tmp_path / "further" / "model.safetensors"))
+    moved = max(mx.abs(near[name] - first[name]).max().item() for name in first)
+    assert 0 < moved < 0.01, "it goes on from the weights that it is given"
 
     own = target.Llama(settings)
     own.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in first.items()})

@@ -23,7 +23,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.convert import convert
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model
+from mlx_lm.utils import dequantize_model, load_tokenizer
 
 from benchmarks.tables import format_text
 from mlx_redrafter import load, load_drafter
@@ -34,12 +34,15 @@ from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.generate import encode
 from mlx_redrafter.training.settings import TrainingArgs
 
-from . import corpus, drafter, report, target
+from . import corpus, drafter, edits, report, target
 
 VOCAB_SIZE = 4096
 BITS, GROUP_SIZE = 8, 64
 ROWS_PER_STEP = 2
 EXIT_DIM = 256
+EDITS = 30_000
+HELD_OUT_EDITS, EDIT_TOKENS, SHOWN_EDIT_TOKENS = 200, 350, range(80, 250)
+EDIT_RATE, EDIT_DECAY_FROM = 0.6, 0.3
 WEIGHTS = ("config.json", "model.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 ROOT = Path(__file__).parents[2]
@@ -62,12 +65,34 @@ def make_corpus(out: Path) -> None:
 
 
 def make_target(out: Path, steps: int) -> None:
-    """The target, quantised."""
+    """The target before it learns edits."""
+    train_model(out, target.config(VOCAB_SIZE, 0), steps, out / "pretrained")
+
+
+def make_edits(out: Path, steps: int) -> None:
+    """The target, quantised, from the pretrained one: edits by program of the same files, and more of the library."""
     if (out / "target").exists():
         return
-    train_model(out, target.config(VOCAB_SIZE, 0), steps, out / "float32")
+    if not (rows := out / "edits.npz").exists():
+        training, held_out = ([path.read_text(encoding="utf-8") for path in paths] for paths in split_files())
+        texts = training + list(corpus.package_texts(corpus.download_packages(out / "wheels"), held_out))
+        made = edits.make_edits(texts, EDITS)
+        tokenizer = load_tokenizer(out / "tokenizer")
+        ids, weights = edits.pack_rows(made, tokenizer.encode, tokenizer.eos_token_id, target.EDIT_LENGTH)
+        with replace_file(rows) as partly, partly.open("wb") as opened:
+            np.savez(opened, ids=ids, weights=weights)
+        print(f"{len(made)} edits in {len(ids)} rows of {target.EDIT_LENGTH} tokens", flush=True)
+    arrays = np.load(rows)
+    batch = target.edit_batches(arrays["ids"], arrays["weights"], np.load(out / "library.npy"))
+    settings = target.config(VOCAB_SIZE, 0)
+    place = out / "float32"
+    place.mkdir(exist_ok=True)
+    if not (place / "model.safetensors").exists():
+        start = out / "pretrained" / "model.safetensors"
+        target.train(batch, settings, steps, place, start, rate=EDIT_RATE, decay_from=EDIT_DECAY_FROM)
+    copy_tokenizer(out, place)
     quantization = {"quantize": True, "q_group_size": GROUP_SIZE, "q_bits": BITS}
-    convert_model(out / "float32", out / "target", **quantization)
+    convert_model(place, out / "target", **quantization)
 
 
 def make_draft_model(out: Path, steps: int) -> None:
@@ -91,7 +116,13 @@ def train_model(out: Path, settings: dict[str, Any], steps: int, place: Path) ->
     place.mkdir(exist_ok=True)
     library, packages = np.load(out / "library.npy"), np.load(out / "packages.npy")
     if not (place / "model.safetensors").exists():
-        target.train(np.concatenate([library, packages]), library, settings, steps, place)
+        wide = np.concatenate([library, packages])
+        target.train(target.text_batches(wide, library, steps), settings, steps, place)
+    copy_tokenizer(out, place)
+
+
+def copy_tokenizer(out: Path, place: Path) -> None:
+    """The recipe's tokenizer beside a model."""
     for file in TOKENIZER:
         shutil.copyfile(out / "tokenizer" / file, place / file)
 
@@ -115,8 +146,10 @@ def describe_drafter(out: Path) -> None:
 
 
 def print_report(out: Path) -> None:
-    """Held-out bits per byte, how much greedy text repeats itself, and tokens per round."""
+    """Held-out bits per byte, edits that are right, how much greedy text repeats itself, and tokens per round."""
     model, tokenizer = trained(out)
+    made = report.held_out_edits(tokenizer, HELD_OUT_EDITS, 1, range(EDIT_TOKENS))
+    print(format_text(report.measure_edits(model, tokenizer, made)))
     print(f"target: {report.bits_per_byte(model, np.load(out / 'held.npy')):.3f} bits per held-out byte")
     network = load_drafter(out / "drafter", model)
     network.set_dtype(mx.float32)
@@ -125,7 +158,7 @@ def print_report(out: Path) -> None:
 
 def package(out: Path) -> None:
     """Copies what is needed at run time into the package, and the draft model to the benchmarks."""
-    _, tokenizer = trained(out)
+    model, tokenizer = trained(out)
     for name, place, files in (
         ("target", PACKAGE / "target", (*WEIGHTS, *TOKENIZER)),
         ("drafter", PACKAGE / "drafter", WEIGHTS),
@@ -134,7 +167,13 @@ def package(out: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(out / name / file, place / file)
-    prompts = [{"name": name, "text": text} for name, text in report.prompts(tokenizer).items()]
+    code = [{"name": name, "text": text} for name, text in report.prompts(tokenizer).items()]
+    made = report.held_out_edits(tokenizer, report.PROMPTS, 2, SHOWN_EDIT_TOKENS)
+    # The first is what is shown: of those that the target does right, the one that changes most lines.
+    right = [edit for edit in made if report.is_right(model, tokenizer, edit)]
+    shown = max(right, key=lambda edit: len(set(edit.after.splitlines()) - set(edit.before.splitlines())))
+    made.sort(key=lambda edit: edit is not shown)
+    prompts = {"edits": [{"name": e.kind, "text": e.prompt, "answer": e.after} for e in made], "code": code}
     (PACKAGE / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n", encoding="utf-8")
 
 
@@ -152,15 +191,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument(
         "--stages",
-        default="corpus,target,drafter,describe,draft-model,report",
+        default="corpus,target,edits,drafter,describe,draft-model,report",
         help="also: package (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=5000, help="of both llamas (default: %(default)s)")
+    parser.add_argument("--edit-steps", type=int, default=1200, help="default: %(default)s")
     parser.add_argument("--drafter-steps", type=int, default=2400, help="default: %(default)s")
     args = parser.parse_args()
     stages: dict[str, Callable[[], None]] = {
         "corpus": lambda: make_corpus(args.output),
         "target": lambda: make_target(args.output, args.steps),
+        "edits": lambda: make_edits(args.output, args.edit_steps),
         "drafter": lambda: make_drafter(args.output, args.drafter_steps),
         "describe": lambda: describe_drafter(args.output),
         "draft-model": lambda: make_draft_model(args.output, args.steps),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tqdm import tqdm
 
 from benchmarks.acceptance import measure
 from mlx_redrafter.demo.sources import library_name, split_files
 from mlx_redrafter.drafters.recurrent import Drafter
-from mlx_redrafter.generate import encode
+from mlx_redrafter.generate import encode, stream_generate
+
+from .edits import Edit, make_edits
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 80, 128
 WINDOW = 1024
@@ -55,6 +59,36 @@ def bits_per_byte(model: nn.Module, tokens: np.ndarray) -> float:
         ids = mx.array(tokens[i : i + WINDOW + 1].astype(np.int32))[None]
         nats += nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:]).sum().item()
     return nats / math.log(2) / sum(path.stat().st_size for path in split_files()[1])
+
+
+def held_out_edits(tokenizer: TokenizerWrapper, count: int, seed: int, answer_tokens: range) -> list[Edit]:
+    """Edits of held-out functions and of JSON documents with names from held-out files, as many of each kind.
+
+    Args:
+        answer_tokens: how long their answers are.
+    """
+    texts = [path.read_text(encoding="utf-8") for path in split_files()[1]]
+    made = make_edits(texts, 10 * count, seed)
+    short = [edit for edit in made if len(tokenizer.encode(edit.after)) in answer_tokens]
+    kinds = {edit.kind: [each for each in short if each.kind == edit.kind] for edit in short}
+    turns = zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    return [edit for turn in turns for edit in turn if edit][:count]
+
+
+def is_right(model: nn.Module, tokenizer: TokenizerWrapper, edit: Edit) -> bool:
+    """Whether the greedy answer to an edit is the edited source, ended by the end-of-text token."""
+    limit = len(tokenizer.encode(edit.after)) + 1
+    answers = list(stream_generate(model, tokenizer, edit.prompt, max_tokens=limit))
+    return answers[-1].finish_reason == "stop" and "".join(each.text for each in answers) == edit.after
+
+
+def measure_edits(model: nn.Module, tokenizer: TokenizerWrapper, made: list[Edit]) -> list[dict[str, Any]]:
+    """A row for each kind of edit and one for all: how many there are, and how many greedy answers are right."""
+    right: dict[str, list[bool]] = {}
+    for edit in tqdm(made, desc="edits"):
+        right.setdefault(edit.kind, []).append(is_right(model, tokenizer, edit))
+    kinds = dict(sorted(right.items())) | {"all": [found for kind in right.values() for found in kind]}
+    return [{"kind": kind, "edits": len(found), "right": sum(found)} for kind, found in kinds.items()]
 
 
 def measure_texts(model: nn.Module, tokenizer: TokenizerWrapper, drafter: Drafter) -> list[dict[str, Any]]:

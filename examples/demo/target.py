@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mlx_redrafter.atomic_files import replace_file
@@ -27,7 +27,11 @@ LONG_FROM = 0.75
 WARM_UP = 40
 DECAY_FROM = 0.5
 ADAM_RATE, MUON_RATE = 3e-3, 1e-2
+EDIT_LENGTH, EDIT_ROWS = 768, 4
 CHECKPOINT_SECONDS = 240
+
+# step -> (B, T + 1) ids and the (B, T) weights of the last T
+Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 def config(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
@@ -142,44 +146,85 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def next_token_loss(model: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token."""
+def next_token_loss(model: Callable[[Tensor], Tensor], ids: Tensor, weights: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of `ids` (B, T + 1) given what stands before each token, by `weights` (B, T)."""
     logits = model(ids[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int) -> Callable[[int], Tensor]:
-    """step -> (B, T + 1) token ids: windows of `wide`, and of `last` once the learning rate falls."""
+def windows(tokens: np.ndarray, lengths: tuple[int, ...], seed: int) -> Callable[[int, int, int], np.ndarray]:
+    """(i, rows, length) -> (rows, length + 1) ids: the i-th of the batches of that shape, in a random order."""
     rng = np.random.default_rng(seed)
-    orders = {(len(s), t): rng.permutation(len(s) // t - 1) * t for s in (wide, last) for t in (SHORT, LONG)}
+    orders = {length: rng.permutation(len(tokens) // length - 1) * length for length in lengths}
 
-    def batch(step: int) -> Tensor:
-        tokens = last if step >= DECAY_FROM * steps else wide
+    def window(i: int, rows: int, length: int) -> np.ndarray:
+        at = orders[length][(i * rows + np.arange(rows)) % len(orders[length])]
+        return np.stack([tokens[start : start + length + 1] for start in at])
+
+    return window
+
+
+def text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int = 0) -> Batches:
+    """Windows of `wide`, and of `last` once the learning rate falls; all tokens weigh the same."""
+    sources = [windows(tokens, (SHORT, LONG), seed) for tokens in (wide, last)]
+
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         length = LONG if step >= LONG_FROM * steps else SHORT
-        rows, order = BATCH_TOKENS // length, orders[len(tokens), length]
-        at = (step * rows + np.arange(rows)) % len(order)
-        return torch.from_numpy(np.stack([tokens[i : i + length + 1] for i in order[at]]).astype(np.int64))
+        ids = sources[step >= DECAY_FROM * steps](step, BATCH_TOKENS // length, length)
+        return ids, np.ones((len(ids), length), np.float32)
 
     return batch
 
 
-def relative_rate(step: int, steps: int) -> float:
+def edit_batches(ids: np.ndarray, weights: np.ndarray, text: np.ndarray, seed: int = 0) -> Batches:
+    """Rows of edits, and one window of `text`.
+
+    Args:
+        ids, weights: as of `edits.pack_rows`.
+        text: a stream of ids.
+    """
+    length = weights.shape[1]
+    window = windows(text, (length,), seed)
+
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+        at = (step * EDIT_ROWS + np.arange(EDIT_ROWS)) % len(ids)
+        plain = window(step, 1, length)
+        return np.concatenate([ids[at], plain]), np.concatenate([weights[at], np.ones((1, length), np.float32)])
+
+    return batch
+
+
+def relative_rate(step: int, steps: int, decay_from: float) -> float:
     """The learning rate at a step over its peak: warm-up, constant, then linear to zero."""
-    return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / (1 - DECAY_FROM))
+    return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / (1 - decay_from))
 
 
 def train(
-    wide: np.ndarray, last: np.ndarray, settings: dict[str, Any], steps: int, directory: Path, seed: int = 0
+    batch: Batches,
+    settings: dict[str, Any],
+    steps: int,
+    directory: Path,
+    start: Path | None = None,
+    rate: float = 1.0,
+    decay_from: float = DECAY_FROM,
+    seed: int = 0,
 ) -> None:
     """Trains and saves to `directory`, in float32 and in the layout that mlx-lm loads; resumes from its checkpoint.
 
     Args:
-        wide, last: streams of ids; the second is read while the learning rate falls.
+        batch: what each step learns.
         settings: the model's config.
+        start: weights to begin with, a safetensors file; None for random ones.
+        rate: of the learning rates.
+        decay_from: part of the steps after which the learning rate falls.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
-    model = Llama(settings).to(device)
+    model = Llama(settings)
+    if start is not None:
+        model.load_state_dict(load_file(start))
+    model.to(device)
     run = torch.compile(model)
     inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -187,30 +232,32 @@ def train(
         torch.optim.Muon(inner, lr=MUON_RATE, weight_decay=0.0, ns_steps=4, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    batch, start, checkpoint = batches(wide, last, steps, seed), 0, directory / "training.pt"
+    first, checkpoint = 0, directory / "training.pt"
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device)
-        start = state["step"]
+        first = state["step"]
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
     began = saved_at = time.monotonic()
     losses: list[float] = []
-    for step in range(start, steps):
+    for step in range(first, steps):
         for optimizer, peak in zip(optimizers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = peak * relative_rate(step, steps)
+                group["lr"] = rate * peak * relative_rate(step, steps, decay_from)
+        ids, weights = (torch.from_numpy(array).to(device) for array in batch(step))
+        ids = ids.long()
         with torch.autocast(device, torch.bfloat16):
-            loss = next_token_loss(run, batch(step).to(device))
+            loss = next_token_loss(run, ids, weights)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         if (step + 1) % 20 == 0 or step + 1 == steps:
-            rate = BATCH_TOKENS * (step + 1 - start) / (time.monotonic() - began)
+            speed = weights.numel() * (step + 1 - first) / (time.monotonic() - began)
             recent = losses[-20:]
-            print(f"step {step + 1} of {steps}: loss {sum(recent) / len(recent):.3f}, {rate:.0f} tokens/s", flush=True)
+            print(f"step {step + 1} of {steps}: loss {sum(recent) / len(recent):.3f}, {speed:.0f} tokens/s", flush=True)
         if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
             saved_at = time.monotonic()
             state = {"step": step + 1, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
