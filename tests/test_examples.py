@@ -20,6 +20,7 @@ from examples.demo import corpus, drafter, edits, report
 from mlx_redrafter import Session, load_demo, load_drafter
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.settings import TrainingArgs
 
 VOCAB = 32
@@ -111,6 +112,9 @@ def test_edits_are_packed_whole() -> None:
     assert ids.shape[1] == 91 and weights.shape == (len(ids), 90)
     found = sorted(text + "\0" for row in ids for text in "".join(map(chr, row)).rstrip("\0").split("\0"))
     assert found == sorted(edit.prompt + edit.after + "\0" for edit in made if len(edit.prompt + edit.after) < 91)
+    split = [("".join(map(chr, row)), prompt) for row, prompt in edits.split_rows(ids, weights, 0)]
+    packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
+    assert sorted(split) == sorted((edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed)
     answers = sum(len(edit.after) + 1 for edit in made if len(edit.prompt + edit.after) < 91)
     assert (weights == 1).sum() == answers and set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), 1}
 
@@ -120,7 +124,8 @@ def test_a_drafter_is_trained_and_described(tmp_path: Path) -> None:
     model, tokens = small_llama(vocab=VOCAB), np.random.default_rng(0).integers(VOCAB, size=400, dtype=np.uint16)
     args = DrafterArgs(model.args.hidden_size, VOCAB, exit_dim=8, num_draft_layers=1, draft_vocab_size=12)
     settings = TrainingArgs(iters=2, draft_depth=3, batch_size=2)
-    drafter.train(model, drafter.write_texts(model, tokens, tmp_path / "texts", batches=2), args, settings, tmp_path)
+    texts = [Text(row, 0) for row in drafter.write_texts(model, tokens, tmp_path / "texts", batches=2)]
+    drafter.train(model, texts, args, settings, tmp_path)
     drafter.describe(model, tokens, [[1, 2, 3]], set(), tmp_path, depth=3)
     found: Any = load_drafter(tmp_path, model).args
     assert found.draft_depth in (1, 2, 3) and len(found.acceptance) == 3 and found.draft_vocab_size == 12

@@ -1,4 +1,4 @@
-"""Trains the demo's drafter on what the target writes behind pieces of the training files."""
+"""Trains the demo's drafter on what the target writes behind pieces of the training files, and on edits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write_texts(
 
 def train(
     model: nn.Module,
-    texts: np.ndarray,
+    texts: list[Text],
     args: DrafterArgs,
     settings: TrainingArgs,
     directory: Path,
@@ -73,16 +73,15 @@ def train(
 
     Args:
         model: the target.
-        texts: (N, LENGTH) ids.
+        texts: what it learns from.
         args: its sizes; a draft vocabulary is the texts' most frequent tokens.
         settings: of the training.
     """
-    learned = [Text(row.astype(np.int32), 0) for row in texts]
     mx.random.seed(settings.seed)
     count = args.draft_vocab_size
-    ids = None if count is None else most_frequent(learned, count, args.vocab_size)
+    ids = None if count is None else most_frequent(texts, count, args.vocab_size)
     drafter = new_drafter(model, args, ids)
-    batches = make_batches(learned, settings.batch_size, settings.seed)
+    batches = make_batches(texts, settings.batch_size, settings.seed)
     train_drafter(model, drafter, batches, settings, checkpoint=directory / "checkpoint.safetensors")
     save_drafter(directory, drafter, dtype=mx.float16)
     return drafter

@@ -255,6 +255,18 @@ def pack_rows(
     return ids, weights[:, 1:]
 
 
+def split_rows(ids: np.ndarray, weights: np.ndarray, end: int) -> list[tuple[np.ndarray, int]]:
+    """(ids, length of the prompt) of each edit in the rows of `pack_rows`."""
+    found = []
+    for row, weight in zip(ids, weights, strict=True):
+        in_answer = np.concatenate([[False], weight == 1])
+        start = 0
+        for stop in np.flatnonzero(in_answer & (row == end)) + 1:
+            found.append((row[start:stop].astype(np.int32), int(np.argmax(in_answer[start:stop]))))
+            start = stop
+    return found
+
+
 def _draw(names: list[str], rng: np.random.Generator) -> str:
     return names[rng.integers(len(names))]
 

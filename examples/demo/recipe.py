@@ -32,6 +32,7 @@ from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.generate import encode
+from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.settings import TrainingArgs
 
 from . import corpus, drafter, edits, report, target
@@ -41,6 +42,7 @@ BITS, GROUP_SIZE = 8, 64
 ROWS_PER_STEP = 2
 EXIT_DIM = 256
 EDITS = 30_000
+EDIT_TEXTS = 1200
 HELD_OUT_EDITS, EDIT_TOKENS, SHOWN_EDIT_TOKENS = 200, 350, range(80, 250)
 EDIT_RATE, EDIT_DECAY_FROM = 0.6, 0.3
 WEIGHTS = ("config.json", "model.safetensors")
@@ -128,11 +130,17 @@ def copy_tokenizer(out: Path, place: Path) -> None:
 
 
 def make_drafter(out: Path, steps: int) -> None:
-    """The drafter, from texts that the target wrote."""
+    """The drafter, from texts that the target wrote and from edits."""
     if (out / "drafter" / "model.safetensors").exists():
         return
-    model, _ = trained(out)
-    texts = drafter.write_texts(model, np.load(out / "library.npy"), out / "texts")
+    model, tokenizer = trained(out)
+    written = drafter.write_texts(model, np.load(out / "library.npy"), out / "texts")
+    texts = [Text(row.astype(np.int32), 0) for row in written]
+    # The right answers, which are nearly always the target's own.
+    rows = np.load(out / "edits.npz")
+    texts += [
+        Text(*edit) for edit in edits.split_rows(rows["ids"], rows["weights"], tokenizer.eos_token_id)[:EDIT_TEXTS]
+    ]
     args = DrafterArgs(*model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
     settings = TrainingArgs(iters=steps, batch_size=ROWS_PER_STEP, learning_rate=4e-3)
     drafter.train(model, texts, args, settings, out / "drafter")
