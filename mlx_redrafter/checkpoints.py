@@ -22,7 +22,7 @@ from mlx_lm.utils import _download, load_model
 from .atomic_files import replace_file
 from .drafters import KINDS, recurrent
 from .drafters.protocol import AFTER_NORM, BEFORE_NORM, Drafter, DrafterArgs
-from .engine.blas import choose_threads
+from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.plan import MAX_DRAFT_DEPTH
 from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line
@@ -61,6 +61,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
+    warn_of_slow_blas()
     return model, tokenizer
 
 

@@ -176,7 +176,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
-            yield "no fast BLAS: a forward of N nodes costs nearly N plain steps; pip install cmeel-openblas"
+            yield "no fast BLAS: a forward of N nodes costs nearly N plain steps"
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
     if drafter["stand_in"] is None and drafter["acceptance_assumed"]:
