@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name, load_pair
+from ..checkpoints import dtype_name, is_quantized, load_pair
 from ..drafters import recurrent
 from ..drafters.protocol import Drafter
 from ..engine.plan import Plan, chain_plan
@@ -120,9 +120,8 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """The properties of a model that its costs depend on; the size of its weights in bytes."""
     weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-    quantized = any(key.endswith(".scales") for key in weights)
     weight_bytes = sum(array.nbytes for array in weights.values())
-    return {"name": name, "dtype": dtype_name(dtype), "quantized": quantized, "weight_bytes": weight_bytes}
+    return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
 def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
