@@ -32,7 +32,6 @@ from mlx_lm.utils import save_config, save_model
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
-from mlx_redrafter.engine.blas import find_openblas
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import generate, stream_generate
 
@@ -42,6 +41,8 @@ from .tables import show_rows
 START_SECONDS = 120.0  # for a server to start, or to take a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
 LIBRARY = "library"
+# As `python -m PACKAGE`, after this package has loaded its BLAS, which mlx_lm.server alone would not have.
+START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds that it runs alone; clients that come then
 
 
@@ -127,23 +128,28 @@ def save_demo(folder: Path) -> dict[str, list[str]]:
 
 @contextmanager
 def start_server(module: str, flags: list[str]) -> Iterator[Server]:
-    """A server, once it takes connections; it ends with the context.
+    """A server, once it takes connections, with the BLAS of this package; it ends with the context.
 
     Raises:
-        RedrafterError: it does not start.
+        RedrafterError: it does not start; what it wrote to stderr is shown there.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     variables = {"OPENBLAS_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
-    if module == THEIRS and (openblas := find_openblas()):  # ours loads it by itself
-        variables |= {"LD_PRELOAD": openblas}
-    command = [sys.executable, "-m", *module.split("."), *flags, "--port", str(port)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=variables) as process:
+    package, _, name = module.partition(".")
+    command = [sys.executable, "-c", START.format(package), name, *flags, "--port", str(port)]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(command, stderr=log, env=variables) as process,
+    ):
         try:
             end = time.monotonic() + START_SECONDS
             while not takes_connections(port):
                 if time.monotonic() > end or process.poll() is not None:
-                    raise RedrafterError(f"{module} does not start")
+                    log.seek(0)
+                    sys.stderr.write(log.read())
+                    ended = "" if process.returncode is None else f": it ended with {process.returncode}"
+                    raise RedrafterError(f"{module} does not start{ended or f' within {START_SECONDS:.0f} s'}")
                 time.sleep(0.2)
             yield Server(port, process.pid)
         finally:

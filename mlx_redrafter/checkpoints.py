@@ -22,7 +22,7 @@ from mlx_lm.utils import _download, load_model
 from .atomic_files import replace_file
 from .drafters import KINDS, recurrent
 from .drafters.protocol import AFTER_NORM, BEFORE_NORM, Drafter, DrafterArgs
-from .engine.blas import choose_threads
+from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.plan import MAX_DRAFT_DEPTH
 from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line
@@ -61,6 +61,7 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
+    warn_of_slow_blas()
     return model, tokenizer
 
 
@@ -338,6 +339,11 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Whether weights are packed, whose dtype says nothing then."""
+    return any(name.endswith(".scales") for name in _parameters(module))
+
+
 def check_demo_flags(name: str | None, args: Any) -> None:
     """Refuses flags that change how a model is loaded where none is named: the packaged demo is loaded as it is.
 
@@ -394,10 +400,12 @@ def load_pair(
         check_demo_flags(name, args)
         return load_demo(drafter_name)
     model, tokenizer = load_target(args, name, tokenizer_config)
-    dtype = max(_parameters(model).values(), key=lambda array: array.size).dtype
-    if mx.default_device().type == mx.cpu and dtype in (mx.float16, mx.bfloat16):
-        advice = "mlx_lm.convert --dtype float32 makes a faster copy"
-        print(f"note: {dtype_name(dtype)} weights are slow on a CPU; {advice}", file=sys.stderr)
+    kind, flags = dtype_name(max(_parameters(model).values(), key=lambda array: array.size).dtype), "--dtype float32"
+    if is_quantized(model):
+        kind, flags = "quantized", f"--dequantize {flags}"
+    if mx.default_device().type == mx.cpu and kind != "float32":
+        advice = f"mlx_lm.convert {flags} makes a larger, faster copy"
+        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
     if name is None or drafter_name is None or without:
         return model, tokenizer, None
     drafter = load_drafter(drafter_name, model)

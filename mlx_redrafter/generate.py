@@ -28,6 +28,7 @@ from .checkpoints import check_fit
 from .drafters.context import ContextIndex
 from .drafters.protocol import Drafter
 from .engine import kv_cache
+from .engine.blas import warn_of_slow_blas
 from .engine.decode import Planner, Round, decode, on_stream, prefill
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
@@ -336,6 +337,7 @@ def open_rounds(
     """
     tokens = check_prompt(prompt)
     target, chooser = _open_target(model, tokens, options)
+    warn_of_slow_blas()  # of a model that mlx-lm loaded
     is_own = options.prompt_cache is None and options.max_kv_size is None
     drafting = _open_drafting(model, drafter, options, None if is_own else target.cache)
     target.before_norm = drafting.drafter is not None and drafting.drafter.args.before_norm

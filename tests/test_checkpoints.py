@@ -199,13 +199,19 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_16_bit_weights_on_a_cpu_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    note = "note: bfloat16 weights are slow on a CPU; mlx_lm.convert --dtype float32 makes a faster copy\n"
-    flags = Namespace(adapter_path=None, trust_remote_code=False)
-    for dtype in (mx.bfloat16, mx.float32):
-        model = small_llama()
-        model.set_dtype(dtype)
-        save_target(tmp_path, model, make_tokenizer()._tokenizer)
-        assert load_pair(flags, str(tmp_path), None)[2] is None
-        on_cpu = mx.default_device().type == mx.cpu
-        assert capsys.readouterr().err == (note if on_cpu and dtype == mx.bfloat16 else "")
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("bfloat16", "--dtype float32"), ("quantized", "--dequantize --dtype float32"), ("float32", None)],
+)
+def test_weights_that_are_slow_on_a_cpu_are_noted(
+    kind: str, flags: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_llama(hidden=64)
+    model.set_dtype(mx.bfloat16 if kind == "bfloat16" else mx.float32)
+    config = {"quantization": {"group_size": 32, "bits": 8}} if kind == "quantized" else {}
+    if config:
+        nn.quantize(model, **config["quantization"])
+    save_target(tmp_path, model, make_tokenizer()._tokenizer, **config)
+    assert load_pair(Namespace(adapter_path=None, trust_remote_code=False), str(tmp_path), None)[2] is None
+    note = f"note: {kind} weights are slow on a CPU; mlx_lm.convert {flags} makes a larger, faster copy\n"
+    assert capsys.readouterr().err == (note if flags and mx.default_device().type == mx.cpu else "")

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name, load_pair
+from ..checkpoints import dtype_name, is_quantized, load_pair
 from ..drafters import recurrent
 from ..drafters.protocol import Drafter
 from ..engine.plan import Plan, chain_plan
@@ -120,9 +120,8 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """The properties of a model that its costs depend on; the size of its weights in bytes."""
     weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-    quantized = any(key.endswith(".scales") for key in weights)
     weight_bytes = sum(array.nbytes for array in weights.values())
-    return {"name": name, "dtype": dtype_name(dtype), "quantized": quantized, "weight_bytes": weight_bytes}
+    return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
 def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
@@ -176,7 +175,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         yield "the measured times contradict each other, the machine was busy: measure again with --refresh"
     if "blas" in machine and platform.system() == "Linux":
         if not has_fast_blas(machine["blas"]):
-            yield "no fast BLAS: a forward of N nodes costs nearly N plain steps; pip install cmeel-openblas"
+            yield "no fast BLAS: a forward of N nodes costs nearly N plain steps"
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
     if drafter["stand_in"] is None and drafter["acceptance_assumed"]:

@@ -253,7 +253,7 @@ def find_cause() -> str:
     """Why a round may cost too much on this machine."""
     machine = describe_machine()
     if platform.system() == "Linux" and not has_fast_blas(machine.get("blas", "openblas")):
-        return f"MLX computes with {machine['blas']}, which is slow for several rows: pip install cmeel-openblas"
+        return f"MLX computes with {machine['blas']}, which is slow for several rows"
     return "python -m mlx_redrafter.doctor measures what it costs here"
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
 from unittest.mock import Mock
 
+import mlx.core as mx
 import pytest
+from toys import make_model, make_tokenizer
 
+import mlx_redrafter
 from mlx_redrafter.cli import generate
 from mlx_redrafter.cli import main as cli
 
@@ -64,3 +68,27 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
     script = f"{sys.executable} -m mlx_redrafter.generate -m -1 --draft-depth 2 | head -c 20"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert len(done.stdout) == 20 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.fixture
+def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is to be said of a machine on which OpenBLAS was not loaded."""
+    if mx.default_device().type != mx.cpu:
+        pytest.skip("a GPU computes here")
+    monkeypatch.setattr("mlx_redrafter.engine.blas._problem", ("it is damaged", "mend it"))
+    return r"^MLX computes with a slow BLAS, as OpenBLAS is not loaded \(it is damaged\): mend it$"
+
+
+@pytest.mark.parametrize("command", [["generate", "--max-tokens", "2", "--compare"], ["chat"], ["doctor"]])
+def test_a_slow_blas_is_said_once(command: list[str], slow_blas: str, run: Run, pair: tuple[str, str]) -> None:
+    with pytest.warns(UserWarning) as warned:
+        status, out, _ = run(*command, "--model", pair[0], stdin=b"a\nb\nq\n")
+    assert status == 0 and re.match(slow_blas, str(warned.pop().message)) and not warned.list
+    assert "mend it" not in out, "it is not said again"
+
+
+def test_a_slow_blas_is_said_where_mlx_lm_loaded_the_model(slow_blas: str) -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    with pytest.warns(UserWarning, match=slow_blas):
+        text = mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4)
+    assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "once"

@@ -1,0 +1,31 @@
+"""The servers that the serving benchmark compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small import save_target, small_llama
+from toys import make_tokenizer
+
+from benchmarks.serving import OURS, THEIRS, start_server
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.machine import blas_libraries
+
+
+def test_both_servers_have_the_same_blas(tmp_path: Path) -> None:
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    found = []
+    for module in (OURS, THEIRS):
+        with start_server(module, ["--model", str(tmp_path), "--log-level", "ERROR"]) as server:
+            found.append(blas_libraries(Path(f"/proc/{server.pid}/maps")))
+    assert found == [blas_libraries()] * 2
+
+
+def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(RedrafterError, match=r"^mlx_lm.server does not start: it ended with 2$"),
+        start_server(THEIRS, ["--no-such-flag"]),
+    ):
+        pass
+    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
