@@ -28,7 +28,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 WIDTH = 1180
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PORT = 8097
-RACE_SECONDS = 120.0
+RACE_SECONDS, RACE_HEIGHT = 120.0, 900
 CHAT_COLUMNS, CHAT_HEIGHT = 100, 650
 CHAT_SECONDS = 60.0
 CHAT_LINE, CHAT_PROMPT = "class Stack:", "\u203a"
@@ -47,19 +47,26 @@ def open_browser(height: int) -> webdriver.Chrome:
     return webdriver.Chrome(options, Service(driver) if driver else None)
 
 
+def save_page(browser: webdriver.Chrome, output: Path) -> None:
+    """A picture of a page, as high as what it shows."""
+    height = browser.get_window_size()["height"]
+    browser.set_window_size(WIDTH, height + browser.execute_script("return document.body.scrollHeight - innerHeight"))
+    browser.save_screenshot(str(output))
+
+
 def picture_race(output: Path) -> None:
     """The race page after both sides have decoded the page's own prompt, greedily."""
     command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
-    browser = open_browser(1020)
+    browser = open_browser(RACE_HEIGHT)
     try:
         url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
         browser.get(f"{url}?temp=0&go=1")
         WebDriverWait(browser, RACE_SECONDS).until(
             lambda _: browser.execute_script("return document.body.dataset.done")
         )
-        browser.save_screenshot(str(output))
+        save_page(browser, output)
     finally:
         browser.quit()
         server.terminate()
@@ -76,10 +83,7 @@ def picture_chat(output: Path) -> None:
     try:
         browser.get(page.resolve().as_uri())
         browser.execute_script("document.body.style.cssText += 'background:#292929;font-size:18px;margin:18px'")
-        browser.set_window_size(
-            WIDTH, CHAT_HEIGHT + browser.execute_script("return document.body.scrollHeight - innerHeight")
-        )
-        browser.save_screenshot(str(output))
+        save_page(browser, output)
     finally:
         browser.quit()
         page.unlink()
