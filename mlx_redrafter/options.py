@@ -76,8 +76,8 @@ class Options:
         history: the ids that `prompt_cache` holds already, for processors to see, and for caches that do not count
             tokens: without it the noise of a sampled text after such a cache starts at position 0.
         prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
-        on_drafter_failure: called once with what the drafter raises; plain decoding goes on from there, and no token is
-            lost. None passes the exception on.
+        on_drafter_failure: called once with what the drafter raises, also while the machine is measured; decoding goes
+            on from there without it, and no token is lost. None passes the exception on.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
 
     Raises:
