@@ -64,3 +64,18 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
     script = f"{sys.executable} -m mlx_redrafter.generate -m -1 --draft-depth 2 | head -c 20"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert len(done.stdout) == 20 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("generate -m 2 --plan off >&-", ""),
+        ("chat -m 2 --plan off <&- >&- 2>&-", ""),
+        ("stdio --plan off <&-", '{"type": "ready"'),
+    ],
+)
+def test_closed_standard_streams_print_no_traceback(command: str, printed: str) -> None:
+    script = f"{sys.executable} -m mlx_redrafter.{command}"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.startswith(printed) and bool(done.stdout) is bool(printed)
+    assert "Traceback" not in done.stderr and "error" not in done.stderr
