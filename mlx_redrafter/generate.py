@@ -188,9 +188,7 @@ def stream_responses(
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    options = Options(**keywords)
-    if options.max_tokens == 0:
-        raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
+    options = Options(**keywords).require_tokens()
     ids = encode(tokenizer, prompt)
     stops = make_stop_strings(stop)
     detokenizer = tokenizer.detokenizer
