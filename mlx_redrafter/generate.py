@@ -189,9 +189,7 @@ def stream_responses(
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    options = Options(**keywords)
-    if options.max_tokens == 0:
-        raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
+    options = Options(**keywords).require_tokens()
     ids = encode(tokenizer, prompt)
     stops = make_stop_strings(stop)
     detokenizer = tokenizer.detokenizer
@@ -414,15 +412,22 @@ def _open_drafting(
         return _Drafting(None, Planner(None))
     is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
     context = _make_context(model, options, cache, default=(shape == AUTO or drafter is None) and not is_shared)
+    if plan == AUTO and isinstance(drafter, nn.Module) and not is_shared:
+        trees = check_draftable(model, tree=True, cache=cache) is None
+        try:
+            planner = make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
+        except Exception as error:  # while it was measured
+            if options.on_drafter_failure is None:
+                raise
+            options.on_drafter_failure(error)
+            drafter = None
+        else:
+            return _Drafting(drafter if planner.plans else None, planner, context)
     if drafter is None:
         if is_shared or context is None or (options.context and shape != AUTO):
             return _Drafting(None, Planner(None), context)
         replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
         return _Drafting(None, make_context_planner(replays=replays), context)
-    if plan == AUTO and isinstance(drafter, nn.Module) and not is_shared:
-        trees = check_draftable(model, tree=True, cache=cache) is None
-        planner = make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
-        return _Drafting(drafter if planner.plans else None, planner, context)
     plan = chain_plan(default_depth(drafter)) if plan == AUTO else plan
     assert isinstance(plan, Plan)
     can_merge = context is not None and not options.logits_processors and explain_chains(model) is None

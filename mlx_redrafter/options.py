@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from math import inf
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
 from .engine.kv_cache import Cache
-from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, Plan, make_plan
+from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from .engine.round import Processor
 from .engine.sampling import Sampler, make_sampler
 from .engine.target import MIN_RING_SIZE, KVQuantization
@@ -31,6 +33,18 @@ SAMPLER_OPTIONS = ("temp", "top_p", "min_p", "top_k", "xtc_probability")
 
 CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 """The options that say how a prompt cache is made."""
+
+ALIASES = {
+    "temperature": "temp",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "draft_model": "drafter",
+    "num_draft_tokens": "draft_depth",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+}
+"""What other libraries call an option."""
 
 OnRound = Callable[[Tree, list[int], list[int]], None]
 """Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
@@ -76,8 +90,8 @@ class Options:
         history: the ids that `prompt_cache` holds already, for processors to see, and for caches that do not count
             tokens: without it the noise of a sampled text after such a cache starts at position 0.
         prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
-        on_drafter_failure: called once with what the drafter raises; plain decoding goes on from there, and no token is
-            lost. None passes the exception on.
+        on_drafter_failure: called once with what the drafter raises, also while the machine is measured; decoding goes
+            on from there without it, and no token is lost. None passes the exception on.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
 
     Raises:
@@ -133,8 +147,12 @@ class Options:
         self._check_sampler()
         self._check_functions()
         self._check_history()
-        if self.plan_shape() is None and self.context:
+        shape = self.plan_shape()
+        if shape is None and self.context:
             raise RedrafterError("give either plan 'off' or context, got both")
+        if isinstance(shape, tuple):  # a drafter, which may limit it further, may be missing
+            width, depth, size = shape
+            make_plan(width, min(MAX_DRAFT_DEPTH, max(1, MAX_NODES // max(1, width))) if depth is None else depth, size)
 
     def _check_sampler(self) -> None:
         special = () if self.xtc_special_tokens is None else self.xtc_special_tokens
@@ -164,6 +182,16 @@ class Options:
         if not all(isinstance(token, Integral) and 0 <= int(token) < 2**31 for token in history):
             raise RedrafterError(f"history must be token ids, got {self.history!r:.100}")
         object.__setattr__(self, "history", history)
+
+    def require_tokens(self) -> Options:
+        """Itself.
+
+        Raises:
+            RedrafterError: `max_tokens` is 0, with which `generate_step` reads the prompt alone.
+        """
+        if self.max_tokens == 0:
+            raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
+        return self
 
     def make_sampler(self, seed: int) -> Sampler:
         """The sampler of these options; `seed` stands for one that was not given."""
@@ -227,6 +255,9 @@ OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
 """The options that are flags, in the order of their declaration."""
 
 
+OPTION_NAMES = frozenset(each.name for each in fields(Options))
+
+
 def _checked(flag: OptionFlag, value: Any) -> Any:
     """`value` as a plain Python number: NumPy's would not go through mlx-lm's compiled filters."""
     if value is None and flag.optional:
@@ -265,9 +296,28 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
 
 
 def takes_options(function: F) -> F:
-    """Shows the options in the signature of a function that takes them as `**options`."""
+    """Shows the options in the signature of a function that takes them as `**options`, and refuses all others."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = inspect.signature(Options).parameters.values()
-    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    return function
+    known = {parameter.name for parameter in (*own, *options)}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        check_names(keywords, known)
+        return function(*args, **keywords)
+
+    checked.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return cast(F, checked)
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuses keywords that are not known.
+
+    Raises:
+        TypeError: one is unknown; the message names the one that may have been meant.
+    """
+    for name in given:
+        if name not in known:
+            close = [ALIASES[name]] if ALIASES.get(name) in known else get_close_matches(name, known, 1)
+            raise TypeError(f"unknown option {name!r}" + (f": did you mean {close[0]}?" if close else ""))

@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from small import small_drafter
+from toys import make_model, make_tokenizer
 
-from mlx_redrafter import RedrafterError, generate, generate_step, stream_generate
+from mlx_redrafter import RedrafterError, Session, generate, generate_step, stream_generate
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.options import AUTO, OPTION_FLAGS, Options, add_options
 
@@ -46,6 +47,91 @@ def test_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RedrafterError) as raised:
         Options(**options)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": (0, 1)}, "beam_width must be at least 1, got 0"),
+        ({"plan": (1, 0)}, "draft_depth must be from 1 to 256, got 0"),
+        (
+            {"plan": (2, 2, 6)},
+            "tree_size counts the root and must be from 2 to 1 + beam_width * draft_depth = 5, got 6",
+        ),
+        ({"beam_width": -1}, "beam_width must be at least 1, got -1"),
+        ({"beam_width": 3000}, "beam_width * draft_depth must be at most 2048, got 3000"),
+        ({"draft_depth": 300}, "draft_depth must be from 1 to 256, got 300"),
+    ],
+    ids=str,
+)
+def test_impossible_plan_is_refused_without_a_drafter(options: dict[str, Any], message: str) -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    for call in (
+        lambda: list(stream_generate(model, tokenizer, [1, 2], **options)),
+        lambda: generate(model, tokenizer, [1, 2], **options),
+        lambda: list(generate_step([1, 2], model, **options)),
+        lambda: Session(model, tokenizer, **options),
+    ):
+        with pytest.raises(RedrafterError) as raised:
+            call()
+        assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("given", [4, 64, 700])
+def test_a_plan_in_part_is_taken_without_a_drafter(given: int) -> None:
+    """Any drafter that it fits would do."""
+    for options in ({"beam_width": given}, {"tree_size": min(given, 257)}):
+        assert Options(**options).resolve_plan(None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temperature", "unknown option 'temperature': did you mean temp?"),
+        ("max_token", "unknown option 'max_token': did you mean max_tokens?"),
+        ("max_new_tokens", "unknown option 'max_new_tokens': did you mean max_tokens?"),
+        ("draft_model", "unknown option 'draft_model': did you mean drafter?"),
+        ("n", "unknown option 'n'"),
+    ],
+)
+def test_unknown_option_is_refused_by_name(name: str, message: str) -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    option: dict[str, Any] = {name: 1}
+    for call in (
+        lambda: stream_generate(model, tokenizer, [1, 2], **option),
+        lambda: generate(model, tokenizer, [1, 2], **option),
+        lambda: generate_step([1, 2], model, **option),
+        lambda: Session(model, tokenizer, **option),
+    ):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temperature", "unknown option 'temperature': did you mean temp?"),
+        ("stop_sequences", "unknown option 'stop_sequences': did you mean stop?"),
+        ("on_tokens", "unknown option 'on_tokens': did you mean on_token?"),
+        ("memory_budget", "unknown option 'memory_budget'"),
+    ],
+)
+def test_unknown_option_of_a_turn_is_refused_by_name(name: str, message: str) -> None:
+    session = Session(make_model(), make_tokenizer())
+    with pytest.raises(TypeError) as raised:
+        session.send("abc", **{name: 1})
+    assert str(raised.value) == message and not session.messages
+
+
+def test_an_answer_of_no_tokens_is_refused() -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    with pytest.raises(RedrafterError, match=r"max_tokens must be -1 .* or at least 1, got 0"):
+        Session(model, tokenizer, max_tokens=0)
+    session = Session(model, tokenizer)
+    with pytest.raises(RedrafterError, match=r"max_tokens must be -1 .* or at least 1, got 0"):
+        session.send("abc", max_tokens=0)
+    assert not session.messages
 
 
 @pytest.mark.parametrize("flag", OPTION_FLAGS, ids=lambda flag: flag.name)
@@ -111,7 +197,8 @@ def test_plan_follows_from_the_options(options: dict[str, Any], plan: Any) -> No
         ({"beam_width": 65}, "beam_width must be from 1 to the vocabulary's 64, got 65"),
         ({"draft_depth": 0}, "draft_depth must be from 1 to 256, got 0"),
         ({"plan": (64, 33)}, r"beam_width \* draft_depth must be at most 2048, got 2112"),
-        ({"tree_size": 1}, r"tree_size counts the root and must be from 2 to .* = 4, got 1"),
+        ({"tree_size": 1}, r"tree_size counts the root and must be from 2 to .* = 257, got 1"),
+        ({"tree_size": 5}, r"tree_size counts the root and must be from 2 to .* = 4, got 5"),
     ],
     ids=str,
 )

@@ -67,9 +67,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
         RedrafterError: one is out of its range, or they do not go together.
     """
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS}
-    checked = Options(**options)
-    if args.max_tokens == 0:
-        raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
+    checked = Options(**options).require_tokens()
     if args.no_drafter and (args.drafter is not None or checked.plan_shape() not in (AUTO, None)):
         drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", *PLAN_OPTIONS[1:]))
         raise RedrafterError(f"--no-drafter takes none of {drafting}")

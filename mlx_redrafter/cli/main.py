@@ -54,6 +54,9 @@ def main(command: str | None = None) -> None:
 
 def run_module(module: str) -> None:
     """Imports `module`, calls its `run()`, and exits with what that returns; errors become one line on stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell; the next file would get its number
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # what shows a log that a command has not set up

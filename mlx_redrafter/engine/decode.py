@@ -92,6 +92,10 @@ class Planner:
             return plan
         return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
 
+    def drop_drafter(self) -> None:
+        """Called when the drafter has failed: the context alone drafts from then on."""
+        self._plan = None
+
     def observe(
         self,
         plan: Plan | None,
@@ -198,6 +202,7 @@ def decode(
             if on_drafter_failure is None:
                 raise
             drafter = None
+            planner.drop_drafter()
             on_drafter_failure(error)
             return None
         return draft

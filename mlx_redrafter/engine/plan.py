@@ -68,20 +68,21 @@ def chain_plan(depth: int) -> Plan:
     return Plan(1, depth, 1 + depth)
 
 
-def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int) -> Plan:
+def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int | None = None) -> Plan:
     """The plan of these options.
 
     Args:
         beam_width: W >= 1.
         draft_depth: K drafted tokens, 1 <= K <= MAX_DRAFT_DEPTH.
         tree_size: N, 2 <= N <= 1 + W * K, counting the root; None keeps every node.
-        vocab_size: V, the widest a beam can be.
+        vocab_size: V, the widest a beam can be; None where it is not known.
 
     Raises:
         RedrafterError: a number out of its range.
     """
-    if not 1 <= beam_width <= vocab_size:
-        raise RedrafterError(f"beam_width must be from 1 to the vocabulary's {vocab_size}, got {beam_width}")
+    if beam_width < 1 or (vocab_size is not None and beam_width > vocab_size):
+        bounds = "at least 1" if vocab_size is None else f"from 1 to the vocabulary's {vocab_size}"
+        raise RedrafterError(f"beam_width must be {bounds}, got {beam_width}")
     if not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
         raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
     nodes = beam_width * draft_depth

@@ -194,6 +194,10 @@ class AutoPlanner(Planner):
             plan = self._in_flight = best.plan
         return plan
 
+    def drop_drafter(self) -> None:
+        """See the base class."""
+        self.plans, self._in_flight = (), None
+
     def observe(
         self,
         plan: Plan | None,

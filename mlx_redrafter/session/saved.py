@@ -46,6 +46,8 @@ def write_conversation(
     file = expand_path(path)
     if file.suffix != ".safetensors":
         raise RedrafterError(f"a session is saved as .safetensors, got {file.name}")
+    if not file.parent.is_dir():
+        raise RedrafterError(f"cannot save the session as {file}: there is no folder {file.parent}")
     if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
         raise RedrafterError(f"mlx-lm cannot read a {odd[0]} again: the cache of {model_name(model)} cannot be saved")
     conversation = {"tokens": tokens, "messages": messages, "template": template}

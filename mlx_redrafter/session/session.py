@@ -20,13 +20,16 @@ from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, stream_generate
-from ..options import CACHE_OPTIONS, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, takes_options
+from ..options import CACHE_OPTIONS, OPTION_NAMES, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_names, takes_options
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
 from .memory import MAX_LENGTH, free_memory, measure_cache
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
 """Rows that a cache may have beyond the text: it is allocated 256 rows at a time, and a round writes a tree."""
+
+TURN_ARGUMENTS = frozenset({"stop", "tools", "chat_template_config"})
+"""What a turn may give besides options."""
 
 
 class Cancelled(Exception):
@@ -74,6 +77,7 @@ class Session:
         options: of every turn, unless `send` gives others; see `Options`. A `prompt_cache` is not among them.
 
     Raises:
+        TypeError: an unknown option.
         RedrafterError: an option out of its range.
     """
 
@@ -100,7 +104,7 @@ class Session:
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._options, self._stop, self._tools, self._template_config = options, stop, tools, chat_template_config
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
-        checked = Options(**options)
+        checked = Options(**options).require_tokens()
         checked.resolve_plan(drafter)
         self._cache_bytes = measure_cache(model, checked)
         self._memory_budget, self._trims = memory_budget, when_full == "trim"
@@ -136,9 +140,11 @@ class Session:
                 those change what was read, the conversation is prefilled again.
 
         Raises:
+            TypeError: an unknown option.
             RedrafterError: another thread uses the session, no room, an option of the cache, which is the session's, or
                 what `stream_generate` refuses.
         """
+        check_names(options, OPTION_NAMES | TURN_ARGUMENTS | {"on_text", "on_token"})
         text, tokens, last = "", list[int](), None
         with closing(self.stream(messages, **options)) as responses:
             for last in responses:
@@ -157,13 +163,14 @@ class Session:
         A cancelled answer ends without a `finish_reason`.
         """
         with self._locked():
+            check_names(options, OPTION_NAMES | TURN_ARGUMENTS)
             sent = parse_messages(messages)
             stop, tools = options.pop("stop", self._stop), options.pop("tools", self._tools)
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
             keywords = _merge_options(self._options, options)
-            asked = Options(**keywords).max_tokens
+            asked = Options(**keywords).require_tokens().max_tokens
             turn, room = self._prepare_turn(sent, template, asked)
             keywords |= {"max_tokens": room if asked == -1 else min(asked, room), "stop": stop}
             yield from self._generate(turn, sent, template, keywords)

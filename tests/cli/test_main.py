@@ -92,3 +92,18 @@ def test_a_slow_blas_is_said_where_mlx_lm_loaded_the_model(slow_blas: str) -> No
     with pytest.warns(UserWarning, match=slow_blas):
         text = mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4)
     assert mlx_redrafter.generate(model, tokenizer, "abc", max_tokens=4) == text, "once"
+
+
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("generate -m 2 --plan off >&-", ""),
+        ("chat -m 2 --plan off <&- >&- 2>&-", ""),
+        ("stdio --plan off <&-", '{"type": "ready"'),
+    ],
+)
+def test_closed_standard_streams_print_no_traceback(command: str, printed: str) -> None:
+    script = f"{sys.executable} -m mlx_redrafter.{command}"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.startswith(printed) and bool(done.stdout) is bool(printed)
+    assert "Traceback" not in done.stderr and "error" not in done.stderr

@@ -143,7 +143,7 @@ GARBAGE = [
     (b'{"type": "send", "id": "g", "text": NaN}', "expected a text or messages with role and content, got nan"),
     (b'{"type": "send", "id": "g", "txt": "x"}', "send has no 'txt'"),
     (b'{"type": "send", "id": "g", "text": "\\ud800"}', "the message is not UTF-8"),
-    (b'{"type": "send", "id": "g", "text": "x", "options": {"dance": 5}}', ""),
+    (b'{"type": "send", "id": "g", "text": "x", "options": {"temperature": 5}}', "unknown option 'temperature'"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"temp": -1}}', "temp must be at least 0, got -1"),
     (b'{"type": "send", "id": "g", "text": "x", "options": {"kv_bits": 8}}', "kv_bits is the session's"),
     (b'{"type": "send", "id": "right", "text": "x"}', "a request of this id is waiting or being answered"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import mlx.core as mx
@@ -119,11 +119,12 @@ def test_decoding_goes_on_where_a_drafter_fails(
     plain, drafter = follow_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
     expected = make_prompt_cache(model)
     run(model, PROMPT, max_tokens=count, prompt_cache=expected, **options)
-    for calls in (0, 1, 5, 9):
+    for calls, context in product((0, 1, 5, 9), (False, True)):
         errors: list[Exception] = []
         fail_at(drafter, calls, monkeypatch)
         cache = make_prompt_cache(model)
-        more = {"prompt_cache": cache, "on_drafter_failure": errors.append, "plan": plan} | options
+        more = {"prompt_cache": cache, "on_drafter_failure": errors.append, "plan": plan, "context": context}
+        more |= options
         steps = run(model, PROMPT, drafter, max_tokens=count, **more)
         assert ids(steps) == ids(plain), calls
         assert_same_cache(cache, expected, tolerance=2e-3)

@@ -43,6 +43,8 @@ def test_what_cannot_be_saved_is_refused(file: Path) -> None:
         session.save(file.with_suffix(".bin"))
     with pytest.raises(RedrafterError, match=r"cannot save the session as \S+: "):
         session.save(Path("/dev/null") / file.name)
+    with pytest.raises(RedrafterError, match=rf"cannot save .*: there is no folder {file.parent}/new$"):
+        session.save(file.parent / "new" / file.name)
     foreign = make_session("deepseek_v41")
     foreign.send("hello")
     with pytest.raises(RedrafterError, match="mlx-lm cannot read a LayerCache again: the cache of deepseek_v41 cannot"):

@@ -1,0 +1,100 @@
+"""Decoding goes on, from the context alone, where a drafter fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+from small import small_drafter
+from toys import make_model, make_prompt, make_tokenizer
+from worlds import make_costs
+
+from mlx_redrafter import GenerationResponse, Session, stream_generate
+from mlx_redrafter.planning import planner
+
+VOCAB = 8  # so few that the text repeats itself
+PROMPT = make_prompt(7, vocab=VOCAB, seed=4)
+PLANS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "auto, no context": {"context": False},
+    "chain": {"plan": (1, 4), "context": True},
+    "tree": {"plan": (3, 3), "context": True},
+    "processors": {"plan": (2, 3), "context": True, "logits_processors": make_logits_processors(logit_bias={3: 2.0})},
+}
+TEMPS = pytest.mark.parametrize("temp", [0.0, 0.8])
+
+
+class Broken(Exception):
+    """What a drafter fails with."""
+
+
+def failing_drafter(calls: int) -> Any:
+    """A drafter that raises from this call on."""
+    drafter, left = small_drafter(hidden=64, vocab=VOCAB), iter(range(calls))
+    real = drafter.logits
+
+    def logits(*given: Any) -> mx.array:
+        if next(left, None) is None:
+            raise Broken(f"call {calls}")
+        return real(*given)
+
+    drafter.logits = logits
+    return drafter
+
+
+def stream(**options: Any) -> list[GenerationResponse]:
+    """Every response of one text."""
+    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
+    return list(stream_generate(model, tokenizer, PROMPT, max_tokens=60, seed=5, **options))
+
+
+def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
+    return [each.token for each in responses]
+
+
+@pytest.fixture
+def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets auto draft at once, whatever this machine takes."""
+    monkeypatch.setattr(planner, "load_costs", lambda *pair, **how: make_costs())
+
+
+@TEMPS
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("calls", [0, 1, 5, 9, 16])
+def test_the_context_goes_on_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
+    options = PLANS[plan] | {"temp": temp}
+    processors = {name: value for name, value in options.items() if name == "logits_processors"}
+    errors: list[Exception] = []
+    found = stream(drafter=failing_drafter(calls), on_drafter_failure=errors.append, **options)
+    assert tokens(found) == tokens(stream(plan="off", temp=temp, **processors))
+    assert [str(error) for error in errors] == [f"call {calls}"], "once, and then never again"
+    assert any(each.draft_source == "context" for each in found[-30:]) is options.get("context", True)
+    with pytest.raises(Broken):
+        stream(drafter=failing_drafter(calls), **options)
+
+
+@TEMPS
+def test_a_failure_while_costs_are_measured_is_none_of_the_text(temp: float) -> None:
+    errors: list[Exception] = []
+    found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append, temp=temp)
+    assert tokens(found) == tokens(stream(plan="off", temp=temp))
+    assert [str(error) for error in errors] == ["call 0"] and found[-1].context_accepted > 0
+    with pytest.raises(Broken):
+        stream(drafter=failing_drafter(0), temp=temp)
+
+
+@TEMPS
+@pytest.mark.parametrize("plan", [{}, PLANS["tree"]], ids=["auto", "tree"])
+def test_a_session_goes_on(plan: dict[str, Any], temp: float, cheap_rounds: None) -> None:
+    """In the turn that fails, and in the next one, which tries again."""
+    errors: list[Exception] = []
+    model, tokenizer = make_model(vocab=VOCAB), make_tokenizer(vocab=VOCAB)
+    options: dict[str, Any] = {"max_tokens": 40, "seed": 5, "temp": temp}
+    failing = Session(model, tokenizer, failing_drafter(5), on_drafter_failure=errors.append, **options, **plan)
+    plain = Session(model, tokenizer, plan="off", **options)
+    for turn in ("abcabc", "cab"):
+        assert failing.send(turn).tokens == plain.send(turn).tokens
+    assert [str(error) for error in errors] == ["call 5"] * 2
