@@ -21,8 +21,9 @@ from transformers import AutoTokenizer
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.serving.answer import Service
 from mlx_redrafter.serving.app import make_app
-from mlx_redrafter.serving.command import Server, bind, check_args, load_service, make_parser, url_of
+from mlx_redrafter.serving.command import check_args, make_parser
 from mlx_redrafter.serving.metrics import Metrics
+from mlx_redrafter.serving.process import Server, bind, load_service, url_of
 from mlx_redrafter.serving.types import (
     EngineCounters,
     GenerationRequest,

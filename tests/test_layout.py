@@ -124,3 +124,33 @@ sys.meta_path.insert(0, NoBackend())
     assert result.returncode != 0 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert "[cpu]" in result.stderr and "[cuda]" in result.stderr
+
+
+def test_help_needs_no_extra() -> None:
+    """Nor do wrong flags; what runs names the extra."""
+    script = """import sys
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+
+sys.modules |= dict.fromkeys(("uvicorn", "starlette", "pydantic", "prometheus_client", "llguidance"))
+sys.modules |= dict.fromkeys(("matplotlib", "datasets", "jsonschema", "torch"))
+from mlx_redrafter.cli.main import COMMANDS, main, run_module
+from benchmarks.command import COMMANDS as BENCHMARKS
+
+def run(*command):
+    with suppress(SystemExit), redirect_stdout(StringIO()) as out:
+        sys.argv = ["", *command[1:]]
+        run_module("benchmarks.command") if command[0] == "benchmarks" else main(command[0])
+    return out.getvalue()
+
+for command in [*((name,) for name in COMMANDS), *(("benchmarks", name) for name in BENCHMARKS)]:
+    assert run(*command, "--help").startswith("usage: "), command
+run("server", "--max-tokens", "0")
+run("server")
+run("race")"""
+    result = python("-c", script)
+    assert result.returncode == 0, result.stderr
+    flag, *missing = result.stderr.splitlines()
+    assert flag == "error: --max-tokens must be -1 (no limit) or at least 1, got 0"
+    assert len(missing) == 2
+    assert all(" is not installed, " in line and 'pip install "mlx_redrafter[server]"' in line for line in missing)

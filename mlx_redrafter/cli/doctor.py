@@ -1,4 +1,4 @@
-"""`doctor`: whether drafting pays on this machine for a model, what it costs, and what drafters would bring."""
+"""`doctor`: what drafting brings on this machine for a model, with and without a drafter, and what it costs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from ..errors import RedrafterError
 from ..planning.costs import CostTable, is_disturbed, load_costs
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import (
+    HYSTERESIS,
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     expected_tokens,
@@ -35,6 +36,7 @@ from ..planning.planner import (
     predict_all,
     starting_plan,
 )
+from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
 from .arguments import make_parser
 
@@ -48,7 +50,7 @@ CHAIN_TOKENS = np.polyval([1] * 5, RATES)
 
 def run() -> int:
     """Runs the command on `sys.argv`; its exit status."""
-    about = "Measure whether drafting pays on this machine for a model, before a drafter is trained."
+    about = "Measure what drafts from the context and from a drafter bring on this machine, before one is trained."
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
     parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
     parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
@@ -92,6 +94,10 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
             "acceptance": [list(row) for row in acceptance],
             "acceptance_assumed": args.acceptance is None,
             "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
+        },
+        "speeds": {
+            "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=no_trees is None),
+            "no_drafter": predict_speeds(costs, None, trees=no_trees is None),
         },
         "not_finite": not_finite,
         "trees": no_trees is None,
@@ -187,20 +193,41 @@ def describe_plan(plan: Plan) -> str:
     return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
 
 
+def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:
+    """What the default options bring, what a drafter must make, and what these predictions rest on.
+
+    Args:
+        limit: the least tokens per round with which a drafter pays, as text.
+    """
+    if odd := report["not_finite"]:
+        return [f"Drafting does not pay here: the {odd}'s numbers are not finite."]
+    drafter, alone = report["speeds"]["drafter"], report["speeds"]["no_drafter"]
+    speeds = drafter or alone
+    verdict = "pays" if speeds["fresh"] > 1 + HYSTERESIS else "pays on copied text"
+    verdict = "does not pay" if max(speeds.values()) <= 1 + HYSTERESIS else verdict
+    fresh, copied = (f"{speeds[kind]:.2f}" for kind in ("fresh", "copied"))
+    with_it = f"about {fresh} times plain decoding on fresh text, {copied} times on copied text"
+    pays, rests = f"On fresh text a drafter pays from {limit} tokens per round on", "this machine's times"
+    if drafter:
+        with_it = f"with this drafter {with_it}; without one {alone['fresh']:.2f} and {alone['copied']:.2f}"
+        pays += f"; this one is expected to make {report['drafter']['tokens_per_round']:.2f}"
+        rests += " and the drafter's acceptance in training"
+    else:
+        with_it = f"without a drafter {with_it}"
+    example = f"copied text is here its prompt with every {CHANGED_EVERY}th token changed"
+    return [
+        f"Drafting {verdict} here: {with_it}.",
+        f"{pays}.",
+        f"Predicted from {rests}; your text decides ({example}).",
+    ]
+
+
 def format_report(report: dict[str, Any]) -> str:
     """The verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
-    costs, drafter, start = report["costs"], report["drafter"], report["starts"][0]
+    costs, drafter = report["costs"], report["drafter"]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {CHAIN_TOKENS[-1]:.2f}" for tokens in least]
-    pays = least[0] if drafter["stand_in"] else start["plan"]
-    verdict = "A drafter pays on this machine" if pays else "Drafting does not pay here: a drafter pays"
-    verdict += f" from {limits[0]} tokens per round on"
-    if report["not_finite"]:
-        verdict = f"Drafting does not pay here: the {report['not_finite']}'s numbers are not finite"
-    elif not drafter["stand_in"]:
-        verdict += f"; this drafter is expected to make {drafter['tokens_per_round']:.2f}: "
-        verdict += f"about {start['offer']['ratio']:.2f} times plain decoding"
-    text = [f"{verdict}.", *(f"Warning: {note}." for note in report["notes"]), ""]
+    text = [*describe_verdict(report, limits[0]), *(f"Warning: {note}." for note in report["notes"]), ""]
     text.append("Machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
     for role in ("target", "drafter"):
         name, dtype, quantized, size = (report[role][key] for key in ("name", "dtype", "quantized", "weight_bytes"))

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import RedrafterError
 from .answer import Answer, Service, choose_status
 from .anthropic_messages import CountTokens, Messages
+from .command import LOOPBACK
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
 from .schemas import ApiError, parse_body
@@ -37,8 +38,6 @@ INTERFACES: dict[str, type[Answer[Any]]] = {
 }
 PING_SECONDS = 10.0
 """How often a stream has a comment, for clients and proxies that do not wait forever for a first token."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:

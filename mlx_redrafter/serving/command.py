@@ -1,42 +1,30 @@
-"""What `server` does: flags, a port, models, and an orderly end."""
+"""What `server` does, and its flags, which need nothing of the `server` extra."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import logging
 import re
-import signal
-import socket
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp
-
-from ..checkpoints import check_demo_flags, load_pair
-from ..errors import Parser, RedrafterError, one_line
+from ..checkpoints import check_demo_flags
+from ..errors import Parser, RedrafterError
 from ..options import OPTION_FLAGS, Options, add_options
-from .answer import Service
-from .app import LOOPBACK, make_app
-from .engine import Engine
-from .metrics import Metrics
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-GRACE = 5
-"""Seconds after the drain timeout for errors to reach the clients, before uvicorn cancels what is left."""
-
 OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
 """Options that are no flags here: a request has them, or nobody."""
 
 
 def run() -> int:
     """Serves as `sys.argv` says until a signal; the exit status."""
-    return serve(check_args(make_parser().parse_args()))
+    args = check_args(make_parser().parse_args())
+    from .process import serve  # which a --help does not need
+
+    return serve(args)
 
 
 def make_parser() -> Parser:
@@ -126,107 +114,3 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     args.options = Options(**{name: getattr(args, name) for name in names})
     args.options.plan_shape()
     return args
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; who connects while the models are loaded waits.
-
-    Raises:
-        RedrafterError: nobody can listen there.
-    """
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
-
-
-def load_service(args: argparse.Namespace) -> Service:
-    """The models of the flags, in an engine that has started.
-
-    Raises:
-        RedrafterError: a model cannot be loaded, or they do not fit together.
-    """
-    template = {"chat_template": args.chat_template} if args.chat_template else {}
-    model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
-    engine = Engine(
-        model,
-        tokenizer,
-        drafter,
-        options=args.options,
-        max_queue=args.max_queue,
-        max_per_client=args.max_per_client,
-        max_prompt_tokens=args.max_prompt_tokens,
-        decode_concurrency=args.decode_concurrency,
-        prompt_cache_bytes=args.prompt_cache_bytes,
-    )
-    engine.start()
-    drafter_name = None if drafter is None else show_name(args.drafter)
-    return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
-
-
-def show_name(name: str | None) -> str:
-    """What a model is shown as: of a directory its last name, and not where it is."""
-    if name is None:
-        return "demo"
-    path = Path(name).expanduser()
-    return path.resolve().name if path.exists() else name
-
-
-class Server(uvicorn.Server):
-    """uvicorn's, which lets answers be finished after the first signal; the second ends the process at once."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
-        options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets answers end; once the time for that is over, the engine's end is what clients are told."""
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
-        await super().shutdown(sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes no more requests."""
-        logging.info("ending: what runs is finished; a second signal ends it at once")
-        super().handle_exit(sig, frame)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-
-
-def serve(
-    args: argparse.Namespace,
-    make: Callable[[Service], ASGIApp] = make_app,
-    on_listening: Callable[[str], None] | None = None,
-) -> int:
-    """Serves until a signal, which ends the process where answers are finished.
-
-    Args:
-        args: see `check_args`.
-        make: makes the application.
-        on_listening: called with the URL once connections are accepted.
-
-    Raises:
-        RedrafterError: the port is taken, or the models cannot be loaded.
-    """
-    # Python's own handler raises, and an interpreter that ends while the engine's thread is inside MLX aborts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    level = getattr(logging, args.log_level)
-    logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
-    logging.captureWarnings(True)
-    logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # as --log-level says
-    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without its account of start and end
-    with bind(args.host, args.port) as bound:
-        service = load_service(args)
-        server = Server(make(service), service)
-        print(f"serving on {url_of(bound)}", file=sys.stderr, flush=True)
-        if on_listening is not None:
-            on_listening(url_of(bound))
-        server.run([bound])
-    return 0
-
-
-def url_of(bound: socket.socket) -> str:
-    """Where it listens."""
-    host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

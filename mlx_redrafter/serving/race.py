@@ -9,15 +9,17 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
-
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from typing import TYPE_CHECKING
 
 from ..options import PLAN_OPTIONS
-from .answer import Service
-from .app import make_app
-from .command import check_args, make_parser, serve
+from .command import check_args, make_parser
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from .answer import Service
 
 PAGE = Path(__file__).with_name("race.html").read_text(encoding="utf-8")
 PORT = 8090
@@ -26,6 +28,8 @@ PORT = 8090
 def run() -> int:
     """Serves the page and what it asks, as `sys.argv` says, until a signal; the exit status."""
     args = check_args(make_race_parser().parse_args())
+    from .process import serve  # which a --help does not need
+
     return serve(args, make_race_app, None if args.no_browser else show_page)
 
 
@@ -52,6 +56,10 @@ def show_page(url: str) -> None:
 
 def make_race_app(service: Service) -> Starlette:
     """The server's application with the page. It is open to all; what it asks needs the key, if there is one."""
+    from starlette.responses import HTMLResponse
+
+    from .app import make_app
+
     args = service.args
     shape = [f"{name.replace('_', ' ')} {getattr(args, name)}" for name in PLAN_OPTIONS[1:] if getattr(args, name)]
     about = {

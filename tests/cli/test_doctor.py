@@ -55,22 +55,37 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, *, system: str = "Linux", **fac
 
 
 @pytest.mark.parametrize(
-    ("curve", "acceptance", "verdict", "times"),
+    ("curve", "acceptance", "verdict", "limit"),
     [
-        ("flat", GOOD, "A drafter pays on this machine from 1.04 tokens per round on", "about 3.14 times"),
-        ("flat", [[0.01]], "Drafting does not pay here: a drafter pays from 1.04", "about 0.93 times"),
-        ("every row", None, "Drafting does not pay here: a drafter pays from more than 4.52", "This drafter is random"),
+        (
+            "flat",
+            GOOD,
+            "Drafting pays here: with this drafter about 2.9",
+            "pays from 1.04 tokens per round on; this one",
+        ),
+        ("flat", [[0.01]], "Drafting pays on copied text here: with this drafter about 1.00", "make 1.01"),
+        ("flat", None, "Drafting pays on copied text here: without a drafter about 1.00", "pays from 1.04 tokens"),
+        ("every row", None, "Drafting does not pay here: without a drafter about 1.00", "from more than 4.52 tokens"),
     ],
 )
 def test_verdict_comes_first(
-    measured: Measured, curve: str, acceptance: list[list[float]] | None, verdict: str, times: str
+    measured: Measured, curve: str, acceptance: list[list[float]] | None, verdict: str, limit: str
 ) -> None:
     measured.costs = make_costs(curve)
     model = make_model()
     before = snapshot(model)
     report = diagnose(model, acceptance and make_drafter(model, acceptance=acceptance))
     text = format_report(report)
-    assert text.startswith(verdict) and times in text and snapshot(model) == before
+    first, second, third, empty, *_ = text.splitlines()
+    assert first.startswith(verdict) and limit in second and empty == "" and snapshot(model) == before
+    assert ("and the drafter's acceptance in training; your text decides" in third) is (acceptance is not None)
+    with_it, alone = report["speeds"]["drafter"], report["speeds"]["no_drafter"]
+    assert alone["fresh"] == 1 and (alone["copied"] > 3) is (curve == "flat")
+    if with_it is None:
+        assert f"{alone['copied']:.2f} times on copied text." in first
+    else:
+        copied = f"{with_it['copied']:.2f} times on copied text; without one 1.00 and {alone['copied']:.2f}."
+        assert copied in first and f"about {with_it['fresh']:.2f} times" in first
     assert report["notes"] == [] and report["drafter"]["acceptance_assumed"] is (acceptance is None)
 
 

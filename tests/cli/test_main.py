@@ -27,6 +27,14 @@ Run = Any
         (["nonsense"], 2, "mlx_redrafter: error: argument COMMAND: invalid choice: 'nonsense'"),
         ([], 2, "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n"),
         *(([command, "--help"], 0, f"usage: mlx_redrafter.{command}") for command in cli.COMMANDS),
+        *(
+            (
+                [command, "--draft-model", "small"],
+                2,
+                "a second language model cannot draft yet; use --drafter, which takes",
+            )
+            for command in ("generate", "chat", "server")
+        ),
     ],
 )
 def test_the_console_script_runs_commands(

@@ -19,7 +19,7 @@ from servers import Running, ScriptedEngine, ask, parse_flags, start_scripted, s
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.serving import race
-from mlx_redrafter.serving.command import load_service
+from mlx_redrafter.serving.process import load_service
 from mlx_redrafter.serving.race import PAGE, make_race_app, make_race_parser
 
 CHROME = next(
