@@ -26,6 +26,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
@@ -42,6 +43,7 @@ from ..errors import RedrafterError, one_line
 from .machine import cache_directory, describe_machine
 
 K = TypeVar("K", bound=Hashable)
+_log = logging.getLogger(__name__)
 
 CONTEXTS = (64, 1024)  # context lengths at which is measured
 MEASURED_NODES = 16  # of a forward
@@ -49,6 +51,8 @@ WIDTHS = (1, 2, 4)  # beam widths of a draft
 SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
 ASSUMED_ROW, ASSUMED_REST = 0.15, 0.1  # of a forward's row and of a round, in plain steps, before any was measured
 IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
+SLOW_STEP = 0.1  # seconds of a plain step from which on everything is run once, and after the first context alone
+SLOW_STEPS = 30  # plain steps that this takes, at most: where a forward of N nodes costs N of them
 
 
 class CostTable(NamedTuple):
@@ -204,14 +208,25 @@ def time_calls(
     return times
 
 
+def time_step(model: nn.Module) -> float:
+    """Seconds of a plain step, the second of two: the first compiles kernels."""
+    target, chooser = Target(model), Chooser(make_sampler(seed=0))
+    calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
+    return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
+
+
 def time_parts(
-    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float
+    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, slow: bool
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length, each found by its name and a number.
 
     ("plain", 1) is a plain step and ("round", width) a rejected round of depth 2, as decoding takes them, ("level",
     width) a draft level, ("verify", nodes) a forward, of fewer nodes where models are slow.
+
+    Args:
+        slow: one run of a part may be enough, as what its kernels take to compile is little beside it.
     """
+    in_a_row = 1 if slow else IN_A_ROW
     target, chooser = Target(model), Chooser(make_sampler(seed=0))
     target.forward(mx.zeros((1,), mx.int32), want_hidden=False)
     for c in kv_cache.leaves(target.cache):
@@ -243,7 +258,7 @@ def time_parts(
     def take_plain_steps() -> None:
         outcome = step(target, tokens[:1], chooser, None)
         mx.async_eval(outcome)
-        for _ in range(IN_A_ROW - 1):
+        for _ in range(in_a_row - 1):
             previous, outcome = outcome, step(target, outcome.report, chooser, None)
             mx.async_eval(outcome)
             previous.read()
@@ -251,14 +266,14 @@ def time_parts(
 
     def take_rounds(plan: Plan) -> None:
         outcome = enqueue_verify(enqueue_draft(plan, tip), plan)
-        for _ in range(IN_A_ROW - 1):
+        for _ in range(in_a_row - 1):
             draft = enqueue_draft(plan, outcome.tip or tip)
             outcome.read()
             outcome = enqueue_verify(draft, plan)
         outcome.read()
 
     def draft_levels(width: int) -> None:
-        mx.eval(enqueue_draft(Plan(width, IN_A_ROW, 1 + IN_A_ROW * width), tip))
+        mx.eval(enqueue_draft(Plan(width, in_a_row, 1 + in_a_row * width), tip))
 
     def run_forward(nodes: int) -> None:
         if nodes == 1:
@@ -270,33 +285,43 @@ def time_parts(
     calls |= {("round", width): partial(take_rounds, Plan(width, 2, 1 + 2 * width)) for width in widths[:2]}
     calls |= {("level", width): partial(draft_levels, width) for width in widths}
     calls |= {("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)}
-    end = time.perf_counter() + seconds
-    for name, number in list(calls):  # the first run of each compiles kernels
-        if name == "verify" and number > 5 and time.perf_counter() > end - seconds / 2:
-            del calls[name, number]
+    end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
+    parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
+    for key in parts:  # the first run compiles kernels
+        if key[0] == "verify" and key[1] > 5 and time.perf_counter() > end - seconds / 2:
+            del calls[key]
         else:
-            calls[name, number]()
-            rewind()
-    times = time_calls(calls, end - time.perf_counter(), max_turns=MAX_TURNS, between=rewind)
-    return {key: lower_quartile(ms) / (1 if key[0] == "verify" else IN_A_ROW) for key, ms in times.items()}
+            first |= time_calls({key: calls[key]}, 0.0, min_turns=1, between=rewind)
+    left = end - time.perf_counter()
+    times = time_calls(calls, left, min_turns=0 if slow else 1, max_turns=MAX_TURNS, between=rewind)
+    return {
+        key: lower_quartile(ms or first[key]) / (1 if key[0] == "verify" else in_a_row) for key, ms in times.items()
+    }
 
 
 def measure_costs(
-    model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] = CONTEXTS
+    model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] | None = None
 ) -> CostTable:
-    """Measures a pair of models, in `SECONDS`; where they are slow, fewer nodes and at least one turn of everything.
+    """Measures a pair of models, in `SECONDS`; where they are slow, fewer nodes, and in about `SLOW_STEPS`.
 
     Args:
         trees: whether the model takes trees.
-        contexts: ascending context lengths; those that the model has no positions for are left out.
+        contexts: ascending context lengths, None for `CONTEXTS`, of which slow models get the first one; those that
+            the model has no positions for are left out.
     """
+    with wired_limit(model), mx.stream(generation_stream):
+        step_seconds = time_step(model)
+    slow = step_seconds >= SLOW_STEP
+    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if slow else "a few seconds"
+    _log.info("measuring this machine for these models: %s", length)
+    contexts = contexts or (CONTEXTS[:1] if slow else CONTEXTS)
     limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
     room = limit - MEASURED_NODES if isinstance(limit, int) else contexts[-1]
     contexts = tuple(context for context in contexts if context <= room) or (max(1, room),)
     widths = WIDTHS if trees else WIDTHS[:1]
     with wired_limit(model), mx.stream(generation_stream):
         times = [
-            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts))
+            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), slow=slow)
             for at, context in enumerate(contexts)
         ]
     first, last = times[0], times[-1]
@@ -318,7 +343,6 @@ def measure_costs(
 
 _known: dict[tuple[int, int, bool], CostTable] = {}
 _lock = Lock()
-_log = logging.getLogger(__name__)
 
 
 def load_costs(
@@ -327,27 +351,23 @@ def load_costs(
     *,
     trees: bool,
     refresh: bool = False,
-    on_measure: Callable[[], None] = lambda: _log.info("measuring this machine for these models: a few seconds"),
 ) -> CostTable:
     """The cost table of a pair of models: of this process, else of the disk, else measured now and kept.
 
     Args:
         trees: whether the model takes trees; for chains alone see `CostTable.chains_only`.
         refresh: measure again.
-        on_measure: called just before anything is measured.
     """
     key = id(model), id(drafter), trees
     with _lock:  # two measurements at once would disturb each other
         if refresh or key not in _known:
-            _known[key] = _load_or_measure(model, drafter, trees, refresh, on_measure)
+            _known[key] = _load_or_measure(model, drafter, trees, refresh)
             for module in (model, drafter):
                 weakref.finalize(module, _known.pop, key, None)  # another module may get its id
         return _known[key]
 
 
-def _load_or_measure(
-    model: nn.Module, drafter: Drafter, trees: bool, refresh: bool, on_measure: Callable[[], None]
-) -> CostTable:
+def _load_or_measure(model: nn.Module, drafter: Drafter, trees: bool, refresh: bool) -> CostTable:
     described = {"format": 4, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
@@ -357,7 +377,6 @@ def _load_or_measure(
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
             return kept
-    on_measure()
     costs = measure_costs(model, drafter, trees=trees)
     text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
     try:

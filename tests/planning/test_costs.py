@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from families import make_family
 from sessions import make_drafter
@@ -118,10 +119,34 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
 
 
+def test_slow_models_are_measured_in_a_number_of_plain_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, rows = make_pair(), []
+    call = type(pair[0]).__call__
+
+    def count(model: Any, tokens: mx.array, *args: Any, **options: Any) -> mx.array:
+        rows.append(tokens.size)
+        return call(model, tokens, *args, **options)
+
+    monkeypatch.setattr(type(pair[0]), "__call__", count)
+    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    caplog.set_level("INFO")
+    measure_costs(*pair, trees=True)
+    assert caplog.messages == ["measuring this machine for these models: a few seconds"]
+    assert sum(rows) > 4 * costs_module.SLOW_STEPS, "as one that is not slow would be"
+    rows.clear()
+    monkeypatch.setattr(costs_module, "time_step", lambda model: 1.5)
+    costs = measure_costs(*pair, trees=True)
+    assert caplog.messages[1:] == ["measuring this machine for these models: up to 45 seconds"]
+    assert 1 < sum(rows) <= costs_module.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
+    assert measure_costs(*pair, trees=False, contexts=(8, 16)).contexts == (8, 16), "who asks for more gets it"
+
+
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
-    pair, told = make_pair(), []
-    first = load_costs(*pair, trees=True, on_measure=lambda: told.append("now"))
-    assert load_costs(*pair, trees=True) is first and measured == [True] and told == ["now"]
+    pair = make_pair()
+    first = load_costs(*pair, trees=True)
+    assert load_costs(*pair, trees=True) is first and measured == [True]
     assert load_costs(*forget(pair), trees=True) == first and measured == [True], "read from the disk"
     chains = load_costs(*pair, trees=False)
     assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "another question"
