@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -31,23 +32,51 @@ TOLERANCE, NOISE = 1e-3, 3.0  # of the logits' deviation; how many times that of
 def count_prefill_rows(model: nn.Module, options: Options) -> int:
     """How many prompts mlx-lm may read together: `PREFILL_ROWS`, or 1; 0 where it cannot decode rows together at all.
 
-    What it computes for two short prompts is compared with each alone.
+    What it computes for two short prompts is compared with each alone, in float32: in 16 bits forwards of different
+    shapes differ by as much as some wrong batches do. In the model's own dtype a batch must only work.
     """
     cache = make_prompt_cache(model, options.max_kv_size)
     # A batch's cache is not quantized, and its rings have no rows that stay.
     if options.kv_bits is not None or any(getattr(c, "keep", 0) for c in kv_cache.leaves(cache)):
         return 0
-    alone = [_decode_alone(model, prompt, len(prompt) - 1) for prompt in PROMPTS]
-    whole = [_decode_alone(model, prompt, len(prompt) + len(FOLLOWING)) for prompt in PROMPTS]
+    exact = cast(nn.Module, _InFloat32(model))
+    alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in PROMPTS]
+    whole = [_decode_alone(exact, prompt, len(prompt) + len(FOLLOWING)) for prompt in PROMPTS]
     most = TOLERANCE + NOISE * _deviation(alone, whole)
     for rows in (PREFILL_ROWS, 1):
         try:
-            if _deviation(alone, _decode_together(model, rows)) <= most:
-                return rows
+            if _deviation(alone, _decode_together(exact, rows)) <= most:
+                own = mx.concatenate(_decode_together(model, rows))
+                if not mx.isnan(own).any().item():
+                    return rows
         except Exception as error:  # whatever a model's code makes of a batch
             logging.debug(f"mlx-lm cannot batch {model_name(model)}", exc_info=error)
     logging.warning(f"mlx-lm does not batch {model_name(model)} as it decodes it alone: requests take turns")
     return 0
+
+
+class _InFloat32:
+    """A model that is called with its weights, scales and biases in float32.
+
+    They are cast in the graph of each forward, and freed with it: there is never a second copy of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **keywords: Any) -> mx.array:
+        """What the model returns, in float32."""
+        model: Any = self._model
+        own = model.parameters()
+        model.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, own))
+        try:
+            logits: mx.array = model(*args, **keywords)
+        finally:
+            model.update(own)
+        return logits
 
 
 def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from families import make_family
+from mlx.utils import tree_flatten, tree_map
 from toys import make_model
 
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.batchable import PREFILL_ROWS, count_prefill_rows
+
+PRECISIONS = [(mx.float32, 0), *((dtype, bits) for dtype in (mx.float16, mx.bfloat16) for bits in (0, 4, 8))]
+IN_EVERY_PRECISION = pytest.mark.parametrize(
+    "precision", PRECISIONS, ids=lambda p: str(p[0]).removeprefix("mlx.core.") + (f", {p[1]} bits" if p[1] else "")
+)
+
+
+def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
+    """A copy of the model in a dtype, its matrices in so many bits where their rows take it; 0 for the dtype's own."""
+    model, (dtype, bits) = copy.deepcopy(model), precision
+    parameters = model.parameters()
+    model.update(tree_map(lambda x: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x, parameters))
+    if bits:
+        takes_bits = lambda _, layer: hasattr(layer, "to_quantized") and layer.weight.shape[-1] % 32 == 0  # noqa: E731
+        nn.quantize(model, 32, bits, class_predicate=takes_bits)
+    mx.eval(model)
+    return model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
@@ -17,16 +39,49 @@ def test_most_models_read_prompts_together(name: str) -> None:
     assert count_prefill_rows(make_family(name), Options()) == PREFILL_ROWS
 
 
-@pytest.mark.parametrize("name", ["mamba", "rwkv7", "jamba"])
-def test_states_that_see_padding_are_read_alone(name: str) -> None:
-    assert count_prefill_rows(make_family(name), Options()) == 1
+@IN_EVERY_PRECISION
+@pytest.mark.parametrize("kind", ["llama", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"])
+def test_rounding_is_no_reason_to_take_turns(kind: str, precision: tuple[mx.Dtype, int]) -> None:
+    for seed, spread in enumerate((2.0, 6.0, 12.0)):
+        model = in_precision(make_model(kind, seed=seed, spread=spread), precision)
+        before = tree_flatten(model.parameters())
+        assert count_prefill_rows(model, Options()) == PREFILL_ROWS, seed
+        after = tree_flatten(model.parameters())
+        assert all(name == other and x is y for (name, x), (other, y) in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "internlm2", "minimax_m3_vl", "llama4"])
-def test_what_a_batch_computes_wrong_takes_turns(name: str, caplog: pytest.LogCaptureFixture) -> None:
+@IN_EVERY_PRECISION
+@pytest.mark.parametrize("name", ["mamba", "rwkv7", "baichuan_m1"])
+def test_states_that_see_padding_are_read_alone(name: str, precision: tuple[mx.Dtype, int]) -> None:
+    assert count_prefill_rows(in_precision(make_family(name), precision), Options()) == 1
+
+
+@IN_EVERY_PRECISION
+@pytest.mark.parametrize("name", ["gemma2", "internlm2", "minimax_m3_vl", "llama4", "gpt_bigcode"])
+def test_what_a_batch_computes_wrong_takes_turns(
+    name: str, precision: tuple[mx.Dtype, int], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        assert count_prefill_rows(make_family(name), Options()) == 0
+        assert count_prefill_rows(in_precision(make_family(name), precision), Options()) == 0
     assert name in caplog.text and "take turns" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["an error", "not a number"])
+def test_what_fails_in_the_models_own_dtype_alone_takes_turns(fails: bool) -> None:
+    """As a mask whose dtype or values fit float32 only."""
+    model = in_precision(make_model(), (mx.bfloat16, 0))
+
+    class Fussy(type(model)):  # type: ignore[misc]
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            logits: mx.array = super().__call__(inputs, cache)
+            if inputs.shape[0] == 1 or logits.dtype == mx.float32:
+                return logits
+            if fails:
+                raise ValueError("the mask's dtype must be that of the scores")
+            return logits * mx.nan
+
+    model.__class__ = Fussy
+    assert count_prefill_rows(model, Options()) == 0
 
 
 def test_caches_that_batches_lack_take_turns() -> None:
