@@ -157,6 +157,7 @@ def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence
         prompts = make_prompts(validation or training, args.val_prompts)
     else:
         prompts = encode_prompts(given, tokenizer) or [encode_chat(tokenizer, text) for text in demo_prompts()]
+        prompts = prompts[: args.max_prompts]
     shapes = shapes or [shape for shape in SHAPES if shape[1] <= (drafter.args.max_depth or shape[1])]
     same = True
     for temp in args.temp:
