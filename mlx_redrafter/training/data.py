@@ -171,7 +171,7 @@ def n_held_out(count: int) -> int:
 
 
 def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[str], None]) -> list[list[int]]:
-    """The prompts that leave room for an answer, each once.
+    """The prompts that leave room for an answer, each once, the first `max_prompts` of them.
 
     Raises:
         RedrafterError: too few for a batch and one to hold out.
@@ -180,12 +180,16 @@ def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[
     found = [prompt for prompt in unique if len(prompt) < args.max_seq_length - args.draft_depth]
     if dropped := len(prompts) - len(found):
         say(f"{dropped} of {len(prompts)} prompts are left out: given twice, or longer than --max-seq-length allows")
+    found = found[: args.max_prompts]
     held_out = n_held_out(len(found))
     if len(found) < args.batch_size + held_out:
         raise RedrafterError(
             f"expected at least {args.batch_size + held_out} prompts, {held_out} of them to hold out, for a batch "
             f"size of {args.batch_size}, got {len(found)}"
         )
+    used, count = args.iters * args.batch_size, len(found)
+    if used < count - held_out:
+        say(f"note: {args.iters} iterations learn from {used} answers at most: --max-prompts makes fewer than {count}")
     return found
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 import mlx.nn as nn
@@ -26,6 +26,7 @@ from .settings import TrainingArgs
 from .targets import compute_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded: beams wider than this gain little
+MIN_PROMPTS = 8  # with fewer, what decoding them gives is called noise
 PROMPT_TOKENS = 64  # of a text without a masked prompt that serve as one
 SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (4, 3), (4, 5), (4, 5, 9))
 
@@ -68,6 +69,8 @@ class ShapeResult(NamedTuple):
         tokens_per_second: after each prompt's first token.
         against_plain: the median over prompts of drafted against plain speed, each pair measured in turn.
         same_tokens: whether every token was the one of plain decoding.
+        prompts: how many there were.
+        tokens_per_round_error, against_plain_error: standard errors over the prompts; None of fewer than two.
     """
 
     beam_width: int
@@ -78,6 +81,20 @@ class ShapeResult(NamedTuple):
     tokens_per_second: float
     against_plain: float
     same_tokens: bool
+    prompts: int = 0
+    tokens_per_round_error: float | None = None
+    against_plain_error: float | None = None
+
+
+def standard_error(values: Iterable[float]) -> float | None:
+    """Of their mean; None of fewer than two."""
+    found = list(values)
+    return stdev(found) / len(found) ** 0.5 if len(found) > 1 else None
+
+
+def format_error(value: float, error: float | None) -> str:
+    """Both, with two decimals."""
+    return f"{value:.2f}" if error is None else f"{value:.2f}±{error:.2f}"
 
 
 def compare_shapes(
@@ -104,6 +121,7 @@ def compare_shapes(
     for (width, depth, *size), own in runs.items():
         stats = sum((run.stats for run in own), Stats())
         pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(own, plain, strict=True)]
+        ratios = [a / b for a, b in pairs if a and b]
         result = ShapeResult(
             width,
             depth,
@@ -111,8 +129,11 @@ def compare_shapes(
             stats.tokens_per_round,
             stats.acceptance_per_depth,
             sum(len(run.texts[0]) - 1 for run in own) / max(sum(run.seconds for run in own), 1e-9),
-            median([a / b for a, b in pairs if a and b] or [0.0]),
+            median(ratios or [0.0]),
             [run.texts for run in own] == [run.texts for run in plain],
+            len(prompts),
+            standard_error(run.stats.tokens_per_round for run in own),
+            standard_error(ratios),
         )
         results.append(result)
     return results
@@ -129,13 +150,22 @@ def add_results(
 
 
 def format_table(results: Sequence[ShapeResult]) -> str:
-    """The results as text."""
+    """The results as text, and how far they can be trusted."""
     lines = [f"{'W':>3} {'K':>3} {'N':>4}  tokens/round  tokens/s  against plain  same  accepted at depth 1, 2, ..."]
-    for width, depth, size, per_round, depths, speed, ratio, same in results:
-        shares = " ".join(f"{share:.2f}" for share in depths)
-        row = f"{width:>3} {depth:>3} {size:>4}  {per_round:>12.2f}  {speed:>8.1f}  {ratio:>13.2f}"
-        lines.append(f"{row}  {'yes' if same else 'NO':>4}  {shares}")
-    return "\n".join(lines)
+    for row in results:
+        shares = " ".join(f"{share:.2f}" for share in row.acceptance_per_depth)
+        per_round = format_error(row.tokens_per_round, row.tokens_per_round_error)
+        ratio = format_error(row.against_plain, row.against_plain_error)
+        cells = f"{row.beam_width:>3} {row.draft_depth:>3} {row.tree_size:>4}  {per_round:>12}"
+        cells += f"  {row.tokens_per_second:>8.1f}  {ratio:>13}  {'yes' if row.same_tokens else 'NO':>4}"
+        lines.append(f"{cells}  {shares}")
+    return "\n".join([*lines, describe_noise(results[0].prompts if results else 0)])
+
+
+def describe_noise(prompts: int) -> str:
+    """How far results on so many prompts can be trusted."""
+    text = f"± is the standard error over the prompts, {prompts}"
+    return text if prompts >= MIN_PROMPTS else f"{text}: too few for these numbers to mean anything"
 
 
 def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence[tuple[int, ...]] | None) -> int:
@@ -157,6 +187,7 @@ def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence
         prompts = make_prompts(validation or training, args.val_prompts)
     else:
         prompts = encode_prompts(given, tokenizer) or [encode_chat(tokenizer, text) for text in demo_prompts()]
+        prompts = prompts[: args.max_prompts]
     shapes = shapes or [shape for shape in SHAPES if shape[1] <= (drafter.args.max_depth or shape[1])]
     same = True
     for temp in args.temp:

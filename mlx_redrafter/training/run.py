@@ -19,6 +19,7 @@ from ..atomic_files import lock_file
 from ..checkpoints import load_drafter, load_target, save_drafter
 from ..demo.sources import training_prompts
 from ..drafters.protocol import Drafter, DrafterArgs
+from ..engine.stats import Stats
 from ..engine.supported_models import check_draftable, compute_dtype, model_sizes
 from ..errors import RedrafterError
 from ..generate import decode_prompts
@@ -40,7 +41,15 @@ from .data import (
     split_texts,
 )
 from .estimate import check_disk, disk_bytes, estimate_run
-from .evaluation import add_results, compare_shapes, format_table, make_prompts, measure_guesses
+from .evaluation import (
+    add_results,
+    compare_shapes,
+    format_error,
+    format_table,
+    make_prompts,
+    measure_guesses,
+    standard_error,
+)
 from .run_files import Record, RunFiles, describe, make_command, strip_folders
 from .settings import TrainingArgs
 from .targets import new_drafter
@@ -197,11 +206,13 @@ def validate(run: Run, done: int) -> dict[str, Any]:
     args = run.args
     loss, acceptance = measure_guesses(run.model, run.drafter, run.validation, args)
     options = replace(run.options, plan=(1, args.draft_depth))
-    stats = decode_prompts(run.model, run.drafter, run.prompts, options, run.ends).stats
+    each = [decode_prompts(run.model, run.drafter, [prompt], options, run.ends).stats for prompt in run.prompts]
+    stats = sum(each, Stats())
+    per_round = format_error(stats.tokens_per_round, standard_error(one.tokens_per_round for one in each))
     first = " ".join(f"{shares[0]:.2f}" for shares in acceptance)
     run.say(
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
-        f"{stats.tokens_per_round:.2f} tokens per round at 1 x {args.draft_depth}, temperature {options.temp}"
+        f"{per_round} tokens per round at 1 x {args.draft_depth}, temperature {options.temp}, prompts: {len(each)}"
     )
     if stats.rounds and stats.accepted == 0 and done >= args.iters // 2:
         run.say("warning: not one drafted token was accepted: too few iterations, or too low or high a learning rate")

@@ -41,6 +41,7 @@ class TrainingArgs:
     data: str | None = setting(None, "directory of {train,valid}.jsonl, or a data set of the Hugging Face hub")
     mask_prompt: bool = setting(False, "do not learn the prompts of --data")
     prompts: str | None = setting(None, "file of prompts that the target answers: one a line, or jsonl")
+    max_prompts: int | None = setting(None, "answer only the first of the prompts; all when not given", 2)
     max_tokens: int = setting(256, "tokens of an answer at most", 1)
     temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
     output: str = setting("drafter", "directory of the drafter")
@@ -109,6 +110,8 @@ class TrainingArgs:
         check_demo_flags(self.model, self)
         if self.mask_prompt and not self.data:
             raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
+        if self.data and self.max_prompts is not None:
+            raise RedrafterError("--max-prompts does not go with --data, whose texts need no answers")
 
     def check_run(self) -> None:
         """Refuses settings that no run can have, by a RedrafterError, before anything is loaded."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,17 +15,20 @@ import pytest
 from toys import make_model, make_tokenizer
 
 import mlx_redrafter
+from benchmarks.records import stamp
 from mlx_redrafter.cli import generate
 from mlx_redrafter.cli import main as cli
 
 Run = Any
+ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
         (["--help"], 0, "generate  generate text from a prompt"),
-        (["--version"], 0, "0."),
+        (["--version"], 0, f"{VERSION}\n"),
         (["nonsense"], 2, "mlx_redrafter: error: argument COMMAND: invalid choice: 'nonsense'"),
         ([], 2, "mlx_redrafter: error: the following arguments are required: COMMAND; see --help\n"),
         *(([command, "--help"], 0, f"usage: mlx_redrafter.{command}") for command in cli.COMMANDS),
@@ -47,6 +52,11 @@ def test_the_console_script_runs_commands(
     captured = capsys.readouterr()
     assert (ended.value.code or 0) == status and text in (captured.err if status else captured.out)
     assert not status or captured.err.count("\n") == 1
+
+
+def test_the_version_is_the_one_everywhere() -> None:
+    released = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert released[0] == VERSION == stamp()["mlx_redrafter"]
 
 
 @pytest.mark.parametrize(

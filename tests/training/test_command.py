@@ -52,6 +52,7 @@ def test_a_wrong_file_is_refused(text: str | None, reason: str, tmp_path: Path) 
         (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--mask-prompt",), "--mask-prompt needs --data"),
+        (("--data", "x", "--max-prompts", "9"), "--max-prompts does not go with --data"),
         (("--draft-vocab-size", "64"), "give --exit-dim with"),
         (("--inner-dim", "64"), "--inner-dim does not go with --drafter-type recurrent, which has --exit-dim and"),
         (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim does not go with --drafter-type medusa"),

@@ -203,6 +203,13 @@ def test_prompts_are_taken_once_and_leave_room() -> None:
         select_prompts(args, [[1]], print)
 
 
+def test_prompts_are_limited() -> None:
+    many, said = [[each] for each in range(100)], list[str]()
+    assert select_prompts(TrainingArgs(iters=20, batch_size=2), many, said.append) == many
+    assert said == ["note: 20 iterations learn from 40 answers at most: --max-prompts makes fewer than 100"]
+    assert select_prompts(TrainingArgs(iters=20, batch_size=2, max_prompts=42), many, pytest.fail) == many[:42]
+
+
 def test_most_frequent_tokens_of_what_is_learned() -> None:
     texts = [Text(np.array([9, 9, 9, 1, 2, 2]), 3), Text(np.array([4, 2, 1, 5]), 0)]
     assert most_frequent(texts, 2, 10).tolist() == [1, 2]

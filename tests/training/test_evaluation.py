@@ -64,7 +64,23 @@ def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch
     chains = compare_shapes(model, drafter, prompts, [(1, 2), (2, 3)], options, set())
     assert [row[:3] for row in chains] == [(1, 2, 3)]
     lines = format_table(found).splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [["1", "2", "3"], ["2", "3", "5"]]
+    assert [line.split()[:3] for line in lines[1:-1]] == [["1", "2", "3"], ["2", "3", "5"]]
+
+
+def test_noise_is_marked() -> None:
+    model, drafter, options = small_llama(), small_drafter(), Options(max_tokens=12, seed=0)
+    prompts = [[1 + at, 2, 3] for at in range(8)]
+    for count in (1, 2, 8):
+        (row,) = compare_shapes(model, drafter, prompts[:count], [(1, 2)], options, set())
+        errors = row.tokens_per_round_error, row.against_plain_error
+        assert row.prompts == count and [error is None for error in errors] == [count == 1] * 2
+        cells, noise = format_table([row]).splitlines()[1:]
+        shown = f"{row.tokens_per_round:.2f}" + ("" if errors[0] is None else f"±{errors[0]:.2f}")
+        assert cells.split()[3] == shown and f"the prompts, {count}" in noise
+        assert ("too few" in noise) is (count < 8)
+    one, two = (compare_shapes(model, drafter, [each], [(1, 2)], options, set())[0] for each in prompts[:2])
+    (both,) = compare_shapes(model, drafter, prompts[:2], [(1, 2)], options, set())
+    assert both.tokens_per_round_error == pytest.approx(abs(one.tokens_per_round - two.tokens_per_round) / 2)
 
 
 def test_the_best_chain_is_that_of_paired_ratios() -> None:
@@ -90,8 +106,11 @@ def test_eval_only_measures_a_drafter(
     assert command.run() == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "temperature 0.8, 4 prompts, 10 tokens each at most"
-    assert [line.split()[:3] for line in out[2:]] == [["1", "3", "4"], ["2", "3", "5"]]
-    assert all(line.split()[6] == "yes" and float(line.split()[3]) > 1.1 for line in out[2:])
+    assert [line.split()[:3] for line in out[2:4]] == [["1", "3", "4"], ["2", "3", "5"]]
+    assert all(line.split()[6] == "yes" and float(line.split()[3].partition("±")[0]) > 1.1 for line in out[2:4])
+    assert "the prompts, 4: too few" in out[4]
+    monkeypatch.setattr(sys, "argv", ["train", "--eval-only", *flags, "--max-prompts", "2"])
+    assert command.run() == 0 and capsys.readouterr().out.startswith("temperature 0.8, 2 prompts")
 
 
 def test_eval_only_warns_of_another_targets_drafter(

@@ -96,9 +96,11 @@ def test_a_run_says_what_it_does(whole: tuple[Path, str]) -> None:
         r"answers, [\d:]+ for 8 iterations of .*, [\d:]+ for validation; .* GB of memory, \d+ MB of disk",
         said,
     )
-    assert re.search(
-        r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok", said
+    validation = (
+        r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*, prompts: 1"
     )
+    assert re.search(validation, said)
+    assert said.count("too few for these numbers") == 1
     assert "comparison: 100%" in said and re.search(r"\n  W   K    N  tokens/round .*\n  1   1    2 ", said)
     command = said.splitlines()[-1].split()
     assert command[:3] == ["python", "-m", "mlx_redrafter.generate"] and str(place) in command
