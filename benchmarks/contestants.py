@@ -82,13 +82,15 @@ class Contestant:
         return label(self.kind, self.plan)
 
     def run(self, prompt: Prompt, max_tokens: int) -> Run:
-        """Decodes a prompt."""
+        """Decodes a prompt until the text ends, two tokens at least."""
         mx.reset_peak_memory()
         steps = self.decode(prompt.ids, max_tokens)
         last = next(steps)
         tokens, started = [last[0]], perf_counter()
         for last in steps:
             tokens.append(last[0])
+            if last[0] in prompt.ends:
+                break
         return Run(tokens, perf_counter() - started, last[1], mx.get_peak_memory())
 
 

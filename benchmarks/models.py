@@ -38,11 +38,13 @@ class Prompt(NamedTuple):
         name: `category/file`, or a file of the user's and the prompt's number in it.
         category: what kind of text it asks for.
         ids: the token ids, through the chat template if the tokenizer has one.
+        ends: the token ids that end the text.
     """
 
     name: str
     category: str
     ids: list[int]
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -178,4 +180,5 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
                 kinds = ", ".join(dict.fromkeys(each.partition("/")[0] for each in texts))
                 raise RedrafterError(f"no prompt, category or file is called {name!r}: categories are {kinds}")
             found |= {f"{file.name}:{n}": ids for n, ids in enumerate(load_prompts(file, tokenizer), start=1)}
-    return [Prompt(name, name.rpartition("/")[0] or "own", ids) for name, ids in found.items()]
+    ends = frozenset(tokenizer.eos_token_ids)
+    return [Prompt(name, name.rpartition("/")[0] or "own", ids, ends) for name, ids in found.items()]

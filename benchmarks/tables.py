@@ -82,7 +82,7 @@ def describe_setting(records: Iterable[Record]) -> str:
     record = next((record for record in records if record["kind"] == "speed"), None)
     if record is None:
         return ""
-    how = [f"{record['max_tokens']} tokens", f"turns: {record['repeats']}", f"temperature {record['temp']:g}"]
+    how = [f"at most {record['max_tokens']} tokens", f"turns: {record['repeats']}", f"temperature {record['temp']:g}"]
     machine = record["machine"]
     return f"{describe_machine(machine)}; {', '.join(how)}, seed {record['seed']}; {machine['when'][:10]}.\n"
 

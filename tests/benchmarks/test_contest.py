@@ -66,6 +66,14 @@ class Clock:
         return Contestant(kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode)
 
 
+def test_a_text_ends_at_its_end_token_on_every_side() -> None:
+    free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
+    (text, *_) = texts = [side.run(PROMPTS[0], 12).tokens for side in free]
+    end = next(i for i in range(2, 12) if text[i] not in text[1:i])
+    prompt = PROMPTS[0]._replace(ends=frozenset({text[end]}))
+    assert len(texts) > 2 and all(side.run(prompt, 12).tokens == text[: end + 1] for side in free)
+
+
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 def test_each_turn_begins_with_another_contestant(repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kinds = Clock(monkeypatch), [PLAIN, MLX_LM, MLX_LM_DRAFT]
