@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,6 +18,7 @@ import numpy as np
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
@@ -59,7 +61,9 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
-        evaluate(model)
+        with suppress(Exception):  # what cannot run says so when it is to decode
+            model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
+        evaluate(model)  # also what some models keep of their first forward
     set_blas_threads(model)
     return model, tokenizer
 

@@ -121,5 +121,6 @@ def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> N
     """
     tokenizer.save_pretrained(directory)
     mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    known = {name: value for name, value in vars(model.args).items() if value is not None}
+    arguments = model.args if hasattr(model, "args") else model.config
+    known = {name: value for name, value in vars(arguments).items() if value is not None}
     (directory / "config.json").write_text(json.dumps(known | config), encoding="utf-8")

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 import toys
-from families import make_family
+from families import CONFIGS, make_family
 from mlx_lm.sample_utils import make_logits_processors
 from sessions import (
     END,
@@ -255,3 +255,14 @@ def test_model_must_be_evaluated_where_it_is_loaded(tmp_path: Path) -> None:
             other.submit(Session, unevaluated, tokenizer).result()
         session = one.submit(Session, unevaluated, tokenizer, max_tokens=4).result()
         assert other.submit(session.send, "hello").result().tokens
+
+
+@pytest.mark.parametrize("family", ["plamo3", "kimi_k3"])
+def test_what_a_first_forward_keeps_is_evaluated_by_load(family: str, tmp_path: Path) -> None:
+    """Else another thread that decodes meanwhile reads what it cannot compute."""
+    save_target(tmp_path, make_family(family), chat_tokenizer()._tokenizer, **CONFIGS[family])
+    with workers(2) as (one, other):
+        model, _ = one.submit(load, tmp_path).result()
+        forward = one.submit(model, mx.array([[1, 2]])).result()
+        assert other.submit(lambda: model(mx.array([[1, 2]])).tolist()).result()
+        one.submit(mx.eval, forward).result()
