@@ -179,10 +179,12 @@ def package(out: Path) -> None:
     made = report.held_out_edits(tokenizer, report.PROMPTS, 2, SHOWN_EDIT_TOKENS)
     # The first is what is shown: of those that the target does right, the one that changes most lines.
     right = [edit for edit in made if report.is_right(model, tokenizer, edit)]
-    shown = max(right, key=lambda edit: len(set(edit.after.splitlines()) - set(edit.before.splitlines())))
+    changes = {edit: len(set(edit.after.splitlines()) - set(edit.before.splitlines())) for edit in right}
+    shown = max(changes, key=changes.__getitem__, default=made[0])
     made.sort(key=lambda edit: edit is not shown)
-    prompts = {"edits": [{"name": e.kind, "text": e.prompt, "answer": e.after} for e in made], "code": code}
-    (PACKAGE / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n", encoding="utf-8")
+    shown_edits = [{"name": edit.kind, "text": edit.prompt, "answer": edit.after} for edit in made]
+    for name, found in (("prompts", code), ("edits", shown_edits)):
+        (PACKAGE / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def trained(out: Path) -> tuple[nn.Module, TokenizerWrapper]:
