@@ -16,11 +16,12 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_redrafter.decoding import fit_plan
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
-from mlx_redrafter.generate import decode_tokens, fit_plan
+from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
 
 from .models import Prompt, Workload

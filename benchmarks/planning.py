@@ -22,10 +22,8 @@ import mlx.nn as nn
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import chain_plan
-from mlx_redrafter.engine.round import make_draft
-from mlx_redrafter.engine.sampling import make_sampler
 from mlx_redrafter.engine.target import Target
-from mlx_redrafter.engine.types import Tip
+from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.generate import generate_step
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, AutoPlanner
@@ -80,15 +78,13 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
     """(count,) how many tokens of a chain drafted after each token of the greedy text are right."""
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=count + DEPTH)
     text = [int(token) for token, *_ in steps]
-    target = Target(model)
-    hidden = target.forward(mx.array([*prompt, *text]), want_hidden=True).hidden
-    assert hidden is not None
+    source, found = drafter.open(model), list[int]()
+    hidden = Target(model, capture=source.capture).forward(mx.array([*prompt, *text])).hidden
     mx.eval(hidden)
-    sampler, found = make_sampler(seed=0), []
     for at in range(count):
-        tip = Tip(hidden[len(prompt) + at - 1], mx.array(text[at]))
-        position = mx.array(len(prompt) + at + 1)
-        tree = make_draft(drafter, target, sampler, tip, position, chain_plan(DEPTH), ordered=False).tree
+        row, root = len(prompt) + at - 1, mx.array([text[at]])
+        source.keep(Kept(root, {name: states[row : row + 1] for name, states in hidden.items()}, root, None, 1, row))
+        tree = source.propose(root[0], chain_plan(DEPTH), None, ordered=False)
         chain = cast(list[int], tree.tokens.tolist())[1:]
         ahead = text[at + 1 : at + 1 + DEPTH]
         found.append(next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEPTH))

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 
 from ..checkpoints import DRAFT_IDS, check_draft_ids, check_fit, compare_config, derive_args, load_drafter
 from ..drafters import KINDS, arctic_lstm, medusa, recurrent
-from ..drafters.protocol import AFTER_NORM, Drafter
-from ..engine.supported_models import find_parts
+from ..drafters.protocol import Drafter
+from ..engine.model_parts import AFTER_NORM, find_parts
 from ..errors import CheckpointError
 from .layouts import find_drafter
 from .sources import Source

@@ -17,10 +17,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from toys import Scripted, ids, make_ranks, run
 
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.supported_models import OutputRecorder, find_parts
+from mlx_redrafter.engine.model_parts import Recorder, find_parts
 from mlx_redrafter.generate import Step
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
+
+WIDE_STREAMS = ("deepseek_v41", "gemma3n", "iquestloopcoder")
+"""Modules whose layers do not pass on one row of the embedding's width for each token."""
 
 
 def modules() -> list[str]:
@@ -61,7 +64,7 @@ def record_hidden_states(model: nn.Module) -> Iterator[list[mx.array]]:
     """What the final norm of every forward meanwhile gives, (1, T, D) each."""
     parent, name = find_parts(model).final_norm
     child = parent[name]
-    recorder = parent[name] = OutputRecorder(child)
+    recorder = parent[name] = Recorder(child)
     try:
         yield recorder.outputs
     finally:

@@ -6,6 +6,7 @@ one token agree to about 1e-5, so that tokens can be compared, not only distribu
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import string
@@ -21,11 +22,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter.drafters.context import Forecast, Proposal
-from mlx_redrafter.drafters.protocol import Advance, Embed
+from mlx_redrafter.drafters.protocol import Embed
 from mlx_redrafter.drafters.recurrent import DrafterArgs
+from mlx_redrafter.drafters.source import Adjust, Forecast, Source, StepwiseSource
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.supported_models import find_parts
+from mlx_redrafter.engine.beam_search import Advance
+from mlx_redrafter.engine.model_parts import find_parts
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.tree import chain, grow, prune
+from mlx_redrafter.engine.types import Beams, Kept, Tree
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 
@@ -138,6 +143,10 @@ class Scripted:
         self.args = DrafterArgs(self._hidden.shape[-1], vocab, 2 * self._hidden.shape[-1], 0)
         mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
 
+    def open(self, model: nn.Module) -> Source:
+        """See `Drafter.open`."""
+        return StepwiseSource(self, model)
+
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """See `Drafter.begin`."""
 
@@ -166,35 +175,136 @@ class Scripted:
         return mx.where(on_text, scores[None], 0.0).astype(mx.float32)
 
 
-class ScriptedContext:
-    """A context index that proposes what the text goes on with, of random length, sometimes wrong, sometimes nothing.
+class ScriptedContext(Source):
+    """A context that proposes what the text goes on with, of random length, sometimes wrong, sometimes nothing.
 
     Args:
         text: the prompt and its plain continuation, longer than what will be decoded.
         right: how often a proposed token is the right one.
     """
 
+    name, waits = "context", True
+
     def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
         self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
+        self._tokens: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
         """Goes on after the prompt."""
         self._at += len(tokens)
 
-    append = read
+    confirm = read
 
-    def propose(self) -> Proposal | None:
-        """Up to six tokens."""
+    def forecast(self, ahead: int) -> Forecast | None:
+        """Always hopeful, but now and then; of up to six tokens once the round before is read."""
+        if ahead:
+            return Forecast(0.9, [0.9]) if self._random.random() < 0.8 else None
         count = min(self._random.randrange(7), len(self._text) - self._at)
         tokens = self._text[self._at : self._at + count]
-        made = [
+        self._tokens = [
             token if self._random.random() < self._right else (token + 1) % len(set(self._text)) for token in tokens
         ]
-        return Proposal(made, [0.9] * count) if made else None
+        return Forecast(1.0, [0.9] * count) if count else None
 
-    def forecast(self, count: int) -> Forecast | None:
-        """Always hopeful, but now and then."""
-        return Forecast(0.9, [0.9]) if self._random.random() < 0.8 else None
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+        """Some of those tokens."""
+        return chain(root, mx.array(self._tokens[: plan.context], mx.int32))
+
+
+class CachingDrafter:
+    """A drafter whose sources keep a row for every position of the text, as the KV cache of a head does.
+
+    Its guesses are right while its rows are those of the text: where one is missing or was not taken back, all are
+    wrong.
+
+    Args:
+        model: the target.
+        text: the prompt and its plain continuation, longer than what will be decoded.
+        width: W.
+        share: of the positions at which one of its guesses is right.
+        holes: whether rows that nobody told it of count as right.
+        layers: whose outputs its sources read, besides the last hidden state.
+    """
+
+    dtype = mx.float32
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: Sequence[int],
+        width: int,
+        *,
+        share: float = 0.5,
+        holes: bool = False,
+        layers: Sequence[int] = (0,),
+    ) -> None:
+        embedding, vocab = find_parts(model).embedding, model(mx.array([[0]])).shape[-1]
+        self.args = DrafterArgs(embedding(mx.array(0)).shape[-1], vocab, 8, 0)
+        self.text, self.width, self.holes = list(text), width, holes
+        self.ranks = mx.array([*make_ranks("mixed", len(text), width, share=share), *[-1] * 64])
+        self.capture = *layers, "after_norm"
+
+    def open(self, model: nn.Module) -> CachingSource:
+        """See `Drafter.open`."""
+        return CachingSource(self)
+
+
+class CachingSource(Source):
+    """What a `CachingDrafter` keeps of a text: a row for each position, of the token and of a layer's output there."""
+
+    reads_all = True
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter, self._script, self.capture = drafter, drafter, drafter.capture
+        self._rows = mx.full((len(drafter.text) + 64,), -1)
+        self._length: mx.array | int = 0
+
+    def keep(self, kept: Kept) -> None:
+        """Writes the rows that stay, without knowing how many these are."""
+        for name in self.capture:
+            assert kept.hidden[name].shape == (kept.tokens.shape[0], self._script.args.hidden_size)
+        tokens = kept.rows(kept.tokens)
+        steps = mx.arange(tokens.shape[0])
+        places = kept.position + steps
+        self._rows[places] = mx.where(steps < kept.n_kept, tokens, self._rows[places])
+        self._length = kept.position + kept.n_kept
+
+    def rewind(self, count: int) -> None:
+        """Takes the last rows back."""
+        self._length = mx.array(self._length) - count
+        self._rows = mx.where(mx.arange(self._rows.shape[0]) < self._length, self._rows, -1)
+
+    def fork(self) -> CachingSource:
+        """Another one with the same rows."""
+        other = copy.copy(self)
+        other._rows = mx.array(self._rows)
+        return other
+
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+        """A beam of `width`, at some depths with the right token in it."""
+        script, places = self._script, mx.arange(self._rows.shape[0])
+        text = mx.array([*script.text, *[0] * 64])
+        same = (self._rows == text) | (places >= self._length)
+        if script.holes:
+            same |= self._rows == -1
+        is_whole = mx.all(same) & (root == text[self._length])
+        depths = mx.arange(1, plan.depth + 1)
+        right, ranks = text[self._length + depths], script.ranks[self._length + depths]
+        ranks = mx.where(ranks < plan.width, ranks, -1)
+        columns = mx.arange(plan.width)
+        tokens = (right[:, None] + 1 + columns) % script.args.vocab_size
+        tokens = mx.where((columns == ranks[:, None]) & is_whole, right[:, None], tokens)
+        above = mx.concatenate([mx.zeros((1,), mx.int32), mx.maximum(ranks[:-1], 0)])
+        parents = mx.broadcast_to(above[:, None], tokens.shape)
+        scores = -1.0 * mx.arange(tokens.size).reshape(tokens.shape)
+        beams = Beams(tokens.astype(mx.int32), parents.astype(mx.int32), scores)
+        tree = grow(root, beams)
+        return tree if ordered else prune(tree, beams, plan.size)
+
+    @property
+    def state(self) -> Any:
+        """Its rows."""
+        return self._rows, self._length
 
 
 SCRIPTS = ("right", "wrong", "mixed")

@@ -21,8 +21,9 @@ from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, is_quantized, load_pair
 from ..drafters import recurrent
 from ..drafters.protocol import Drafter
+from ..engine.model_parts import compute_dtype, find_parts, model_name
 from ..engine.plan import Plan, chain_plan
-from ..engine.supported_models import check_draftable, compute_dtype, model_name
+from ..engine.supported_models import check_draftable
 from ..engine.target import Target
 from ..errors import RedrafterError
 from ..planning.costs import CostTable, is_disturbed, load_costs
@@ -132,11 +133,9 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
 
 def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
     """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
-    target, tokens = Target(model), mx.arange(16) % drafter.args.vocab_size
-    target.before_norm = drafter.args.before_norm
-    hidden = target.forward(tokens, want_hidden=True)[1]
-    assert hidden is not None
-    advance = drafter.begin(hidden, target.embed)
+    name, tokens = drafter.args.state_name, mx.arange(16) % drafter.args.vocab_size
+    hidden = Target(model, capture=[name]).forward(tokens).hidden[name]
+    advance = drafter.begin(hidden, find_parts(model).embedding)
     guesses, _ = advance(tokens, advance(tokens, None)[1])
     parts = {"target": hidden, "drafter": mx.maximum(guesses, 0)}  # a token that is never guessed may have -inf
     return next((name for name, values in parts.items() if not mx.isfinite(values).all().item()), None)

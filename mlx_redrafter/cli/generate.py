@@ -19,10 +19,11 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
+from ..decoding import draw_seed
 from ..drafters.protocol import Drafter
 from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
-from ..generate import USELESS_ROUNDS, GenerationResponse, draw_seed, explain_useless, is_text, stream_generate, summary
+from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, is_text, stream_generate, summary
 from ..options import AUTO, OFF, Options
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..engine.beam_search import State
 from . import mlp_speculator, protocol
 from .mlp_speculator import BiasedRMSNorm, find_part
-from .protocol import Embed, Project, State, fill_columns, scale_components
+from .protocol import Embed, Project, fill_columns, scale_components
 
 MODEL_TYPE = "arctic_lstm"
 

@@ -1,8 +1,8 @@
 """Drafts from the context: text copies itself, so what followed the same tokens earlier is likely to follow them again.
 
-An n-gram lookup over one sequence's own tokens, prompt and output, as prompt lookup decoding does it: no weights, no
-arrays. Dictionaries of 4-grams and 2-grams point to where each ended last; the longest match of the end of the text is
-followed while it lasts. The tokens after the match are the proposal.
+An n-gram lookup over one text's own tokens, prompt and output, as prompt lookup decoding does it: no weights, and no
+arrays but the proposal. Dictionaries of 4-grams and 2-grams point to where each ended last; the longest match of the
+end of the text is followed while it lasts. The tokens after the match are the proposal.
 
 Measured: a second, different continuation adds less than 0.3% tokens per round; dictionaries of 8, 5, 3 and 2 tokens
 make no more than these two; without 2-grams there are 4 to 6% fewer.
@@ -16,7 +16,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..engine.plan import Plan
+from ..engine.tree import chain
+from ..engine.types import Tree
+from .source import Adjust, Forecast, Source
 
 MAX_PROPOSAL = 15
 """The most tokens of a proposal: with the root 16 rows in a forward."""
@@ -43,35 +49,14 @@ PRIOR_WEIGHT, DECAY = 4.0, 0.97
 """How many observations a prior counts for; what an observation weighs after one more in its bucket."""
 
 
-class Proposal(NamedTuple):
-    """What may follow the text.
-
-    Attributes:
-        tokens: 1 to `MAX_PROPOSAL`, no more than the match that found them has.
-        reach: for each, the estimated probability that it and all before it are right.
-    """
-
-    tokens: list[int]
-    reach: list[float]
-
-
-class Forecast(NamedTuple):
-    """The proposal that is to be expected once the tokens that are being computed are known.
-
-    Attributes:
-        chance: that they continue the match.
-        reach: of the proposal if they do, see `Proposal`.
-    """
-
-    chance: float
-    reach: list[float]
-
-
-class ContextIndex:
-    """The tokens of one sequence, and where each n-gram of them ended last. Never shared between sequences.
+class ContextSource(Source):
+    """The tokens of one text, and where each n-gram of them ended last.
 
     Appending and looking up take constant time on average.
     """
+
+    name = "context"
+    waits = True
 
     def __init__(self) -> None:
         self._hits, self._counts = [0.0] * len(PRIOR_RATES), [0.0] * len(PRIOR_RATES)
@@ -105,7 +90,7 @@ class ContextIndex:
         self._append(tokens[-1])
         self._limit()
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def confirm(self, tokens: Sequence[int]) -> None:
         """Appends decoded tokens, and learns from each how often a match as long as the one before it is right."""
         for token in tokens:
             if self._match:
@@ -143,26 +128,24 @@ class ContextIndex:
             self._clear()
             self.read(kept)
 
-    def propose(self) -> Proposal | None:
-        """What followed the match; None without one."""
-        if not self._match:
-            return None
-        reach, start = self._reach(self._match), self._end + 1
-        period = len(self._tokens) - start  # where the text ends the proposal repeats itself
-        return Proposal([self._tokens[start + i % period] for i in range(len(reach))], reach)
-
-    def forecast(self, count: int) -> Forecast | None:
-        """What is to be expected after `count` more tokens; None without a match.
-
-        Args:
-            count: at least 1.
-        """
+    def forecast(self, ahead: int) -> Forecast | None:
+        """See `Source.forecast`: the tokens after the match, at most `MAX_PROPOSAL` and no more than the match has."""
         if not self._match:
             return None
         chance = 1.0
-        for match in range(self._match, self._match + count):
+        for match in range(self._match, self._match + ahead):
             chance *= self._rate(match)
-        return Forecast(chance, self._reach(self._match + count))
+        return Forecast(chance, self._reach(self._match + ahead))
+
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+        """The chain of the first `plan.context` tokens after the match."""
+        return chain(root, mx.array(self.find(plan.context), mx.int32))
+
+    def find(self, count: int) -> list[int]:
+        """The tokens after the match; where the text ends they repeat themselves."""
+        start = self._end + 1
+        period = len(self._tokens) - start
+        return [self._tokens[start + i % period] for i in range(count)]
 
     def _reach(self, match: int) -> list[float]:
         rates = (self._rate(match + depth) for depth in range(min(match, MAX_PROPOSAL)))

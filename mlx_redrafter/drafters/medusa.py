@@ -17,8 +17,9 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..engine.beam_search import State
 from . import protocol
-from .protocol import Embed, Project, State, scale_components
+from .protocol import Embed, Project, scale_components
 from .recurrent import ResidualBlock
 
 MODEL_TYPE = "medusa"

@@ -21,8 +21,9 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..engine.beam_search import State
 from . import protocol
-from .protocol import Embed, Project, State, fill_columns, scale_components
+from .protocol import Embed, Project, fill_columns, scale_components
 
 MODEL_TYPE = "mlp_speculator"
 

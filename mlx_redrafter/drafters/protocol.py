@@ -3,9 +3,8 @@
 A kind is a module of this package with a `MODEL_TYPE`, a `DrafterArgs` and a `Drafter`; `KINDS` in `drafters` has a
 line for it. Nothing outside this package and `convert` asks which kind a drafter is.
 
-All of them guess from one hidden state of the target, and keep nothing between drafts. A head with a KV cache of its
-own (EAGLE, multi-token-prediction layers) would also have to be told which hidden states and tokens a round has kept:
-`Target.keep_path` knows the tokens, the rows of `verify` are the states. Nothing of that is built.
+These drafters guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with
+them. One that keeps something opens a source of its own, see `Drafter.open`.
 """
 
 from __future__ import annotations
@@ -17,16 +16,10 @@ from typing import Any, ClassVar, Self, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..engine.beam_search import Advance, State
+from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..errors import CheckpointError
-
-State = Any
-"""What a draft has read so far: None before its first token, then a tree of arrays, one row for each hypothesis.
-
-Leaves that are no arrays, as the depth of the draft, are the same for all rows.
-"""
-
-Advance = Callable[[mx.array, State], tuple[mx.array, State]]
-"""(tokens (W,), state or None) -> (logits (W, V) float32 of what follows them, the state after them)."""
+from .source import Source, StepwiseSource
 
 Embed = Callable[[mx.array], mx.array]
 """(tokens (W,)) -> (W, D), the target's raw embedding rows."""
@@ -34,9 +27,6 @@ Embed = Callable[[mx.array], mx.array]
 Project = Callable[[mx.array, int | None], mx.array]
 """(tokens (V',), width) -> (V', at most width) float32, the principal components of the target's embedding of them, the
 largest first and without what all tokens share; with None (V', D), in the embedding's own coordinates."""
-
-AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
-"""Which of the target's hidden states: what its final norm gives, or what it is given."""
 
 MAX_SIZE, MAX_COUNT = 2**24, 256
 """More than any width or vocabulary, and any number of heads or layers: larger ones in a config are errors."""
@@ -85,7 +75,12 @@ class DrafterArgs:
     @property
     def before_norm(self) -> bool:
         """Whether it reads the target's hidden state from before the final norm."""
-        return self.hidden_state == BEFORE_NORM
+        return self.state_name == BEFORE_NORM
+
+    @property
+    def state_name(self) -> str:
+        """Which of the target's hidden states it reads."""
+        return self.hidden_state or AFTER_NORM
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -152,6 +147,10 @@ class Drafter(nn.Module):
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
         self.args = args
+
+    def open(self, model: nn.Module) -> Source:
+        """A source of drafts for a text of this target's; its weights are shared."""
+        return StepwiseSource(self, model)
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
         """Begins a draft: returns what reads one token after the other, and guesses what follows.

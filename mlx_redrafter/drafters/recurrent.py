@@ -20,9 +20,10 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..engine.beam_search import State
 from ..errors import CheckpointError
 from . import protocol
-from .protocol import MAX_SIZE, Embed, State
+from .protocol import MAX_SIZE, Embed
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 

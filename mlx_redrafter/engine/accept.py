@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .types import Tree, Verdict
+from .types import Accepted, Tree
 
 
-def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdict:
+def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accepted:
     """The path on which the target agrees with the draft.
 
     The target has chosen a token after every node, without looking at the draft. A node is kept when the choice
@@ -31,10 +31,10 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Verdi
     n_accepted = mx.minimum(tree.depths[tip], limit)
     levels = mx.minimum(mx.array(list(range(depth + 1)), mx.int32), n_accepted)
     on_level = tree.ancestors[tip] & (tree.depths == levels[:, None])
-    return Verdict(n_accepted, mx.argmax(on_level, axis=1).astype(mx.int32))
+    return Accepted(n_accepted, mx.argmax(on_level, axis=1).astype(mx.int32))
 
 
-def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
+def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Accepted:
     """The same for a chain, in fewer operations: it is kept up to the first node on which the two disagree.
 
     Args:
@@ -44,4 +44,4 @@ def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Verdict:
     """
     matched = target_tokens[:-1] == tree.tokens[1:]
     n_accepted = mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), limit)
-    return Verdict(n_accepted, mx.minimum(tree.depths, n_accepted))
+    return Accepted(n_accepted, mx.minimum(tree.depths, n_accepted))

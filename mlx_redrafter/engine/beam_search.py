@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from ..drafters.protocol import Advance, State
 from .types import Beams
 
 BLOCK = 128
+
+State = Any
+"""What a draft has read so far: None before its first token, then a tree of arrays, one row for each hypothesis.
+
+Leaves that are no arrays, as the depth of the draft, are the same for all rows.
+"""
+
+Advance = Callable[[mx.array, State], tuple[mx.array, State]]
+"""(tokens (W,), state or None) -> (logits (W, V) float32 of what follows them, the state after them)."""
 
 
 def top_w(values: mx.array, width: int) -> mx.array:

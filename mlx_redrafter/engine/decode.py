@@ -9,17 +9,19 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..drafters.context import ContextIndex, Forecast, Proposal
-from ..drafters.protocol import Drafter
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
-from .round import Chooser, Draft, Outcome, add_context, extend, make_draft, step, verify
+from .round import Chooser, Draft, Outcome, extend, step, verify
 from .target import Target
-from .types import Tree
+from .tree import merge
+from .types import Kept, Tree
+
+if TYPE_CHECKING:
+    from ..drafters.source import Forecast, Source
 
 CLEAR_EVERY = 256
 """Rounds after which MLX's buffer cache is cleared, as mlx-lm does."""
@@ -52,6 +54,12 @@ class Round(NamedTuple):
         return self.plan is not None and self.path[-1] >= self.plan.size
 
 
+Rounds = Generator[Round, None, None]
+
+Report = Callable[[int, int], None]
+"""Called with (prompt tokens processed, prompt tokens in all)."""
+
+
 class Planner:
     """Chooses what each round drafts; this one the same for every round, and all of a proposal; the base of others.
 
@@ -78,16 +86,16 @@ class Planner:
         """
         return self._plan or (CONTEXT_ONLY if forecast else None)
 
-    def extend_plan(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
+    def extend_plan(self, plan: Plan | None, reach: Sequence[float], length: int, replayed: int) -> Plan | None:
         """The plan, with as much of a proposal as is to be verified; without a depth the drafter's draft is discarded.
 
         Args:
             plan: what the drafter has drafted; None or `CONTEXT_ONLY` for nothing.
-            proposal: of the context, after the round before was read.
+            reach: of the context's proposal, after the round before was read; see `Forecast`.
             length: of the text.
             replayed: how many tokens the next round replays.
         """
-        count = len(proposal.tokens)
+        count = len(reach)
         if plan is not None and not self.can_merge and plan.depth >= count:
             return plan
         return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
@@ -121,8 +129,17 @@ class Planner:
         """
 
 
-class _Pending(NamedTuple):
-    """A round that is enqueued, not read: `length` is the text's before its root; without a draft a plain step."""
+class Pending(NamedTuple):
+    """A round that is enqueued, not read.
+
+    Attributes:
+        outcome: what it will have made.
+        length: of the text before its root.
+        replayed: how many tokens it replays.
+        plan: what was to be drafted for it.
+        draft: what is verified; None for a plain step.
+        is_prompt: whether its forward is one of the prompt's.
+    """
 
     outcome: Outcome
     length: int
@@ -135,178 +152,227 @@ class _Pending(NamedTuple):
     def next_position(self) -> mx.array:
         """() int32, the position after the last token that it chooses."""
         last = mx.array(self.length + 2)
-        return last if self.draft is None else self.outcome.report[0] + last
+        return last if self.draft is None else self.outcome.packed[0] + last
 
 
-def decode(
-    target: Target,
-    drafter: Drafter | None,
-    chooser: Chooser,
-    planner: Planner,
-    prompt: mx.array,
-    *,
-    context: ContextIndex | None = None,
-    history: Sequence[int] = (),
-    prefill_step_size: int = 2048,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-    on_drafter_failure: Callable[[Exception], None] | None = None,
-    may_run_ahead: Callable[[], bool] | None = None,
-) -> Generator[Round, None, None]:
-    """Yields a round at a time, without end; before the first one an empty one after each piece of the prompt.
-
-    Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `Target.finish` makes the
-    cache hold what was taken of the last round.
+class Decoder:
+    """Decodes one text: enqueues rounds, reads each of them once, and tells sources and planner what it has made.
 
     Args:
-        drafter: None for none.
-        prompt: (T,) int32, T >= 1.
-        context: an empty index to draft from; None for none.
-        history: the tokens that the cache holds, for processors and context.
-        prefill_step_size, prompt_progress_callback, on_drafter_failure: see `Options`.
+        target: captures what the sources read.
+        sources: what drafts: at most one that waits and one that does not.
+        planner: says what each round drafts.
+        history: the tokens that the target's cache holds, for processors and sources.
+        on_drafter_failure: see `Options`.
         may_run_ahead: asked in each round; if not, no plain step is enqueued before it is read, and the cache then ends
-            before the round's last token.
+            before the round's last token. None for always.
+
+    Attributes:
+        target: whose `length` is that of the text in its cache.
     """
-    first, seen = yield from prefill(
-        target,
-        prompt,
-        chooser,
-        history,
-        prefill_step_size,
-        prompt_progress_callback,
-        context=context,
-        want_hidden=drafter is not None,
-    )
-    following: _Pending | None = first
-    plan: Plan | None = None
-    draft: Draft | None = None
-    root, n_ahead = 0, 0  # n_ahead: how many steps in a row were enqueued ahead
 
-    def enqueue_step(token: mx.array) -> _Pending:
-        nonlocal seen
-        length, replayed = target.length, target.replayed
-        outcome = step(target, token, chooser, seen, want_hidden=drafter is not None)
-        seen = extend(seen, token.astype(mx.int32)) if chooser.processors else None
-        mx.async_eval(outcome, seen, target.pending())
-        return _Pending(outcome, length, replayed)
+    def __init__(
+        self,
+        target: Target,
+        chooser: Chooser,
+        planner: Planner,
+        sources: Sequence[Source] = (),
+        *,
+        history: Sequence[int] = (),
+        on_drafter_failure: Callable[[Exception], None] | None = None,
+        may_run_ahead: Callable[[], bool] | None = None,
+    ) -> None:
+        self.target, self._chooser, self._planner, self._history = target, chooser, planner, history
+        self._drafter = next((source for source in sources if not source.waits), None)
+        self._context = next((source for source in sources if source.waits), None)
+        self._on_drafter_failure = on_drafter_failure
+        self._may_run_ahead = may_run_ahead or (lambda: True)
+        self._seen: mx.array | None = None  # the text before the next root, for the processors
+        self._root = 0
+        self._plan: Plan | None = None  # of the next round
+        self._draft: Draft | None = None  # for the next round, as far as it needed no read
+        self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
+        self._n_ahead = 0  # how many rounds in a row were
 
-    def enqueue_draft(plan: Plan) -> Draft | None:
-        nonlocal drafter
-        assert drafter is not None and now.outcome.tip is not None
-        try:
-            ordered = bool(chooser.processors)
-            draft = make_draft(
-                drafter, target, chooser.sampler, now.outcome.tip, now.next_position, plan, ordered=ordered
+    def decode(
+        self, prompt: mx.array, prefill_step_size: int, report: Callable[[int, int], None]
+    ) -> Generator[Round, None, None]:
+        """Yields a round at a time, without end; before the first one an empty one after each piece of the prompt.
+
+        Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `finish` makes the
+        cache hold what was taken of the last round.
+
+        Args:
+            prompt: (T,) int32, T >= 1.
+            prefill_step_size: the most tokens of a piece.
+            report: see `Report`.
+        """
+        yield from self.prefill(prompt, prefill_step_size, report)
+        for number in count(1):
+            started = perf_counter()
+            with on_stream():
+                pending = self._ahead or self._enqueue_round()
+                self._enqueue_next(pending)
+                path, tokens = pending.outcome.read()  # the one host read
+                done = self._commit(pending, path, tokens, 1e3 * (perf_counter() - started))
+            if number % CLEAR_EVERY == 0:
+                mx.clear_cache()
+            yield done
+
+    def prefill(
+        self, prompt: mx.array, prefill_step_size: int, report: Callable[[int, int], None]
+    ) -> Generator[Round, None, None]:
+        """Reads the prompt in pieces, its last token alone, and enqueues the step that chooses the first token.
+
+        Yields an empty round after each other piece.
+        """
+        total, done = prompt.shape[0], 0
+        if self._chooser.processors and self._history:
+            self._seen = mx.array(list(self._history), mx.int32)
+        reads_all = self._drafter is not None and self._drafter.reads_all
+        report(done, total)
+        while total - done > 1:
+            size = min(prefill_step_size, total - done - 1)
+            piece, position = prompt[done : done + size], self.target.length
+            with on_stream():
+                hidden = self.target.forward(piece, want_hidden=reads_all).hidden
+                if reads_all:
+                    following = prompt[done + 1 : done + size + 1]
+                    self._tell_drafter(Kept(piece, hidden, following, None, size, position))
+                self.target.evaluate()
+                mx.eval(self._drafter_state())
+            done += size
+            report(done, total)
+            mx.clear_cache()
+            yield Round([], [], is_prompt=True)
+        with on_stream():
+            if self._chooser.processors and done:
+                self._seen = extend(self._seen, prompt[:done])
+            self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
+            if self._context is not None:  # while that is being computed
+                self._context.read([*self._history, *cast(list[int], prompt.tolist())])
+            mx.eval(
+                self._ahead.outcome.packed, self._ahead.outcome.logprobs, self.target.pending(), self._drafter_state()
             )
-            mx.async_eval(draft)
-        except Exception as error:
-            if on_drafter_failure is None:
-                raise
-            drafter = None
-            planner.drop_drafter()
-            on_drafter_failure(error)
-            return None
-        return draft
+            report(total, total)
 
-    def enqueue_verify(draft: Draft, plan: Plan) -> _Pending:
+    def finish(self, length: int, last_token: int) -> None:
+        """Makes the cache and the drafter hold exactly `length` tokens of the text, see `Target.finish`."""
+        drafter, held = self._drafter, self.target.length
+        if drafter is not None and length < held:
+            drafter.rewind(held - length)
+        elif drafter is not None and drafter.reads_all and length > held:
+            token = mx.array([last_token])
+            self._tell_drafter(Kept(token, self.target.forward(token).hidden, None, None, 1, held))
+        self.target.finish(length, last_token)
+        mx.eval(self._drafter_state())
+
+    def _enqueue_step(self, token: mx.array) -> Pending:
+        """A plain step on `token` (1,)."""
+        target = self.target
+        length, replayed = target.length, target.replayed
+        outcome = step(target, token, self._chooser, self._seen, want_hidden=self._drafter is not None)
+        self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
+        self._tell_drafter(outcome.kept)
+        self._enqueue(outcome, self._seen)
+        return Pending(outcome, length, replayed)
+
+    def _enqueue_next(self, pending: Pending) -> None:
+        """What needs no read of `pending`: the draft of the round after it, or in plain decoding that round itself."""
+        self._plan = self._draft = self._ahead = None
+        if self.target.has_room(2) and (self._drafter or self._context):
+            in_flight = pending.plan.context if pending.draft and pending.plan else 0
+            forecast = self._context.forecast(1 + in_flight) if self._context is not None else None
+            self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
+            if self._plan and self._plan.depth:
+                self._enqueue_draft(self._plan, pending)
+        if self._plan is None and pending.draft is None and self._may_run_ahead():
+            self._ahead = self._enqueue_step(pending.outcome.packed)
+
+    def _enqueue_draft(self, plan: Plan, pending: Pending) -> None:
+        sampler, row = self._chooser.sampler, pending.outcome.logprobs[0]
+        draws = sampler.draws(pending.next_position, plan.depth + 1, row.shape[-1])
+        adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
+        try:
+            assert self._drafter is not None
+            ordered = bool(self._chooser.processors)
+            self._draft = Draft(self._drafter.propose(pending.outcome.root, plan, adjust, ordered=ordered), draws)
+            mx.async_eval(self._draft)
+        except Exception as error:
+            self._drop_drafter(error)
+
+    def _enqueue_round(self) -> Pending:
+        """The round after all that is known: what was drafted and what had to wait for the read, else a plain step."""
+        target, plan, draft = self.target, self._plan, self._draft
+        match = self._context.forecast(0) if self._context is not None else None
+        if match is not None:
+            assert self._context is not None
+            plan = self._planner.extend_plan(plan, match.reach, target.length, target.replayed)
+            if plan is not None and plan.context:
+                root = mx.array(self._root)
+                tree = self._context.propose(root, plan, None, ordered=True)
+                draft = Draft(merge([draft.tree, tree]), draft.draws) if draft and plan.depth else Draft(tree, None)
+        if not draft or not plan or target.replayed > MAX_REPLAY or not target.has_room(plan.rows):
+            return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
         length, replayed, room = target.length, target.replayed, target.until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
-        outcome = verify(target, draft, chooser, seen, plan, limit, want_hidden=drafter is not None)
-        mx.async_eval(outcome, draft.tree, target.pending())
-        return _Pending(outcome, length, replayed, plan, draft)
+        outcome = verify(target, draft, self._chooser, self._seen, plan, limit)
+        self._tell_drafter(outcome.kept)
+        self._enqueue(outcome, draft.tree)
+        return Pending(outcome, length, replayed, plan, draft)
 
-    for number in count(1):
-        started = perf_counter()
-        with on_stream():
-            if following is None and context is not None and (proposal := context.propose()):
-                plan = planner.extend_plan(plan, proposal, target.length, target.replayed)
-                if plan is not None and plan.context:
-                    draft = add_context(draft if plan.depth else None, root, proposal.tokens[: plan.context])
-            if following is not None:
-                now = following
-            elif draft and plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
-                now = enqueue_verify(draft, plan)
-            else:
-                now = enqueue_step(mx.array([root]))._replace(plan=plan)
-            plan = draft = None
-            if target.has_room(2) and (drafter is not None or context is not None):
-                in_flight = now.plan.context if now.draft and now.plan else 0
-                forecast = context.forecast(1 + in_flight) if context is not None else None
-                plan = planner.next_plan(now.length, now.replayed, forecast)
-                if plan and plan.depth:
-                    draft = enqueue_draft(plan)
-                    plan = plan if draft else None  # the drafter failed
-            runs_ahead = plan is None and now.draft is None and (may_run_ahead is None or may_run_ahead())
-            following = enqueue_step(now.outcome.report) if runs_ahead else None
-            path, tokens = now.outcome.read()  # the one host read
-            milliseconds = 1e3 * (perf_counter() - started)
-            if now.draft is not None:
-                accepted = [root, *tokens[:-1]]
-                target.keep_path(path, accepted)
-                if seen is not None:
-                    seen = extend(seen, mx.array(accepted))
-                    mx.async_eval(seen)
-        verified, root = now.draft is not None, tokens[-1]
-        tree, verified_plan = (now.draft.tree, now.plan) if now.draft else (None, None)
-        logprobs = now.outcome.logprobs[: len(tokens)]
-        each = Round(tokens, logprobs, verified_plan, tree, path, now.replayed, now.is_prompt)
-        if not now.is_prompt:
-            took = milliseconds if verified or (n_ahead > 1 and following) else None  # else steps overlap in part
-            planner.observe(
-                now.plan,
+    def _commit(self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float) -> Round:
+        """Keeps what a round has made, now that it is read."""
+        verified, plan = pending.draft is not None, pending.plan
+        if verified:
+            accepted = [self._root, *tokens[:-1]]
+            self.target.keep_path(path, accepted)
+            if self._seen is not None:
+                self._seen = extend(self._seen, mx.array(accepted))
+                mx.async_eval(self._seen)
+        self._root = tokens[-1]
+        for source in (self._drafter, self._context):
+            if source is not None:
+                source.confirm(tokens)
+        logprobs = pending.outcome.logprobs[: len(tokens)]
+        done = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
+        if pending.draft is not None:
+            done = done._replace(plan=plan, tree=pending.draft.tree, path=path)
+        if not pending.is_prompt:
+            is_timed = verified or (self._n_ahead > 1 and self._ahead is not None)  # else steps overlap in part
+            self._planner.observe(
+                plan,
                 len(tokens),
-                now.length,
-                now.replayed,
-                took,
+                pending.length,
+                pending.replayed,
+                milliseconds if is_timed else None,
                 verified=verified,
-                from_context=each.from_context,
+                from_context=done.from_context,
             )
-        if context is not None:
-            context.append(tokens)
-        n_ahead = n_ahead + 1 if following is not None else 0
-        if number % CLEAR_EVERY == 0:
-            mx.clear_cache()
-        yield each
+        self._n_ahead = self._n_ahead + 1 if self._ahead is not None else 0
+        return done
 
+    def _enqueue(self, outcome: Outcome, more: Any) -> None:
+        mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.pending(), self._drafter_state())
 
-def prefill(
-    target: Target,
-    prompt: mx.array,
-    chooser: Chooser,
-    history: Sequence[int],
-    prefill_step_size: int,
-    prompt_progress_callback: Callable[[int, int], None] | None,
-    *,
-    context: ContextIndex | None = None,
-    want_hidden: bool,
-) -> Generator[Round, None, tuple[_Pending, mx.array | None]]:
-    """Reads the prompt into the cache in pieces, its last token alone; yields an empty round after each other piece.
+    def _drafter_state(self) -> Any:
+        return None if self._drafter is None else self._drafter.state
 
-    Returns:
-        (the plain step that chooses the first token, the tokens before that for the processors or None).
-    """
-    report = prompt_progress_callback or (lambda done, total: None)
-    total, done = prompt.shape[0], 0
-    before = mx.array(list(history), mx.int32) if chooser.processors and history else None
-    report(done, total)
-    while total - done > 1:
-        size = min(prefill_step_size, total - done - 1)
-        with on_stream():
-            target.forward(prompt[done : done + size], want_hidden=False)
-            target.evaluate()
-        done += size
-        report(done, total)
-        mx.clear_cache()
-        yield Round([], [], is_prompt=True)
-    with on_stream():
-        seen = extend(before, prompt[:done]) if chooser.processors and done else before
-        outcome = step(target, prompt[done:], chooser, seen, want_hidden=want_hidden)
-        mx.async_eval(outcome, target.pending())
-        if context is not None:
-            context.read([*history, *cast(list[int], prompt.tolist())])
-        mx.eval(outcome, target.pending())
-        report(total, total)
-    now = _Pending(outcome, target.length - 1, is_prompt=True)
-    return now, extend(before, prompt) if chooser.processors else None
+    def _tell_drafter(self, kept: Kept) -> None:
+        if self._drafter is None:
+            return
+        try:
+            self._drafter.keep(kept)
+        except Exception as error:
+            self._drop_drafter(error)
+
+    def _drop_drafter(self, error: Exception) -> None:
+        """Goes on without a drafter that has failed; raises where nobody is to be told of it."""
+        if self._on_drafter_failure is None:
+            raise error
+        self._drafter = self._plan = self._draft = None
+        self._planner.drop_drafter()
+        self._on_drafter_failure(error)
 
 
 def on_stream() -> AbstractContextManager[Any]:

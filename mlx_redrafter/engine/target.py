@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -11,7 +12,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from . import kv_cache
-from .supported_models import ModelParts, capture_output, exact_until, find_parts
+from .model_parts import StateName, capture, find_taps
+from .supported_models import exact_until
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
@@ -33,11 +35,11 @@ class Forward(NamedTuple):
 
     Attributes:
         logits: (T, V) as the model computes them.
-        hidden: (T, D) after the final norm, or before it; None when it was not asked for.
+        hidden: (T, D) each of the hidden states that are captured, by name; none when they were not asked for.
     """
 
     logits: mx.array
-    hidden: mx.array | None
+    hidden: dict[StateName, mx.array]
 
 
 class Target:
@@ -53,11 +55,11 @@ class Target:
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
         max_kv_size: most rows of a new cache, where the model does not make its own.
+        capture: which hidden states forwards return, see `StateName`.
 
     Attributes:
         cache: the prompt cache.
         length: how many tokens of the text the cache holds, those to replay included.
-        before_norm: whether hidden states are those from before the final norm; else from after it.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class Target:
         cache: kv_cache.Cache | None = None,
         quantization: KVQuantization | None = None,
         max_kv_size: int | None = None,
+        capture: Sequence[StateName] = (),
     ) -> None:
         self._model = model
-        self.before_norm = False
+        self._taps = find_taps(model, capture)
         self.cache: kv_cache.Cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
         self._quantization = quantization or KVQuantization()
         self.length = kv_cache.length(self.cache)
@@ -84,10 +87,6 @@ class Target:
         self._replay: list[int] = []  # accepted after the snapshot
         self._has_run = False  # as in mlx-lm, the cache is not quantized before the first forward
 
-    @cached_property
-    def _parts(self) -> ModelParts:
-        return find_parts(self._model)
-
     @property
     def replayed(self) -> int:
         """How many accepted tokens the next forward replays."""
@@ -99,13 +98,12 @@ class Target:
         """Whether `count` rows in one forward give what they give one by one; see `exact_until`."""
         return self._exact_until is None or self.length + count <= self._exact_until
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """(..., D) raw embedding rows of `tokens` (...)."""
-        embedded: mx.array = self._parts.embedding(tokens)
-        return embedded
+    def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
+        """The model on `tokens` (T,) after the text, all of whose rows are kept.
 
-    def forward(self, tokens: mx.array, *, want_hidden: bool) -> Forward:
-        """The model on `tokens` (T,) after the text, all of whose rows are kept."""
+        Args:
+            want_hidden: whether the hidden states are wanted.
+        """
         self._settle()
         count = tokens.shape[0]
         if self._keeps_first:
@@ -116,13 +114,12 @@ class Target:
         self.length += count
         return self._run(tokens, self.cache, count, want_hidden)
 
-    def verify(self, tree: Tree, *, branched: bool, want_hidden: bool = True) -> Forward:
+    def verify(self, tree: Tree, *, branched: bool) -> Forward:
         """The model on every node of `tree`, each seeing the text and its ancestors. `keep_path` decides what stays.
 
         Args:
             tree: N >= 2 nodes.
             branched: whether it is more than a chain.
-            want_hidden: as for `forward`.
         """
         self._settle()
         if not self._trimmable and self._snapshot is None:
@@ -132,18 +129,21 @@ class Target:
         if self._replay:  # on caches that cannot be trimmed every tree is a chain
             tree = chain(mx.array(self._replay[0]), mx.concatenate([mx.array(self._replay[1:], mx.int32), tree.tokens]))
         if not branched and not self._has_ring:
-            return self._run(tree.tokens, self.cache, count, want_hidden)
+            return self._run(tree.tokens, self.cache, count)
         nodes = Nodes(self.length - len(self._replay), tree.depths, tree.ancestors, branched)
-        call = partial(self._run, tree.tokens, count=count, want_hidden=want_hidden)
+        call = partial(self._run, tree.tokens, count=count)
         return build_with_nodes(self.cache, nodes, call).result
 
-    def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool) -> Forward:
-        if not want_hidden:
-            return Forward(self._model(tokens[None], cache=cache)[0, -count:], None)
-        logits, hidden = capture_output(
-            self._parts.final_norm, lambda: self._model(tokens[None], cache=cache), want_input=self.before_norm
-        )
-        return Forward(logits[0, -count:], hidden[-1][0, -count:])
+    def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True) -> Forward:
+        def call() -> mx.array:
+            logits: mx.array = self._model(tokens[None], cache=cache)
+            return logits
+
+        if not (want_hidden and self._taps):
+            return Forward(call()[0, -count:], {})
+        logits, found = capture(list(self._taps.values()), call)
+        states = {name: calls[-1][0, -count:] for name, calls in zip(self._taps, found, strict=True)}
+        return Forward(logits[0, -count:], states)
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:
         """Accepts these nodes of the last `verify`, from the root down, with their tokens; the others are rejected."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -53,22 +54,33 @@ def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array
     return parents, depths, ancestors, mx.array([[False] * count] * size)
 
 
-def add_chain(tree: Tree, tokens: list[int]) -> Tree:
-    """The tree and a chain below its root, C nodes after its own. What both have is verified twice::
+def merge(trees: Sequence[Tree]) -> Tree:
+    """All nodes of several trees below one root, each tree's after those of the trees before it. What several of them
+    have is verified more than once::
 
         the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
 
     Args:
-        tree: N nodes.
-        tokens: C of them.
+        trees: at least one, with the same token as their root.
     """
-    parents, depths, ancestors, columns = merge_constants(tree.tokens.shape[0], len(tokens))
-    return Tree(
-        mx.concatenate([tree.tokens, mx.array(tokens, mx.int32)]),
-        mx.concatenate([tree.parents, parents]),
-        mx.concatenate([tree.depths, depths]),
-        mx.concatenate([mx.concatenate([tree.ancestors, columns], axis=1), ancestors]),
-    )
+    merged = trees[0]
+    for tree in trees[1:]:
+        size, count = merged.tokens.shape[0], tree.tokens.shape[0] - 1
+        if tree.parents is chain_constants(1 + count)[0]:
+            parents, depths, ancestors, columns = merge_constants(size, count)
+        else:
+            own = tree.parents[1:]
+            parents, depths = mx.where(own == 0, 0, own + (size - 1)), tree.depths[1:]
+            columns = mx.zeros((size, count), mx.bool_)
+            others = mx.zeros((count, size - 1), mx.bool_)
+            ancestors = mx.concatenate([tree.ancestors[1:, :1], others, tree.ancestors[1:, 1:]], axis=1)
+        merged = Tree(
+            mx.concatenate([merged.tokens, tree.tokens[1:]]),
+            mx.concatenate([merged.parents, parents]),
+            mx.concatenate([merged.depths, depths]),
+            mx.concatenate([mx.concatenate([merged.ancestors, columns], axis=1), ancestors]),
+        )
+    return merged
 
 
 def grow(token: mx.array, beams: Beams) -> Tree:

@@ -16,17 +16,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-
-class Tip(NamedTuple):
-    """Where decoding stands: a token that is chosen but not yet in the cache.
-
-    Attributes:
-        hidden: (D,) the target's last hidden state, after its final norm, at the position that chose `token`.
-        token: () int32.
-    """
-
-    hidden: mx.array
-    token: mx.array
+from .model_parts import StateName
 
 
 class Beams(NamedTuple):
@@ -59,7 +49,7 @@ class Tree(NamedTuple):
     ancestors: mx.array
 
 
-class Verdict(NamedTuple):
+class Accepted(NamedTuple):
     """What the target kept of a tree.
 
     Attributes:
@@ -69,3 +59,32 @@ class Verdict(NamedTuple):
 
     n_accepted: mx.array
     path: mx.array
+
+
+class Kept(NamedTuple):
+    """The positions of a forward that stay in the text; enqueued, so that not even their number is known.
+
+    Attributes:
+        tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's one, or a piece of the prompt.
+        hidden: the captured hidden states, each (N, D).
+        chosen: (R,) int32, what follows each position that stays; None for the last token of a text that ends there.
+        path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
+        n_kept: () int32 or a number, how many of the R stay: the first ones. The others repeat the last of them.
+        position: of the first of them in the text.
+    """
+
+    tokens: mx.array
+    hidden: dict[StateName, mx.array]
+    chosen: mx.array | None
+    path: mx.array | None
+    n_kept: mx.array | int
+    position: int
+
+    def last_hidden(self, name: StateName) -> mx.array:
+        """(D,) the state at the last position that stays, after which a draft begins."""
+        states = self.hidden[name]
+        return states[-1] if self.path is None else states[self.path[-1]]
+
+    def rows(self, values: mx.array) -> mx.array:
+        """(R, ...) the rows of `tokens`, or of a hidden state, that stay."""
+        return values if self.path is None else values[self.path]

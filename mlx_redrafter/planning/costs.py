@@ -31,13 +31,13 @@ from tqdm import tqdm
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
+from ..engine.decode import Decoder, Planner, Rounds
+from ..engine.model_parts import model_name
 from ..engine.plan import Plan, chain_plan
-from ..engine.round import Chooser, Draft, Outcome, make_draft, step, verify
+from ..engine.round import Chooser, Draft, step, verify
 from ..engine.sampling import make_sampler
-from ..engine.supported_models import model_name
 from ..engine.target import Target
 from ..engine.tree import chain
-from ..engine.types import Tip
 from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, one_line
 from .machine import cache_directory, describe_machine
@@ -52,7 +52,7 @@ SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one 
 ASSUMED_ROW, ASSUMED_REST = 0.15, 0.1  # of a forward's row and of a round, in plain steps, before any was measured
 IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
 SLOW_STEP = 0.1  # seconds of a plain step from which on everything is run once, and after the first context alone
-SLOW_STEPS = 30  # plain steps that this takes, at most: where a forward of N nodes costs N of them
+SLOW_STEPS = 34  # plain steps that this takes, at most: where a forward of N nodes costs N of them
 
 
 class CostTable(NamedTuple):
@@ -186,7 +186,7 @@ def time_calls(
     *,
     min_turns: int = 1,
     max_turns: int | None = None,
-    between: Callable[[], object] = lambda: None,
+    before: Callable[[K], object] = lambda key: None,
 ) -> dict[K, list[float]]:
     """Milliseconds of every call, which take turns: a slow moment of the machine is one of them all.
 
@@ -194,16 +194,16 @@ def time_calls(
         calls: each returns when its work is done, evaluated. They should have run once before.
         seconds: no turn begins later.
         min_turns, max_turns: at least and at most this many turns, whatever the time.
-        between: runs after each call, untimed.
+        before: is called with its key before each call, untimed.
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
     while turn < min_turns or (time.perf_counter() < end and (max_turns is None or turn < max_turns)):
         for key, call in calls.items():
+            before(key)
             started = time.perf_counter()
             call()
             times[key].append(1e3 * (time.perf_counter() - started))
-            between()
         turn += 1
     return times
 
@@ -220,14 +220,15 @@ def time_parts(
 ) -> dict[tuple[str, int], float]:
     """Milliseconds of the parts of decoding at a context length, each found by its name and a number.
 
-    ("plain", 1) is a plain step and ("round", width) a rejected round of depth 2, as decoding takes them, ("level",
-    width) a draft level, ("verify", nodes) a forward, of fewer nodes where models are slow.
+    ("plain", 1) is a plain step and ("round", width) a round of depth 2, both of a decoder, ("level", width) a draft
+    level, ("verify", nodes) a forward, of fewer nodes where models are slow.
 
     Args:
         slow: one run of a part may be enough, as what its kernels take to compile is little beside it.
     """
     in_a_row = 1 if slow else IN_A_ROW
-    target, chooser = Target(model), Chooser(make_sampler(seed=0))
+    source, chooser = drafter.open(model), Chooser(make_sampler(seed=0))
+    target = Target(model, capture=source.capture)
     target.forward(mx.zeros((1,), mx.int32), want_hidden=False)
     for c in kv_cache.leaves(target.cache):
         if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
@@ -236,53 +237,43 @@ def time_parts(
     target.evaluate()
     target.length, snapshot = context, kv_cache.snapshot(target.cache)
     tokens = (mx.arange(MEASURED_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
-    tip = Tip(mx.zeros((drafter.args.hidden_size,), drafter.dtype), tokens[0])
-    mx.eval(tokens, tip)
+    rounds: Rounds
 
-    def rewind() -> None:
+    def prepare(key: tuple[str, int]) -> None:
+        """Rewinds the target; decoding goes on until its rounds overlap."""
+        nonlocal rounds
+        name, number = key
         target.finish(target.length, 0)
         kv_cache.restore(target.cache, snapshot)
         target.length = context
+        if name in ("plain", "round"):
+            plan = None if name == "plain" else Plan(number, 2, 1 + 2 * number)
+            sources = [source] if plan else []
+            decoder = Decoder(target, chooser, Planner(plan), sources, may_run_ahead=lambda: not slow)
+            rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
+            next(rounds)
+        elif name == "level":
+            source.keep(step(target, tokens[:1], chooser, None).kept)
+            mx.eval(source.state)
 
-    def enqueue_draft(plan: Plan, tip: Tip) -> Draft:
-        draft = make_draft(drafter, target, chooser.sampler, tip, mx.array(context + 1), plan, ordered=False)
-        mx.async_eval(draft)
-        return draft
-
-    def enqueue_verify(draft: Draft, plan: Plan) -> Outcome:
-        outcome = verify(target, draft, chooser, None, plan, plan.depth)
-        mx.async_eval(outcome)
-        target.keep_path([], [])
-        return outcome
-
-    def take_plain_steps() -> None:
-        outcome = step(target, tokens[:1], chooser, None)
-        mx.async_eval(outcome)
-        for _ in range(in_a_row - 1):
-            previous, outcome = outcome, step(target, outcome.report, chooser, None)
-            mx.async_eval(outcome)
-            previous.read()
-        outcome.read()
-
-    def take_rounds(plan: Plan) -> None:
-        outcome = enqueue_verify(enqueue_draft(plan, tip), plan)
-        for _ in range(in_a_row - 1):
-            draft = enqueue_draft(plan, outcome.tip or tip)
-            outcome.read()
-            outcome = enqueue_verify(draft, plan)
-        outcome.read()
+    def take_rounds() -> None:
+        for _ in range(in_a_row):
+            next(rounds)
 
     def draft_levels(width: int) -> None:
-        mx.eval(enqueue_draft(Plan(width, in_a_row, 1 + in_a_row * width), tip))
+        mx.eval(source.propose(tokens[0], Plan(width, in_a_row, 1 + in_a_row * width), None, ordered=False))
 
     def run_forward(nodes: int) -> None:
         if nodes == 1:
-            step(target, tokens[:1], chooser, None, want_hidden=True).read()
+            step(target, tokens[:1], chooser, None).read()
         else:
-            enqueue_verify(Draft(chain(tokens[0], tokens[1:nodes]), None), chain_plan(nodes - 1)).read()
+            verify(
+                target, Draft(chain(tokens[0], tokens[1:nodes]), None), chooser, None, chain_plan(nodes - 1), nodes
+            ).read()
+            target.keep_path([], [])
 
-    calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_plain_steps}
-    calls |= {("round", width): partial(take_rounds, Plan(width, 2, 1 + 2 * width)) for width in widths[:2]}
+    calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_rounds}
+    calls |= {("round", width): take_rounds for width in widths[:2]}
     calls |= {("level", width): partial(draft_levels, width) for width in widths}
     calls |= {("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)}
     end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
@@ -291,9 +282,9 @@ def time_parts(
         if key[0] == "verify" and key[1] > 5 and time.perf_counter() > end - seconds / 2:
             del calls[key]
         else:
-            first |= time_calls({key: calls[key]}, 0.0, min_turns=1, between=rewind)
+            first |= time_calls({key: calls[key]}, 0.0, before=prepare)
     left = end - time.perf_counter()
-    times = time_calls(calls, left, min_turns=0 if slow else 1, max_turns=MAX_TURNS, between=rewind)
+    times = time_calls(calls, left, min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
     return {
         key: lower_quartile(ms or first[key]) / (1 if key[0] == "verify" else in_a_row) for key, ms in times.items()
     }
@@ -368,7 +359,7 @@ def load_costs(
 
 
 def _load_or_measure(model: nn.Module, drafter: Drafter, trees: bool, refresh: bool) -> CostTable:
-    described = {"format": 4, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described = {"format": 5, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0

@@ -21,8 +21,8 @@ from .costs import CostTable, assume_costs, load_costs, lower_quartile
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..drafters.context import Forecast, Proposal
     from ..drafters.protocol import Drafter
+    from ..drafters.source import Forecast
 
 Reach = tuple[float, ...]
 """(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
@@ -184,11 +184,11 @@ class AutoPlanner(Planner):
         self._in_flight = plan
         return plan
 
-    def extend_plan(self, plan: Plan | None, proposal: Proposal, length: int, replayed: int) -> Plan | None:
+    def extend_plan(self, plan: Plan | None, reach: Sequence[float], length: int, replayed: int) -> Plan | None:
         """See the base class."""
         slowdown, own = self.slowdown, self._scale_reach(plan)
         base = plan if plan and self.can_merge else CONTEXT_ONLY
-        best = self._best_context(base, own if base is plan else NOTHING, proposal.reach, length, slowdown)
+        best = self._best_context(base, own if base is plan else NOTHING, reach, length, slowdown)
         now = self._predict(plan, own, length, slowdown).speedup if plan and plan.depth else 1.0
         if best.speedup > now and self._can_afford(best.plan, None, length, replayed, slowdown):
             plan = self._in_flight = best.plan

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from statistics import fmean
 
-from ..drafters.context import ContextIndex
+from ..drafters.context import ContextSource
 from ..engine.decode import Planner
 from ..engine.plan import MAX_REPLAY
 from .costs import CostTable
@@ -62,15 +62,15 @@ def simulate(
         acceptance: of the drafter, if the planner has plans for one.
         seed: of how far its drafts are right.
     """
-    generator, index = random.Random(seed), ContextIndex()
+    generator, index = random.Random(seed), ContextSource()
     index.read(prompt)
     plan = planner.next_plan(len(prompt) - 1, 0, index.forecast(1))
-    index.append(text[:1])
+    index.confirm(text[:1])
     made, replayed, took, is_ahead = 1, 0, 0.0, plan is None
     while made < len(text):
-        length, proposal = len(prompt) + made - 1, None if is_ahead else index.propose()
-        if proposal is not None:
-            plan = planner.extend_plan(plan, proposal, length, replayed)
+        length, match = len(prompt) + made - 1, None if is_ahead else index.forecast(0)
+        if match is not None:
+            plan = planner.extend_plan(plan, match.reach, length, replayed)
         now = plan
         verified = now is not None and now.rows > 1 and replayed <= MAX_REPLAY
         plan = planner.next_plan(length, replayed, index.forecast(1 + (now.context if now and verified else 0)))
@@ -80,7 +80,7 @@ def simulate(
             drawn = generator.random()
             reach = expected_reach(acceptance, now._replace(context=0)) if now.depth else ()
             own = sum(drawn < chance for chance in reach[1:])
-            ahead = zip(text[made:], proposal.tokens[: now.context] if proposal else (), strict=False)
+            ahead = zip(text[made:], index.find(now.context) if now.context else (), strict=False)
             copied = next((at for at, (right, guess) in enumerate(ahead) if right != guess), now.context)
             ms = costs.round_ms(now, length, replayed)
             if costs.again and max(own, copied) < now.max_depth:
@@ -91,6 +91,6 @@ def simulate(
                 ms += costs.draft_ms(now) if now.depth else max(0.0, costs.rest[0])
         tokens = text[made : made + 1 + max(own, copied)]
         planner.observe(now, len(tokens), length, replayed, ms, verified=verified, from_context=copied > own)
-        index.append(tokens)
+        index.confirm(tokens)
         made, took, replayed = made + len(tokens), took + ms, left
     return sum(costs.plain_ms(len(prompt) + at) for at in range(made - 1)) / took

@@ -12,12 +12,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafters import make_drafter, protocol
 from ..drafters.recurrent import DrafterArgs
+from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.plan import chain_plan
-from ..engine.round import make_draft
-from ..engine.sampling import make_sampler
-from ..engine.supported_models import compute_dtype, model_sizes
-from ..engine.target import Target
-from ..engine.types import Tip
+from ..engine.types import Kept
 from .costs import lower_quartile, time_calls
 
 CHEAP = 0.05
@@ -96,11 +93,12 @@ def plain_milliseconds(model: nn.Module) -> float:
 
 def draft_milliseconds(model: nn.Module, args: protocol.DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds of one step of a chain, by a random drafter of these sizes and that dtype."""
-    drafter, target, sampler = make_drafter(args), Target(model), make_sampler(seed=0)
+    drafter, token, plan = make_drafter(args), mx.zeros((1,), mx.int32), chain_plan(steps)
     drafter.set_dtype(dtype)
-    tip, position = Tip(mx.zeros((args.hidden_size,), dtype), mx.zeros((), mx.int32)), mx.array(1)
-    mx.eval(drafter.parameters(), tip, position)
-    plan = chain_plan(steps)
-    calls = {"draft": lambda: mx.eval(make_draft(drafter, target, sampler, tip, position, plan, ordered=False))}
+    source = drafter.open(model)
+    hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))
+    source.keep(Kept(token, hidden, token, None, 1, 0))
+    mx.eval(drafter.parameters(), source.state)
+    calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, ordered=False))}
     calls["draft"]()
     return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["draft"]) / steps

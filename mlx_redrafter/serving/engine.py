@@ -22,12 +22,13 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoints import evaluate
+from ..decoding import draw_seed
 from ..drafters.protocol import Drafter
 from ..engine.decode import Round, on_stream
 from ..engine.request_checks import check_request
 from ..engine.wired_limit import wired_limit
 from ..errors import one_line
-from ..generate import decode_tokens, draw_seed
+from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
 from .generation import Generation, Item, deliver, find_source, make_events, read_logprobs

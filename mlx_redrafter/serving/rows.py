@@ -7,24 +7,24 @@ that are not in it yet, so that nothing is read twice. All this runs in one thre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Generator, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..decoding import open_decoder
 from ..drafters.protocol import Drafter
+from ..drafters.source import Source
 from ..engine import kv_cache
-from ..engine.decode import Round
+from ..engine.decode import Decoder, Round, Rounds
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from ..engine.stats import Stats
-from ..engine.target import Target
-from ..generate import open_rounds
 from ..options import Options
 from .generation import Generation
 
@@ -52,6 +52,7 @@ class Row:
         may_draft: whether its tokens may be drafted.
         read: how many of the prompt's tokens are in its cache.
         stats: of the rounds so far.
+        source: what the drafter keeps of its text; what a batch decodes is a hole in it.
         error: what a processor has raised in a batch.
     """
 
@@ -62,6 +63,7 @@ class Row:
     may_draft: bool
     read: int = 0
     stats: Stats = field(default_factory=Stats)
+    source: Source | None = None
     error: Exception | None = None
 
     @property
@@ -90,8 +92,8 @@ class HandedOver(NamedTuple):
 class _Loop:
     """A row's own decode loop."""
 
-    target: Target
-    rounds: Generator[Round, None, Any]
+    decoder: Decoder
+    rounds: Rounds
     may_run_ahead: bool = True
 
 
@@ -129,33 +131,34 @@ class Loops:
             history=tuple(row.text[: start.held]),
             on_drafter_failure=self._on_drafter_failure,
         )
-        drafter = self._drafter if row.may_draft else None
-        target, rounds = open_rounds(
-            row.text[start.held :], self._model, drafter, options, may_run_ahead=lambda: loop.may_run_ahead
+        if row.may_draft and row.source is None and self._drafter is not None:
+            row.source = self._drafter.open(self._model)
+        decoder, rounds = open_decoder(
+            row.text[start.held :], self._model, row.source, options, may_run_ahead=lambda: loop.may_run_ahead
         )
-        loop = self._loops[row] = _Loop(target, rounds)
+        loop = self._loops[row] = _Loop(decoder, rounds)
 
     def step(self, row: Row) -> Round:
         """The row's next round, or an empty one after a piece of its prompt."""
         loop = self._loops[row]
         made = next(loop.rounds)
-        row.read = min(max(row.read, loop.target.length), row.generation.stats.prompt_tokens)
+        row.read = min(max(row.read, loop.decoder.target.length), row.generation.stats.prompt_tokens)
         return made
 
     def stop_running_ahead(self, row: Row) -> bool:
         """Whether the row can be handed over now; if not, after its next round."""
         loop = self._loops[row]
         loop.may_run_ahead = False
-        return loop.target.length < len(row.text)
+        return loop.decoder.target.length < len(row.text)
 
     def remove(self, row: Row) -> HandedOver:
         """Ends the row's loop."""
         loop = self._loops.pop(row)
         with closing(loop.rounds):
-            held = min(loop.target.length, len(row.text))
+            held = min(loop.decoder.target.length, len(row.text))
             if held:
-                loop.target.finish(held, row.text[held - 1])
-        return HandedOver(loop.target.cache, held)
+                loop.decoder.finish(held, row.text[held - 1])
+        return HandedOver(loop.decoder.target.cache, held)
 
     def discard(self, row: Row) -> None:
         """Ends the row's loop after an exception: its cache is undefined."""

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
+from ..drafters.source import Source
 from ..engine import kv_cache
 from ..errors import RedrafterError
 from ..generate import GenerationResponse, stream_generate
@@ -196,6 +197,7 @@ class Session:
         with self._locked():
             other = copy.copy(self)
             other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
+            other._source = None if self._source is None else self._source.fork()
             return other
 
     def save(self, path: str | Path) -> None:
@@ -234,6 +236,7 @@ class Session:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
         self._cache: kv_cache.Cache | None = None  # of all tokens; None: they have to be read (again)
+        self._source: Source | None = None  # what the drafter keeps of them
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -297,6 +300,9 @@ class Session:
         kept = (self._cache if history else None) or make_prompt_cache(self.model, self._options.get("max_kv_size"))
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # another list: quantizing replaces its layers
         callback, valid = keywords.get("prompt_progress_callback"), False
+        source = self._source.fork() if history and self._source is not None else None
+        if source is None and self.drafter is not None:
+            source = self.drafter.open(self.model)
         text, tokens = "", list[int]()
 
         def progress(done: int, total: int) -> None:
@@ -309,7 +315,7 @@ class Session:
         keywords |= {"prompt_cache": cache, "history": history, "prompt_progress_callback": progress}
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
-            responses = stream_generate(self.model, self.tokenizer, prompt, drafter=self.drafter, **keywords)
+            responses = stream_generate(self.model, self.tokenizer, prompt, drafter=source, **keywords)
             with closing(responses):
                 for response in responses:
                     kept, states = [], []  # they keep old arrays alive
@@ -323,7 +329,7 @@ class Session:
                         break
             valid = True
         except Cancelled:
-            cache, valid = kept, bool(history)
+            cache, valid, source = kept, bool(history), self._source
             kv_cache.restore(cache, states)
         finally:
             if tokens:
@@ -333,7 +339,7 @@ class Session:
             # Another turn's thread cannot evaluate what is left; some forwards put other weights into the model.
             mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [], self.model)
             if valid:
-                self._cache = cache
+                self._cache, self._source = cache, source
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:

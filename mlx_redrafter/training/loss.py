@@ -19,7 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..drafters.protocol import Drafter, State
+from ..drafters.protocol import Drafter
+from ..engine.beam_search import State
 
 LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32, some of them several times over
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter, DrafterArgs
-from ..engine.supported_models import capture_output, find_parts
+from ..engine.model_parts import Tap, capture, find_parts
 from .loss import TrainingTargets
 from .settings import TrainingArgs
 
@@ -53,7 +53,7 @@ def compute_targets(
 
     tokens = batch.ids[:, :-1]
     embedding, norm = find_parts(model)
-    logits, hidden = capture_output(norm, lambda: model(tokens))
+    logits, (hidden,) = capture([Tap(norm)], lambda: model(tokens))
     logits = logits.reshape(-1, logits.shape[-1])[batch.positions]
     choices = find_rows(mx.argmax(logits, axis=-1))
     columns = mx.where(batch.positions < 0, -1, batch.positions % tokens.shape[1])

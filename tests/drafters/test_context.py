@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 import tracemalloc
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
@@ -24,25 +24,40 @@ from toys import (
     with_plain,
 )
 
+from mlx_redrafter import decoding
 from mlx_redrafter.drafters import context
-from mlx_redrafter.drafters.context import MAX_PROPOSAL, ContextIndex
+from mlx_redrafter.drafters.context import MAX_PROPOSAL, ContextSource
+from mlx_redrafter.engine.plan import CONTEXT_ONLY
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
 
 
-def index(prompt: list[int], decoded: list[int] | None = None) -> ContextIndex:
-    made = ContextIndex()
+def index(prompt: list[int], decoded: list[int] | None = None) -> ContextSource:
+    made = ContextSource()
     made.read(prompt)
-    made.append(decoded or [])
+    made.confirm(decoded or [])
     return made
+
+
+def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
+    """(the tokens that it proposes, how likely so many of them are right), None for nothing."""
+    forecast = made.forecast(0)
+    if forecast is None:
+        return None
+    assert forecast.chance == 1
+    plan = CONTEXT_ONLY._replace(context=len(forecast.reach))
+    tree = made.propose(mx.array(7), plan, None, ordered=False)
+    tokens: Any = tree.tokens.tolist()
+    assert tokens[0] == 7
+    return tokens[1:], forecast.reach
 
 
 def reach(prompt: list[int], decoded: list[int]) -> float:
     """How likely the first token of the proposal is right."""
-    proposal = index(prompt, decoded).propose()
+    proposal = propose(index(prompt, decoded))
     assert proposal is not None
-    return proposal.reach[0]
+    return proposal[1][0]
 
 
 def longest_earlier_match(tokens: list[int]) -> int:
@@ -72,27 +87,27 @@ def longest_earlier_match(tokens: list[int]) -> int:
 )
 def test_proposes_what_followed_the_same_tokens(text: list[int], proposed: list[int] | None) -> None:
     for made in (index(text), index([], text)):  # as a prompt, or decoded
-        proposal = made.propose()
-        assert (proposal and proposal.tokens) == proposed
+        proposal = propose(made)
+        assert (proposal and proposal[0]) == proposed
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
     generator = random.Random(seed)
     text = [generator.randrange(4) for _ in range(150)]
-    made, cut = ContextIndex(), generator.randrange(100)
+    made, cut = ContextSource(), generator.randrange(100)
     for start in range(0, cut, 37):
         made.read(text[start : min(cut, start + 37)])
-    whole = index(text[:cut]).propose()
-    assert made.propose() == whole, "it may be read in pieces"
+    whole = propose(index(text[:cut]))
+    assert propose(made) == whole, "it may be read in pieces"
     for length in range(cut, len(text)):
-        made.append([text[length]])
-        so_far, proposal = text[: length + 1], made.propose()
+        made.confirm([text[length]])
+        so_far, proposal = text[: length + 1], propose(made)
         assert made.match <= min(longest_earlier_match(so_far), context.MAX_MATCH)
         assert (proposal is None) is (made.match < 2)
         if proposal is not None:
-            assert len(proposal.tokens) == len(proposal.reach) == min(made.match, MAX_PROPOSAL)
-            assert all(1 > one >= other > 0 for one, other in pairwise(proposal.reach))
+            assert len(proposal[0]) == len(proposal[1]) == min(made.match, MAX_PROPOSAL)
+            assert all(1 > one >= other > 0 for one, other in pairwise(proposal[1]))
 
 
 def test_decoded_tokens_teach_how_likely_matches_are() -> None:
@@ -101,9 +116,9 @@ def test_decoded_tokens_teach_how_likely_matches_are() -> None:
     assert reach([], copied) > 0.9 and reach([], misled) < 0.1
     assert reach(misled, []) == pytest.approx(context.PRIOR_RATES[0]), "a prompt teaches nothing"
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
-    forecast, proposal = made.forecast(2), made.propose()
+    forecast, proposal = made.forecast(2), propose(made)
     assert forecast is not None and proposal is not None
-    assert forecast.chance == pytest.approx(proposal.reach[1]) and len(forecast.reach) == 4
+    assert forecast.chance == pytest.approx(proposal[1][1]) and len(forecast.reach) == 4
     assert index([1, 2, 3]).forecast(1) is None
 
 
@@ -119,11 +134,11 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "MAX_TOKENS", 1000)
     made = index(tokens)
     for token in tokens[:3000]:
-        made.append([token])
+        made.confirm([token])
         assert len(made) <= 1000
-    made.append([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
-    proposal = made.propose()
-    assert proposal is not None and proposal.tokens[:2] == [5, 6]
+    made.confirm([1, 2, 3, 4, 5, 6, 1, 2, 3, 4])
+    proposal = propose(made)
+    assert proposal is not None and proposal[0][:2] == [5, 6]
 
 
 # Decoding with an index.
@@ -140,7 +155,7 @@ SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 5}
 @pytest.fixture
 def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes decoding use what this is called with."""
-    return lambda make: monkeypatch.setattr(sys.modules["mlx_redrafter.generate"], "ContextIndex", make)
+    return lambda make: monkeypatch.setattr(decoding, "ContextSource", make)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -188,7 +203,7 @@ def test_closing_early_leaves_the_cache_exact(taken: int, use_index: Any) -> Non
 def test_a_continued_cache_is_drafted_from_its_history(use_index: Any) -> None:
     model, cache, read = make_model(), make_prompt_cache(make_model()), []
 
-    class Recorder(ContextIndex):
+    class Recorder(ContextSource):
         def read(self, tokens: Sequence[int]) -> None:
             read.extend(tokens)
             super().read(tokens)

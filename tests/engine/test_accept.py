@@ -11,7 +11,7 @@ import pytest
 from small import make_tree
 
 from mlx_redrafter.engine.accept import accept, accept_chain
-from mlx_redrafter.engine.types import Tree, Verdict
+from mlx_redrafter.engine.types import Accepted, Tree
 
 TREES = list(product(*(range(max(1, node)) for node in range(5))))
 """The parents of every tree of five nodes, each after its parent."""
@@ -27,7 +27,7 @@ def expected_path(tree: Tree, choices: list[int], limit: int) -> list[int]:
     return max(paths.values(), key=len)[: limit + 1]
 
 
-def check_verdict(verdict: Verdict, tree: Tree, choices: list[int], depth: int, limit: int) -> int:
+def check_verdict(verdict: Accepted, tree: Tree, choices: list[int], depth: int, limit: int) -> int:
     """Asserts that it has the expected path, its end repeated up to depth + 1 nodes; how many nodes it accepts."""
     path = expected_path(tree, choices, limit)
     assert verdict.n_accepted.item() == len(path) - 1
@@ -66,8 +66,8 @@ def test_check_refuses_wrong_verdicts() -> None:
         (right, 1),
         (accept(tree, mx.array(choices), 2, 1), 2),
         (right._replace(path=mx.array([0, 1, 3])), 2),
-        (Verdict(mx.array(0), mx.array([0, 1, 4])), 0),
-        (Verdict(mx.array(1), mx.array([0, 1, 0])), 1),
+        (Accepted(mx.array(0), mx.array([0, 1, 4])), 0),
+        (Accepted(mx.array(1), mx.array([0, 1, 0])), 1),
     ):
         with pytest.raises(AssertionError):
             check_verdict(wrong, tree, choices, 2, limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -12,24 +11,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import CONFIGS, make_family, make_follower, modules, record_hidden_states
+from families import CONFIGS, WIDE_STREAMS, make_family, make_follower, modules, record_hidden_states
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
-from toys import ScriptedContext, assert_same_cache, assert_same_steps, ids, run
+from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same_steps, ids, run
 
+from mlx_redrafter import decoding
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine.model_parts import model_sizes
 from mlx_redrafter.engine.plan import MAX_REPLAY
-from mlx_redrafter.engine.supported_models import (
-    CHAINS,
-    METAL_ONLY,
-    REFUSED,
-    REPLAYED,
-    TREES,
-    check_draftable,
-    model_sizes,
-)
+from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES, check_draftable
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generate import Step, decode_tokens
@@ -84,14 +77,19 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
         (19, "right", 2, 3, 0.0, 12, {"prefill_step_size": 7}),
         (11, "wrong", 1, 4, 0.0, 14, {}),
         (7, "random", 2, 3, 0.7, 8, {}),
+        (10, "caching", 2, 3, 0.0, 20, {"prefill_step_size": 4}),
     ]
     for size, script, width, depth, temp, count, more in cases:
         case = (name, size, script, width, temp)
         prompt = [generator.randrange(vocab) for _ in range(size)]
         options = {"temp": temp, "seed": 3, **more}
         plain, text, recorded, expected = decode_recorded(model, prompt, count, depth + 2, **options)
-        if script == "random":
-            drafter: Any = Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1))
+        if script == "caching":
+            drafter: Any = CachingDrafter(
+                model, text, width if name in TREES else 1, layers=() if name in WIDE_STREAMS else (0,)
+            )
+        elif script == "random":
+            drafter = Drafter(DrafterArgs(*model_sizes(model), exit_dim=16, num_draft_layers=1))
         else:
             drafter = make_follower(model, text, recorded, script, width)
         cache = make_prompt_cache(model)
@@ -105,7 +103,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
         stats = steps[-1].stats
         assert 1 + stats.rounds + stats.accepted == count, case
         for alone in (True, False) if script in ("mixed", "random") else ():
-            monkeypatch.setattr(sys.modules["mlx_redrafter.generate"], "ContextIndex", partial(ScriptedContext, text))
+            monkeypatch.setattr(decoding, "ContextSource", partial(ScriptedContext, text))
             with warnings.catch_warnings(action="ignore"):
                 steps = run(
                     model,
@@ -121,6 +119,8 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
             assert_same_cache(cache, expected, tolerance=CLOSE)
             assert steps[-1].stats.context_drafted
             assert steps[-1].stats.context_accepted or not alone
+        if script == "caching":
+            assert stats.accepted > 2, (case, "its rows were not those of the text")
         if script == "right":
             assert stats.tokens_per_round > 3 and not stats.replayed, case
         if script == "wrong":

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from toys import assert_same_cache, ids, make_model, make_prompt, run, with_plain
 
-from mlx_redrafter.drafters.context import Forecast
-from mlx_redrafter.engine.decode import Planner, decode
+from mlx_redrafter.drafters.source import Forecast
+from mlx_redrafter.engine.decode import Decoder, Planner
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.engine.round import Chooser
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
@@ -56,8 +56,9 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
         model, planner = make_family(name), Changing(CHAINS)
         plain, drafter = follow_plain(model, PROMPT, COUNT, "mixed", width=1, **options)
     sampler = make_sampler(**options) if options else Sampler()
-    rounds, tokens = [], []
-    steps = decode(Target(model), drafter, Chooser(sampler), planner, mx.array(PROMPT), prefill_step_size=3)
+    rounds, tokens, source = [], [], drafter.open(model)
+    decoder = Decoder(Target(model, capture=source.capture), Chooser(sampler), planner, [source])
+    steps = decoder.decode(mx.array(PROMPT), 3, lambda done, total: None)
     while len(tokens) < COUNT:
         rounds.append(next(steps))
         tokens += rounds[-1].tokens
@@ -141,9 +142,8 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     target = Target(model)
     asked = iter([True] * 4 + [False] * 3)
-    rounds = decode(
-        target, None, Chooser(Sampler()), Planner(None), mx.array(PROMPT), may_run_ahead=lambda: next(asked)
-    )
+    decoder = Decoder(target, Chooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked))
+    rounds = decoder.decode(mx.array(PROMPT), 2048, lambda done, total: None)
     tokens = []
     for count in range(1, 8):
         tokens += next(iter(each.tokens for each in rounds if each.tokens))

@@ -27,7 +27,7 @@ from toys import (
 
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine import round as rounds
-from mlx_redrafter.engine.types import Tree, Verdict
+from mlx_redrafter.engine.types import Accepted, Tree
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "temp 0.7": {"temp": 0.7},
@@ -132,10 +132,10 @@ def test_scripts_reach_every_depth_and_branch() -> None:
 real_keep_rows = kv_cache.keep_rows
 
 
-def broken_accept(tree: Tree, tokens: mx.array, depth: int, limit: int) -> Verdict:
+def broken_accept(tree: Tree, tokens: mx.array, depth: int, limit: int) -> Accepted:
     """Accepts the leading path, whatever the target chose."""
     count = min(depth, limit)
-    return Verdict(mx.array(count), mx.array([min(level, count) for level in range(depth + 1)]))
+    return Accepted(mx.array(count), mx.array([min(level, count) for level in range(depth + 1)]))
 
 
 def broken_keep_rows(cache: kv_cache.Cache, count: int, path: list[int]) -> None:

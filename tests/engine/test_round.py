@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from small import small_drafter, small_llama
 from toys import ids, make_model, make_prompt, run, scripted, with_plain
 
+from mlx_redrafter.drafters.source import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
 from mlx_redrafter.generate import Step, decode_tokens
@@ -50,13 +51,19 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in READS:
         record(mx.array, name)
-    for owner, name in ((mx, "eval"), (mx, "synchronize"), (mx, "async_eval"), (loop, "make_draft"), (loop, "verify")):
+    for owner, name in (
+        (mx, "eval"),
+        (mx, "synchronize"),
+        (mx, "async_eval"),
+        (StepwiseSource, "propose"),
+        (loop, "verify"),
+    ):
         record(owner, name)
     return found
 
 
 def reads(events: list[str]) -> list[str]:
-    return [name for name in events if name not in ("async_eval", "make_draft", "verify")]
+    return [name for name in events if name not in ("async_eval", "propose", "verify")]
 
 
 def start(plan: Any = "off", **options: Any) -> Iterator[Step]:
@@ -89,7 +96,7 @@ def test_reads_within_a_round_are_counted(events: list[str]) -> None:
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE], ids=str)
 def test_the_next_forward_is_enqueued_before_reading(plan: Any, events: list[str]) -> None:
     run_rounds(start(plan), 5, events)
-    enqueued = ["async_eval"] if plan == "off" else ["verify", "async_eval", "make_draft", "async_eval"]
+    enqueued = ["async_eval"] if plan == "off" else ["verify", "async_eval", "propose", "async_eval"]
     assert events[-1] in READS and events == [*enqueued, events[-1]] * 5
 
 

@@ -10,7 +10,7 @@ import pytest
 from small import CAT, DOG, RAN, SAT, THE, example_beams, make_tree, random_advance
 
 from mlx_redrafter.engine.beam_search import search
-from mlx_redrafter.engine.tree import add_chain, chain, grow, prune
+from mlx_redrafter.engine.tree import chain, grow, merge, prune
 from mlx_redrafter.engine.types import Beams, Tree
 
 ROOT = mx.array(THE)
@@ -61,8 +61,11 @@ def test_running_example_grows_as_drawn() -> None:
         [1, 1, 0, 1, 0],
         [1, 1, 0, 0, 1],
     ]
-    check_tree(add_chain(tree, [CAT, RAN]), [THE, CAT, DOG, SAT, RAN, CAT, RAN], [0, 0, 0, 1, 1, 0, 5])
-    check_tree(chain(ROOT, mx.array([CAT, SAT])), [THE, CAT, SAT], [0, 0, 1])
+    other = chain(ROOT, mx.array([CAT, RAN]))
+    check_tree(other, [THE, CAT, RAN], [0, 0, 1])
+    check_tree(merge([tree, other]), [THE, CAT, DOG, SAT, RAN, CAT, RAN], [0, 0, 0, 1, 1, 0, 5])
+    tokens, parents = [THE, CAT, RAN, CAT, DOG, SAT, RAN, CAT, RAN], [0, 0, 1, 0, 0, 3, 3, 0, 7]
+    check_tree(merge([other, tree, other]), tokens, parents)
 
 
 def random_beams(seed: int, width: int, depth: int, scale: float = 1.0) -> Beams:

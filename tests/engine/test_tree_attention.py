@@ -30,7 +30,7 @@ def random_tree(seed: int) -> Tree:
 
 def prefilled(kind: str, prefix: int, bits: int | None, seed: int) -> Target:
     """A target after `prefix` tokens; an empty cache is not quantized."""
-    target = Target(make_model(kind), None, KVQuantization(bits, 32, 0))
+    target = Target(make_model(kind), None, KVQuantization(bits, 32, 0), capture=["after_norm"])
     if prefix:
         target.forward(mx.array(make_prompt(prefix, seed=seed)), want_hidden=False)
     target.finish(prefix, 0)
@@ -53,9 +53,9 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
     logits = [model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
     states = [model.model(mx.array([path]), cache=copy.deepcopy(cache))[0, -1] for path in paths(tree)]
     together = target.verify(tree, branched=True)
-    assert together.logits.shape == (tree.tokens.shape[0], VOCAB) and together.hidden is not None
+    assert together.logits.shape == (tree.tokens.shape[0], VOCAB)
     far = mx.abs(together.logits - mx.stack(logits)).max(axis=1)
-    return mx.maximum(far, mx.abs(together.hidden - mx.stack(states)).max(axis=1))
+    return mx.maximum(far, mx.abs(together.hidden["after_norm"] - mx.stack(states)).max(axis=1))
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

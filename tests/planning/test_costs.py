@@ -138,7 +138,7 @@ def test_slow_models_are_measured_in_a_number_of_plain_steps(
     rows.clear()
     monkeypatch.setattr(costs_module, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
-    assert caplog.messages[1:] == ["measuring this machine for these models: up to 45 seconds"]
+    assert caplog.messages[1:] == ["measuring this machine for these models: up to 51 seconds"]
     assert 1 < sum(rows) <= costs_module.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
     assert measure_costs(*pair, trees=False, contexts=(8, 16)).contexts == (8, 16), "who asks for more gets it"
 

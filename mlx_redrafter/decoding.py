@@ -1,0 +1,166 @@
+"""Opens the decoder of a text: its target, what drafts for it and what plans the rounds, as the options say."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from .checkpoints import check_fit
+from .drafters.context import ContextSource
+from .drafters.protocol import Drafter
+from .drafters.source import Source
+from .engine import kv_cache
+from .engine.blas import warn_of_slow_blas
+from .engine.decode import Decoder, Planner, Rounds, on_stream
+from .engine.model_parts import check_states, model_name
+from .engine.plan import Plan, chain_plan
+from .engine.request_checks import check_prompt, check_request
+from .engine.round import Chooser
+from .engine.supported_models import check_draftable, check_verifiable, explain_chains
+from .engine.target import Target
+from .errors import RedrafterError, UnsupportedModelError
+from .options import AUTO, Options, default_depth
+from .planning.planner import make_context_planner, make_planner
+
+Cache = kv_cache.Cache | None
+"""A prompt cache to decode with; None for the model's own kind, which needs no check."""
+
+
+def open_decoder(
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    drafter: Drafter | Source | None,
+    options: Options,
+    *,
+    may_run_ahead: Callable[[], bool] | None = None,
+) -> tuple[Decoder, Rounds]:
+    """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
+
+    Of the options, `max_tokens` and `on_round` are the caller's matter, but for a `max_tokens` of 0: there are only the
+    prompt's rounds then.
+
+    Args:
+        drafter: or one that was opened and has followed this text so far: it goes on from what it keeps.
+
+    Raises:
+        RedrafterError: see `generate_step`.
+    """
+    tokens = check_prompt(prompt)
+    if not isinstance(model, nn.Module):
+        raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
+    cache, history = options.prompt_cache, options.history
+    vocab_size = check_request(model, tokens, cache, options.quantization, options.max_kv_size)
+    sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
+    sampler.check(vocab_size)
+    is_own = cache is None and options.max_kv_size is None
+    cache = make_prompt_cache(model, options.max_kv_size) if cache is None else cache
+    with on_stream():
+        length = kv_cache.length(cache)
+    if history and length != len(history) and kv_cache.counts_tokens(cache):
+        raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
+    warn_of_slow_blas()  # of a model that mlx-lm loaded
+    sources, planner = choose_sources(model, drafter, options, None if is_own else cache)
+    with on_stream():
+        capture = [name for source in sources for name in source.capture]
+        target = Target(model, cache, options.quantization, capture=capture)
+    target.length = len(history) or target.length
+    decoder = Decoder(
+        target,
+        Chooser(sampler, tuple(options.logits_processors or ())),
+        planner,
+        sources,
+        history=history,
+        on_drafter_failure=options.on_drafter_failure,
+        may_run_ahead=may_run_ahead,
+    )
+    report = options.prompt_progress_callback or (lambda done, total: None)
+    rounds = decoder.prefill if options.max_tokens == 0 else decoder.decode
+    return decoder, rounds(tokens, options.prefill_step_size, report)
+
+
+def choose_sources(
+    model: nn.Module, drafter: Drafter | Source | None, options: Options, cache: Cache
+) -> tuple[list[Source], Planner]:
+    """What drafts, and what plans it: what the options ask for, as far as the model takes it.
+
+    Raises:
+        RedrafterError: the drafter does not fit the model, or the plan does not fit the drafter.
+        UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
+    """
+    source = drafter if isinstance(drafter, Source) else None
+    drafter = source.drafter if source is not None else cast(Drafter | None, drafter)
+    if drafter is not None and not hasattr(drafter, "open"):
+        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
+    if drafter is not None:
+        check_fit(drafter, model)
+        source = source or drafter.open(model)
+        check_states(model, source.capture)
+    plan, shape = options.resolve_plan(drafter), options.plan_shape()
+    if shape is None or options.max_tokens == 0:
+        return [], Planner(None)
+    is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
+    context = _open_context(model, options, cache, default=(shape == AUTO or drafter is None) and not is_shared)
+    if plan == AUTO and isinstance(drafter, nn.Module) and not is_shared:
+        trees = check_draftable(model, tree=True, cache=cache) is None
+        try:
+            planner = make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
+        except Exception as error:  # while it was measured
+            if options.on_drafter_failure is None:
+                raise
+            options.on_drafter_failure(error)
+            drafter = None
+        else:
+            return [*([source] if source and planner.plans else []), *context], planner
+    if drafter is None:
+        if is_shared or not context or (options.context and shape != AUTO):
+            return context, Planner(None)
+        replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
+        return context, make_context_planner(replays=replays)
+    plan = chain_plan(default_depth(drafter)) if plan == AUTO else plan
+    assert isinstance(plan, Plan)
+    can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
+    assert source is not None
+    return [source, *context], Planner(fit_plan(model, plan, cache), can_merge=can_merge)
+
+
+def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: bool) -> list[Source]:
+    if not (default if options.context is None else options.context):
+        return []
+    try:
+        check_verifiable(model, cache)
+    except UnsupportedModelError:
+        if options.context:
+            raise
+        return []
+    return [ContextSource()]
+
+
+def fit_plan(model: nn.Module, plan: Plan, cache: Cache = None) -> Plan:
+    """The plan, or its chain where the model takes no trees, with a warning that says why.
+
+    Raises:
+        UnsupportedModelError: see `check_draftable`.
+    """
+    reason = check_draftable(model, tree=plan.width > 1, cache=cache)
+    if reason is None:
+        return plan
+    # The line that is pointed to is the one that called a public function.
+    warnings.warn(f"drafting chains, not trees, for {model_name(model)}: {reason}", stacklevel=6)
+    return chain_plan(plan.depth)
+
+
+def draw_seed() -> int:
+    """A random seed; where several processes share one model (`mlx.launch`), that of the first."""
+    seed = secrets.randbits(32)
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return seed
+    halves = mx.array([seed >> 16, seed & 0xFFFF] if group.rank() == 0 else [0, 0], mx.int32)
+    high, low = cast(list[int], mx.distributed.all_sum(halves, group=group, stream=mx.cpu).tolist())
+    return (high << 16) | low

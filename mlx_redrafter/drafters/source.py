@@ -1,0 +1,135 @@
+"""A source drafts for one text: what follows it may be a drafter's guess, or what followed the same tokens earlier.
+
+It belongs to its text as a KV cache does; the weights that it uses are shared. In each round it is asked and told::
+
+    propose     the tree that it drafts below the round's root. A source that `waits` is asked once the round before is
+                read, the others while it is being computed
+    keep        which positions of the round's forward stay, as arrays: before the read
+    confirm     the same tokens as numbers: after the read
+
+A position that it was never told about, as of a prompt that another text has read, is a hole: it drafts worse, never
+wrongly. No token depends on a source.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..engine import beam_search
+from ..engine.model_parts import StateName, find_parts
+from ..engine.plan import Plan
+from ..engine.tree import chain, grow, prune
+from ..engine.types import Kept, Tree
+
+if TYPE_CHECKING:
+    from .protocol import Drafter
+
+Adjust = Callable[[mx.array, int], mx.array]
+"""(logits (W, V) of the tokens at depth d + 1, d) -> the same with the target's own filters and noise."""
+
+SourceName = Literal["drafter", "context"]
+
+
+class Forecast(NamedTuple):
+    """What a source that waits is likely to propose once the tokens that are being computed are known.
+
+    Attributes:
+        chance: that they are what it expects; without, it has no proposal.
+        reach: for 1, 2, ... tokens of the proposal the estimated probability that all of them are right.
+    """
+
+    chance: float
+    reach: list[float]
+
+
+class Source:
+    """What drafts for one text.
+
+    Attributes:
+        name: who is said to have drafted a token.
+        waits: whether it proposes only after the round before was read.
+        capture: which of the target's hidden states it reads.
+        reads_all: whether it reads those of every position, the prompt's included; if not, of the last one alone.
+        drafter: the weights that it uses; None for none.
+    """
+
+    name: ClassVar[SourceName] = "drafter"
+    waits: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
+    capture: tuple[StateName, ...] = ()
+    drafter: Drafter | None = None
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Called with the text that decoding goes on from: the prompt, and all that stands before it."""
+
+    def keep(self, kept: Kept) -> None:
+        """Called when a round's forward is enqueued, and for the prompt's forwards as far as `reads_all` asks."""
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        """Called with what a round has made, or the first token after the prompt, once it is read."""
+
+    def forecast(self, ahead: int) -> Forecast | None:
+        """What is to be expected after `ahead` more tokens, of a source that waits; None for nothing."""
+        return None
+
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+        """The tree that it drafts, root included.
+
+        Args:
+            root: () int32, the token that is chosen and in no forward yet.
+            plan: how many nodes, in which shape.
+            adjust: where tokens are sampled: hypotheses are ranked by what it returns, so that they guess the draw
+                itself rather than the likeliest token.
+            ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
+        """
+        raise NotImplementedError
+
+    def rewind(self, count: int) -> None:
+        """Called when the caller has stopped inside a round: its last `count` tokens do not stay."""
+
+    def fork(self) -> Self:
+        """The same for a copy of the text; nothing that it changes in place may be shared."""
+        return copy.copy(self)
+
+    @property
+    def state(self) -> Any:
+        """The arrays that it keeps, a tree: evaluated with every round, as another thread may take the next one."""
+        return None
+
+
+class StepwiseSource(Source):
+    """A drafter that reads token by token and begins from the last hidden state alone: beam search over it.
+
+    Args:
+        drafter: its weights.
+        model: the target.
+    """
+
+    def __init__(self, drafter: Drafter, model: nn.Module) -> None:
+        self.drafter, self._embed = drafter, find_parts(model).embedding
+        self.capture = (drafter.args.state_name,)
+        self._hidden: mx.array | None = None
+
+    def keep(self, kept: Kept) -> None:
+        """Keeps the last hidden state."""
+        self._hidden = kept.last_hidden(self.capture[0])
+
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+        """See `Source.propose`."""
+        assert self.drafter is not None and self._hidden is not None
+        advance = self.drafter.begin(self._hidden, self._embed)
+        if plan.width == 1:
+            return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
+        beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
+        tree = grow(root, beams)
+        return tree if ordered else prune(tree, beams, plan.size)
+
+    @property
+    def state(self) -> Any:
+        """The last hidden state."""
+        return self._hidden

@@ -1,0 +1,236 @@
+"""Where a model has its parts, and which hidden states its forwards pass on: unmodified models of mlx-lm."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..errors import UnsupportedModelError
+from .tree_attention import MODEL_LOCK
+
+T = TypeVar("T")
+
+AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
+
+StateName = str | int
+"""A hidden state of the target: `AFTER_NORM` and `BEFORE_NORM`, what its final norm gives and what it is given, or the
+number of a layer, from 0, whose output it is."""
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+EMBEDDINGS = _names(
+    "embed_tokens wte embeddings word_embeddings tok_embeddings token_embeddings embed_in embedding embed"
+)
+"""The names under which mlx-lm's models keep their token embedding."""
+
+NORMS = _names("norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f")
+"""The names of the norm in front of the head."""
+
+OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
+"""How the names of modules begin that do not read text."""
+
+
+class Slot(NamedTuple):
+    """The place of a child module, in its parent or in a list of layers."""
+
+    parent: Any
+    name: str | int
+
+
+class ModelParts(NamedTuple):
+    """The parts of a model that a drafter needs.
+
+    Attributes:
+        embedding: the token embedding.
+        final_norm: the place whose output is the drafter's input: the final norm, or the model without its head where
+            the norm is not a module.
+    """
+
+    embedding: nn.Module
+    final_norm: Slot
+
+
+def find_parts(model: nn.Module) -> ModelParts:
+    """Where `model` has them: read off its modules, nothing is computed.
+
+    Raises:
+        UnsupportedModelError: it has no token embedding where mlx-lm's language models have one.
+    """
+    for path in _walk_modules(model):
+        holder = path[-1].parent[path[-1].name]
+        embedding = next((holder[key] for key in EMBEDDINGS if _is_embedding(holder.get(key))), None)
+        if embedding is None:
+            continue
+        # The embedding may be a level below the module that has the norm, and the norm may not be a module.
+        for slot in reversed(path):
+            inner = slot.parent[slot.name]
+            if norm := next((key for key in NORMS if isinstance(inner.get(key), nn.Module)), None):
+                return ModelParts(embedding, Slot(inner, norm))
+        with_layers = (slot for slot in reversed(path) if _has_layers(slot.parent[slot.name]))
+        return ModelParts(embedding, next(with_layers, path[-1]))
+    raise UnsupportedModelError(
+        f"cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
+        f"{type(model).__module__}.{type(model).__name__} has none"
+    )
+
+
+def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
+    """The path from `model` to every module below it, breadth first; not into layers, nor into images or audio."""
+    level: list[list[Slot]] = [[]]
+    while level:
+        below = []
+        for path in level:
+            parent = path[-1].parent[path[-1].name] if path else model
+            items: Any = parent.items()
+            names = [name for name, child in items if isinstance(child, nn.Module)]
+            below += [[*path, Slot(parent, name)] for name in names if not name.startswith(OTHER_MODALITIES)]
+        yield from below
+        level = below
+
+
+def _has_layers(module: nn.Module) -> bool:
+    items: Any = module.values()
+    return any(isinstance(child, list) for child in items)
+
+
+def _is_embedding(module: Any) -> bool:
+    return isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
+
+
+def compute_dtype(model: nn.Module) -> mx.Dtype:
+    """What a model computes in: the dtype of its embedding's rows."""
+    dtype: mx.Dtype = find_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
+    return dtype
+
+
+def model_sizes(model: nn.Module) -> tuple[int, int]:
+    """(hidden size D, vocabulary size V) of a model; nothing is computed.
+
+    Raises:
+        UnsupportedModelError: see `find_parts`.
+    """
+    token = mx.zeros((1, 1), mx.int32)
+    return find_parts(model).embedding(token).shape[-1], model(token).shape[-1]
+
+
+def model_name(model: nn.Module) -> str:
+    """The name of its module in `mlx_lm.models`."""
+    return type(model).__module__.rpartition(".")[2]
+
+
+class Tap(NamedTuple):
+    """Where a hidden state is read: what a module returns, or what it is given."""
+
+    slot: Slot
+    is_input: bool = False
+
+
+def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, Tap]:
+    """Where a model's hidden states are read.
+
+    Raises:
+        UnsupportedModelError: the model has no module that passes one on.
+    """
+    parts, taps = find_parts(model), dict[StateName, Tap]()
+    layers = list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
+    for name in names:
+        reason = None
+        if isinstance(name, int):
+            slot = _find_slot(model, layers[name]) if 0 <= name < len(layers) else None
+            if slot is None:
+                reason = f"the drafter reads the output of layer {name}, of {len(layers)} layers"
+            else:
+                taps[name] = Tap(slot)
+        elif name == BEFORE_NORM and parts.final_norm.name not in NORMS:
+            reason = "the drafter reads the hidden state before the final norm, which is no module of this model"
+        else:
+            taps[name] = Tap(parts.final_norm, is_input=name == BEFORE_NORM)
+        if reason:
+            raise UnsupportedModelError(f"cannot draft for {model_name(model)}: {reason}")
+    return taps
+
+
+def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
+    """The place of a module below another, or in lists of modules below it."""
+    items = parent.items() if isinstance(parent, dict) else enumerate(parent)
+    below = []
+    for name, value in items:
+        if value is child:
+            return Slot(parent, name)
+        if isinstance(value, (dict, list)):
+            below.append(value)
+    return next(filter(None, (_find_slot(value, child) for value in below)), None)
+
+
+class Recorder(nn.Module):
+    """Passes its module's output on, and keeps what it is given and returns when the thread that made it calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.inputs: list[mx.array] = []
+        self.outputs: list[mx.array] = []
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.module(*args, **kwargs)
+        if threading.get_ident() == self._thread:
+            self.inputs += args[:1]
+            self.outputs.append(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Its module's: some models ask for the class of a layer."""
+        return type(self["module"]) if "module" in self else Recorder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        return getattr(self["module"], name) if "module" in self else super().__getattr__(name)
+
+
+def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx.array]]]:
+    """(what `call` returns, for each tap what passed it meanwhile, call by call).
+
+    Entries of dictionaries and lists are replaced, no attribute is set: a module's order of parameters stays as it was.
+    """
+    with MODEL_LOCK:
+        slots = {(id(tap.slot.parent), tap.slot.name): tap.slot for tap in taps}
+        recorders = {key: Recorder(slot.parent[slot.name]) for key, slot in slots.items()}
+        try:
+            for key, slot in slots.items():
+                slot.parent[slot.name] = recorders[key]
+            result = call()
+        finally:
+            for key, slot in slots.items():
+                slot.parent[slot.name] = recorders[key].module
+    found = [(recorders[id(tap.slot.parent), tap.slot.name], tap.is_input) for tap in taps]
+    return result, [recorder.inputs if is_input else recorder.outputs for recorder, is_input in found]
+
+
+def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
+    """Refuses a model that does not pass these hidden states on, one row for each token.
+
+    Raises:
+        UnsupportedModelError: saying which.
+    """
+    taps, token, cache = find_taps(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
+    _, captured = capture(list(taps.values()), lambda: model(token, cache=cache))  # built, never computed
+    width = find_parts(model).embedding(token).shape[-1]
+    for name, found in zip(taps, captured, strict=True):
+        shape = found[-1].shape if found and isinstance(found[-1], mx.array) else None
+        if shape != (1, 1, width):
+            which = f"the output of layer {name}" if isinstance(name, int) else "its last hidden state"
+            got = shape[-1] if shape and shape[:-1] == (1, 1) else shape
+            raise UnsupportedModelError(
+                f"cannot draft for {model_name(model)}: a row of its embedding has {width} numbers, {which} {got}"
+            )

@@ -1,0 +1,125 @@
+"""Drafters that keep something of the text: between rounds, turns and ways of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from sessions import FAMILIES, chat_tokenizer, make_model
+from toys import CachingDrafter, CachingSource, assert_same_cache, ids, make_prompt, run
+from toys import make_model as make_llama
+
+from mlx_redrafter import RedrafterError, Session
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
+
+TURNS = ("abc", "de", "fghij")
+
+
+def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
+    """(a plain session after all turns, one with a drafter that knows its text before them, the width of its beams)."""
+    model, width = make_model(family), 2 if family in ("qwen3", "gemma3_text") else 1
+    plain = Session(model, chat_tokenizer(), plan="off", **options)
+    for turn in TURNS:
+        plain.send(turn)
+    drafter: Any = CachingDrafter(model, plain.tokens, width, share=1.0)
+    return plain, Session(model, chat_tokenizer(), drafter, plan=(width, 3), **options), width
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_follow_the_text_from_turn_to_turn(family: str, count: int) -> None:
+    """Also where a turn ends inside a round, and in a fork."""
+    plain, session, _ = make_pair(family, max_tokens=count, prefill_step_size=3)
+    for turn in TURNS:
+        fork = session.fork()
+        answer = session.send(turn)
+        assert answer.last is not None
+        assert answer.last.accepted >= (answer.last.generation_tokens - 1) / 2, "it has a row for every token so far"
+        other = fork.send(turn)
+        assert other.last is not None and other.tokens == answer.tokens
+        assert other.last.accepted == answer.last.accepted
+    assert session.tokens == plain.tokens and session.messages == plain.messages
+
+
+def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
+    plain, session, _ = make_pair("qwen3", max_tokens=9, prefill_step_size=2)
+    session.send(TURNS[0])
+
+    def cancel(done: int, total: int) -> None:
+        if done:
+            session.cancel()
+
+    def fail(done: int, total: int) -> None:
+        if done:
+            raise ValueError("from the callback")
+
+    assert session.send(TURNS[2], prompt_progress_callback=cancel).finish_reason == "cancelled"
+    second = session.send(TURNS[1])
+    assert second.last is not None and second.last.accepted > 0
+    with pytest.raises(ValueError, match="from the callback"):
+        session.send("xyz", prompt_progress_callback=fail)
+    third = session.send(TURNS[2])
+    assert third.last is not None and third.last.accepted > 0, "all tokens are read again"
+    assert session.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("taken", range(1, 12))
+def test_a_source_goes_on_where_its_text_was_left(taken: int) -> None:
+    model, prompt, cache = make_llama(), make_prompt(9), make_prompt_cache(make_llama())
+    plain = run(model, prompt, max_tokens=40)
+    text = [*prompt, *ids(plain)]
+    source: Any = CachingDrafter(model, text, 2).open(model)
+    options = Options(prompt_cache=cache, plan=(2, 3), max_tokens=40)
+    steps = decode_tokens(prompt, model, source, options)
+    assert [next(steps).token for _ in range(taken)] == ids(plain[:taken])
+    steps.close()
+    # The last token stands in cache and source; the next prompt goes on with the text.
+    left = text[: len(prompt) + taken]
+    rest = run(
+        model, text[len(left) : len(left) + 2], source, max_tokens=20, prompt_cache=cache, history=left, plan=(2, 3)
+    )
+    assert ids(rest) == text[len(left) + 2 : len(left) + 22] and rest[-1].stats.accepted > 3
+    other = make_prompt_cache(model)
+    run(model, text[: len(left) + 22], max_tokens=0, prompt_cache=other)
+    assert_same_cache(cache, other)
+
+
+def test_what_it_was_not_told_is_a_hole() -> None:
+    """As after a batch, or a prompt that another text has read."""
+    model, prompt = make_llama(), make_prompt(9)
+    text = [*prompt, *ids(run(model, prompt, max_tokens=60))]
+    for holes in (True, False):
+        source: Any = CachingDrafter(model, text, 2, holes=holes).open(model)
+        own = make_prompt_cache(model)
+        run(model, text[:20], max_tokens=0, prompt_cache=own)
+        steps = run(model, text[20:22], source, max_tokens=20, prompt_cache=own, history=text[:20], plan=(2, 3))
+        assert ids(steps) == text[22:42]
+        assert (steps[-1].stats.accepted > 3) is holes, "one that needs every row guesses wrong, and nothing else"
+
+
+def test_rows_are_those_of_the_text_in_every_round() -> None:
+    # Negative control: a source that does not take rejected rows back.
+    class Forgetful(CachingSource):
+        def keep(self, kept: Any) -> None:
+            super().keep(kept._replace(n_kept=kept.rows(kept.tokens).shape[0]))
+
+    model, prompt = make_llama(), make_prompt(9)
+    plain = run(model, prompt, max_tokens=40)
+    drafter: Any = CachingDrafter(model, [*prompt, *ids(plain)], 2)
+    good, bad = drafter.open(model), Forgetful(drafter)
+    counts = []
+    for source in (good, bad):
+        steps = run(model, prompt, source, max_tokens=32, plan=(2, 3))
+        assert ids(steps) == ids(plain[:32])
+        counts.append(steps[-1].stats.accepted)
+    assert counts[0] > 8 > counts[1]
+
+
+def test_a_source_of_another_model_is_refused() -> None:
+    model = make_llama()
+    drafter: Any = CachingDrafter(make_model("qwen3"), [1, 2, 3], 2)
+    drafter.args = drafter.args.__class__(7, 5, 8, 0)
+    with pytest.raises(RedrafterError, match="expects hidden size 7"):
+        run(model, [1, 2], drafter.open(model), max_tokens=2)

@@ -1,0 +1,110 @@
+"""Hidden states that forwards pass on: of layers and around the final norm, on unmodified models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from families import WIDE_STREAMS, make_family
+from mlx_lm.models.cache import make_prompt_cache
+from small import make_tree
+from toys import ids, make_model, make_prompt, run
+
+from mlx_redrafter.drafters.source import Source
+from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM, check_states
+from mlx_redrafter.engine.supported_models import REPLAYED, TREES
+from mlx_redrafter.engine.target import Target
+from mlx_redrafter.errors import UnsupportedModelError
+
+CLOSE = 2e-3
+
+
+@contextmanager
+def record_layers(model: nn.Module) -> Iterator[dict[int, mx.array]]:
+    """What each of the model's layers returns meanwhile, by its id: seen by its class, not by the model's parts."""
+    found: dict[int, mx.array] = {}
+    kinds = {type(layer) for layer in model.layers}
+    originals: dict[Any, Any] = {kind: kind.__call__ for kind in kinds}
+
+    def make(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            out = original(self, *args, **kwargs)
+            found[id(self)] = out[0] if isinstance(out, tuple) else out
+            return out
+
+        return call
+
+    try:
+        for kind, original in originals.items():
+            kind.__call__ = make(original)
+        yield found
+    finally:
+        for kind, original in originals.items():
+            kind.__call__ = original
+
+
+def run_by_hand(
+    model: nn.Module, prompt: Sequence[int], path: Sequence[int], layers: Sequence[int]
+) -> dict[int, mx.array]:
+    """(T, D) the outputs of these layers for the last token of a path, which is read one by one, or for the prompt."""
+    cache = make_prompt_cache(model)
+    with record_layers(model) as found:
+        for piece in (prompt, *([token] for token in path)):
+            model(mx.array([list(piece)]), cache=cache)
+    return {layer: found[id(model.layers[layer])][0] for layer in layers}
+
+
+@pytest.mark.parametrize("name", sorted({*TREES, *REPLAYED}))
+def test_captured_layers_are_the_layers_run_by_hand(name: str) -> None:
+    """In a prompt and, on the path of each node, in a tree or a chain."""
+    model = make_family(name)
+    if name in WIDE_STREAMS:
+        with pytest.raises(UnsupportedModelError, match=r"(the output of layer 0|layer 0, of)"):
+            check_states(model, [0])
+        return
+    vocab = min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
+    generator = random.Random(4)
+    prompt = [generator.randrange(vocab) for _ in range(9)]
+    parents = [0, 0, 0, 1, 1, 3] if name in TREES else [0, 0, 1, 2]
+    tree = make_tree([generator.randrange(vocab) for _ in parents], parents)
+    count = len(model.layers)
+    layers = sorted({0, count // 2, count - 1})
+    check_states(model, layers)
+    target = Target(model, capture=[*layers, AFTER_NORM])
+    read, verified = target.forward(mx.array(prompt)).hidden, target.verify(tree, branched=name in TREES).hidden
+    assert list(read) == list(verified) == [*layers, AFTER_NORM]
+    expected = run_by_hand(model, prompt, [], layers)
+    for layer in layers:
+        assert mx.abs(read[layer] - expected[layer]).max().item() < CLOSE * mx.abs(expected[layer]).max().item(), layer
+    for node in range(len(parents)):
+        path, at = [node], node
+        while at:
+            path.append(at := parents[at])
+        tokens: Any = [tree.tokens[n].item() for n in reversed(path)]
+        for layer, rows in run_by_hand(model, prompt, tokens, layers).items():
+            far = mx.abs(verified[layer][node] - rows[-1]).max().item()
+            assert far < CLOSE * mx.abs(rows[-1]).max().item(), (layer, node)
+
+
+def test_states_around_the_final_norm() -> None:
+    model = make_model()
+    hidden = Target(model, capture=[BEFORE_NORM, 1, AFTER_NORM]).forward(mx.array([1, 2, 3])).hidden
+    assert mx.allclose(model.model.norm(hidden[BEFORE_NORM]), hidden[AFTER_NORM], atol=1e-4)
+    assert mx.allclose(hidden[1], hidden[BEFORE_NORM]), "there are two layers"
+    assert Target(model).forward(mx.array([1])).hidden == {}
+
+
+@pytest.mark.parametrize("layer", [2, -1])
+def test_layers_that_a_model_has_not_are_refused(layer: int) -> None:
+    class Reading(Source):
+        capture = (layer,)
+
+    source, model = Reading(), make_model()
+    with pytest.raises(UnsupportedModelError, match=f"cannot draft for llama: the drafter .* {layer}, of 2 layers"):
+        check_states(model, source.capture)
+    assert ids(run(model, make_prompt(3), max_tokens=2))
