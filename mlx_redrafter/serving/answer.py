@@ -24,6 +24,7 @@ from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream, find_bytes
 from .types import (
+    REQUEST_OPTIONS,
     ClientLimitReached,
     DraftedRound,
     EngineClosed,
@@ -219,7 +220,7 @@ class Answer(ABC, Generic[AnyBody]):
         if self.choices > min(args.max_queue, args.max_per_client):
             limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
             raise ApiError(f"n must be within {limits}, got {self.choices}")
-        given = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p", "max_tokens")}
+        given = {name: getattr(args.options, name) for name in REQUEST_OPTIONS}
         if most is not None and not 0 < args.max_tokens <= most:
             given["max_tokens"] = most
         self._started = time.perf_counter()

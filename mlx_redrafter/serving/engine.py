@@ -34,6 +34,8 @@ from .generation import Generation, Item, deliver, find_source, make_events, rea
 from .prompt_cache import PromptCache
 from .rows import Batch, HandedOver, Loops, Row
 from .types import (
+    MAX_TOP_LOGPROBS,
+    REQUEST_OPTIONS,
     ClientLimitReached,
     EngineClosed,
     EngineCounters,
@@ -48,12 +50,6 @@ CLOSING = "the server is shutting down"
 
 ALONE_STEPS = 16
 """Tokens that the only row of a batch gets there before it is decoded alone: the next request may come soon."""
-
-MAX_TOP_LOGPROBS = 20
-"""As in OpenAI's API."""
-
-SAMPLING = ("max_tokens", "temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold")
-"""The fields of a request that are options of the same name."""
 
 PENALTIES = (
     "logit_bias",
@@ -223,19 +219,13 @@ class Engine:
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
-        if request.max_tokens == 0:
-            raise RequestError("max_tokens must be -1 (no limit) or at least 1, got 0")
         if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
             raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
+        seed = draw_seed() if request.seed is None else request.seed
+        given = {name: getattr(request, name) for name in REQUEST_OPTIONS} | {"seed": seed}
         try:
-            options = replace(
-                self._options,
-                seed=draw_seed() if request.seed is None else request.seed,
-                xtc_special_tokens=self._xtc_special_tokens,
-                **{name: getattr(request, name) for name in SAMPLING},
-            )
-            assert options.seed is not None
-            options.make_sampler(options.seed).check(self.vocab_size)
+            options = replace(self._options, xtc_special_tokens=self._xtc_special_tokens, **given).require_tokens()
+            options.make_sampler(seed).check(self.vocab_size)
             processors = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
         except ValueError as error:
             raise RequestError(one_line(error)) from error

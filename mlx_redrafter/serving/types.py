@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..errors import RedrafterError
-from ..options import Options
+from ..options import OPTION_FLAGS, Options
 
 DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
+
+MAX_TOP_LOGPROBS = 20
+"""As in OpenAI's API."""
 
 
 class RequestError(RedrafterError):
@@ -71,6 +74,10 @@ class GenerationRequest:
     draft: bool = True
     include_drafts: bool = False
     client: str = ""
+
+
+REQUEST_OPTIONS = tuple(flag.name for flag in OPTION_FLAGS if flag.name in GenerationRequest.__dataclass_fields__)
+"""The fields of a request that are options."""
 
 
 class DraftedRound(NamedTuple):
