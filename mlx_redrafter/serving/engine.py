@@ -25,12 +25,13 @@ from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..engine.decode import Round, on_stream
 from ..engine.request_checks import check_request
+from ..engine.stats import Stats
 from ..engine.wired_limit import wired_limit
 from ..errors import one_line
 from ..generate import decode_tokens, draw_seed
 from ..options import Options
 from .batchable import count_prefill_rows
-from .generation import Generation, Item, deliver, find_source, make_events, read_logprobs
+from .generation import Generation, Item, deliver, make_events, read_logprobs
 from .prompt_cache import PromptCache
 from .rows import Batch, HandedOver, Loops, Row
 from .types import (
@@ -386,20 +387,15 @@ class Engine:
 
     def _count(self, row: Row, made: Round, size: int, now: float) -> None:
         """Counts a round of which `size` tokens were taken."""
-        stats, counters, source = row.generation.stats, self.counters, find_source(made)
-        counters.tokens["target"] += 1
-        counters.tokens[source] += size - 1
-        counters.accepted[source] += size - 1
-        if made.plan is not None:
-            counters.drafted["drafter"] += made.plan.size - 1
-            counters.drafted["context"] += made.plan.context
+        stats, counters = row.generation.stats, self.counters
         if stats.time_to_first_token is None:
             stats.time_to_first_token = now - row.generation.submitted
         else:
-            row.stats = row.stats.add_round(made.plan, size - 1, made.replayed, from_context=made.from_context)
-            for name in ("rounds", "drafted", "accepted", "context_drafted", "context_accepted"):
-                setattr(stats, name, getattr(row.stats, name))
+            own = Stats().add_round(made.plan, size - 1, made.replayed, from_context=made.from_context)
+            stats.decoding += own
+            counters.decoding += own
         stats.generated_tokens += size
+        counters.generated_tokens += size
         stats.seconds = now - row.generation.submitted - stats.time_to_first_token
 
     def _end_failed_and_cancelled(self) -> None:

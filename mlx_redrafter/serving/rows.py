@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -22,7 +22,6 @@ from ..engine import kv_cache
 from ..engine.decode import Round
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
-from ..engine.stats import Stats
 from ..engine.target import Target
 from ..generate import open_rounds
 from ..options import Options
@@ -51,7 +50,6 @@ class Row:
         processors: its logits processors.
         may_draft: whether its tokens may be drafted.
         read: how many of the prompt's tokens are in its cache.
-        stats: of the rounds so far.
         error: what a processor has raised in a batch.
     """
 
@@ -61,7 +59,6 @@ class Row:
     processors: list[Processor]
     may_draft: bool
     read: int = 0
-    stats: Stats = field(default_factory=Stats)
     error: Exception | None = None
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ..engine.stats import Stats
 from ..errors import RedrafterError
 from ..options import OPTION_FLAGS, Options
 
@@ -118,11 +119,12 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class GenerationStats:
-    """Counts of one generation so far; see `mlx_redrafter.GenerationResponse` for the rounds.
+    """Counts of one generation so far.
 
     Attributes:
         prompt_tokens, generated_tokens: the end-of-text token included.
         cached_tokens: how many of the prompt's were in the prompt cache.
+        decoding: of the rounds after the prompt's; in a batch each token is a plain step.
         seed: the one in use, also when it was drawn.
         queue_seconds: from `submit` until it ran; None before.
         time_to_first_token: seconds from `submit`; None before.
@@ -133,11 +135,7 @@ class GenerationStats:
     seed: int
     cached_tokens: int = 0
     generated_tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    context_drafted: int = 0
-    context_accepted: int = 0
+    decoding: Stats = field(default_factory=Stats)
     queue_seconds: float | None = None
     time_to_first_token: float | None = None
     seconds: float = 0.0
@@ -155,10 +153,10 @@ class EngineCounters:
     Attributes:
         prompt_tokens: read by the model, those of the prompt cache not counted.
         cached_tokens: found in the prompt cache.
-        tokens: generated, by what had drafted them: "target" for the target's own, "drafter", "context".
+        generated_tokens: of all generations.
+        decoding: of all generations together; see `GenerationStats`.
         rounds: of single mode, plain steps included.
         batch_steps: of batch mode.
-        drafted, accepted: drafted tokens, by source.
         mode_switches: to "batch" and to "single".
         finished: generations, by how they ended: "stop", "length", "cancelled", "failed".
         drafter_failures: generations that went on without their drafter.
@@ -166,11 +164,10 @@ class EngineCounters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    tokens: Counter[str] = field(default_factory=Counter)
+    generated_tokens: int = 0
+    decoding: Stats = field(default_factory=Stats)
     rounds: int = 0
     batch_steps: int = 0
-    drafted: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
     mode_switches: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     drafter_failures: int = 0
