@@ -140,11 +140,6 @@ class GenerationStats:
     time_to_first_token: float | None = None
     seconds: float = 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        """After the first token; 0 when there is no more than that."""
-        return (self.generated_tokens - 1) / self.seconds if self.seconds else 0.0
-
 
 @dataclass
 class EngineCounters:
