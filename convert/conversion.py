@@ -17,7 +17,6 @@ from mlx_lm.utils import dequantize_model
 from ..atomic_files import expand_path
 from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter, save_drafter
 from ..drafters.protocol import Drafter, DrafterArgs
-from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError, one_line
 from ..generate import decode_prompts, encode_chat
 from ..options import Options
@@ -112,8 +111,7 @@ def convert(
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
-    if draft_depth is not None and not 1 <= draft_depth <= MAX_DRAFT_DEPTH:
-        raise RedrafterError(f"draft_depth must be from 1 to {MAX_DRAFT_DEPTH}, got {draft_depth}")
+    Options(draft_depth=draft_depth)  # refuses one out of its range
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     if upload_repo is not None:
@@ -130,10 +128,7 @@ def convert(
 
     recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
     args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
-    if args.max_depth is not None and (args.draft_depth or 1) > args.max_depth:
-        raise RedrafterError(
-            f"draft_depth must be from 1 to {args.max_depth} with this drafter, got {args.draft_depth}"
-        )
+    Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # refuses one that it cannot draft
     if models is not None:
         check_fit(drafter, models[0], str(source.path))
     bytes_before, before = count_bytes(drafter), measure(drafter, models)

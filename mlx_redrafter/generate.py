@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
@@ -90,6 +90,10 @@ class GenerationResponse(MlxLmResponse):
     seed: int = 0
 
 
+ROUND_FIELDS = tuple(each.name for each in fields(GenerationResponse) if hasattr(Stats, each.name))
+"""The fields of a response that `Stats` has, in their order."""
+
+
 @takes_options
 def generate_step(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | Source | None = None, **options: Any
@@ -157,7 +161,6 @@ def stream_generate(
             callback(done, total)
 
     def make_response(step: Step, count: int, text: str, reason: str | None) -> GenerationResponse:
-        stats = step.stats
         return GenerationResponse(
             text=text,
             token=step.token,
@@ -169,17 +172,9 @@ def stream_generate(
             generation_tps=count / (time.perf_counter() - started),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=reason,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            tokens_per_round=stats.tokens_per_round,
-            acceptance_per_depth=stats.acceptance_per_depth,
-            rows_per_round=stats.rows_per_round,
-            plain_steps=stats.plain_steps,
-            context_drafted=stats.context_drafted,
-            context_accepted=stats.context_accepted,
             draft_source=step.draft_source,
             seed=seed,
+            **{name: getattr(step.stats, name) for name in ROUND_FIELDS},
         )
 
     seed = draw_seed() if parsed.seed is None else parsed.seed

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from transformers import AutoTokenizer
 
 from mlx_redrafter.demo import DIRECTORY
+from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.serving.answer import Service
 from mlx_redrafter.serving.app import make_app
 from mlx_redrafter.serving.command import check_args, make_parser
@@ -217,7 +218,7 @@ class ScriptedEngine:
             top = [(token, -0.5), (token + 1, -float("inf"))][: request.top_logprobs]
             last = "stop" if token == end else "length" if at + 1 == request.max_tokens else None
             events.append(TokenEvent(token, -0.5, top, finish_reason=last))  # type: ignore[arg-type]
-        stats = GenerationStats(len(request.prompt), seed=0, cached_tokens=1, rounds=4, drafted=8, accepted=6)
+        stats = GenerationStats(len(request.prompt), seed=0, cached_tokens=1, decoding=Stats(4, 8, 6))
         self.generations.append(ScriptedGeneration(request, events, self.gate, stats))
         return self.generations[-1]
 

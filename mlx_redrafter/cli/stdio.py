@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
+from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, one_line
 from ..generate import GenerationResponse
 from ..session.session import Session
@@ -36,8 +37,7 @@ FIELDS: dict[str, set[str]] = {
 """What a request of each type may have besides its type and its id; "as" and "path" it must have."""
 
 USAGE = (
-    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "rounds", "drafted", "accepted",
-    "context_drafted", "context_accepted", "tokens_per_round", "peak_memory", "seed",
+    "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", *USAGE_FIELDS, "peak_memory", "seed",
 )  # fmt: skip
 """The fields of the last response that `done` has."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import zip_longest
+from operator import add
+from typing import Any, NamedTuple
 
 from .plan import Plan
+
+USAGE_FIELDS = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted", "tokens_per_round")
+"""What the usage of an answer has of the rounds, in the server's replies and in those of `stdio`."""
 
 
 class Stats(NamedTuple):
@@ -50,20 +55,9 @@ class Stats(NamedTuple):
 
     def __add__(self, other: Stats) -> Stats:  # type: ignore[override]
         """The counts of both together."""
-        depth = max(len(self.reached), len(other.reached))
-        padded = (counts + (0,) * (depth - len(counts)) for counts in (self.reached, other.reached))
-        reached = tuple(map(sum, zip(*padded, strict=True)))
-        return Stats(
-            self.rounds + other.rounds,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            reached,
-            self.plain_steps + other.plain_steps,
-            self.replayed + other.replayed,
-            self.context_drafted + other.context_drafted,
-            self.context_accepted + other.context_accepted,
-            self.drafter_rounds + other.drafter_rounds,
-        )
+        sums: Any = map(add, self, other)  # the tuples joined
+        reached = tuple(map(sum, zip_longest(self.reached, other.reached, fillvalue=0)))
+        return Stats(*sums)._replace(reached=reached)
 
     @property
     def draft_rounds(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from mlx_lm.server import convert_chat
 
+from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
 from .chat_messages import Message, flatten_messages
@@ -24,6 +25,7 @@ from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream, find_bytes
 from .types import (
+    REQUEST_OPTIONS,
     ClientLimitReached,
     DraftedRound,
     EngineClosed,
@@ -219,7 +221,7 @@ class Answer(ABC, Generic[AnyBody]):
         if self.choices > min(args.max_queue, args.max_per_client):
             limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
             raise ApiError(f"n must be within {limits}, got {self.choices}")
-        given = {name: getattr(args, name) for name in ("temp", "top_p", "top_k", "min_p", "max_tokens")}
+        given = {name: getattr(args.options, name) for name in REQUEST_OPTIONS}
         if most is not None and not 0 < args.max_tokens <= most:
             given["max_tokens"] = most
         self._started = time.perf_counter()
@@ -330,7 +332,7 @@ class Answer(ABC, Generic[AnyBody]):
         self, told: dict[str, Any], token: dict[str, Any], drafts: DraftedRound | None, stats: GenerationStats
     ) -> None:
         told.setdefault("tokens", []).append(token)
-        told |= {name: getattr(stats, name) for name in ("rounds", "drafted", "accepted")}
+        told |= {name: getattr(stats.decoding, name) for name in ("rounds", "drafted", "accepted")}
         told["seconds"] = round(stats.seconds, 6)
         if drafts is not None:
             *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
@@ -339,10 +341,8 @@ class Answer(ABC, Generic[AnyBody]):
     def usage(self) -> tuple[int, int, int, dict[str, Any]]:
         """(tokens of the prompt, how many of them were cached, tokens of all choices, what drafting did)."""
         all_stats = [generation.stats for generation in self._generations]
-        names = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted")
-        drafting: dict[str, Any] = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
-        rounds, accepted = drafting["rounds"], drafting["accepted"]
-        drafting["tokens_per_round"] = round(1 + accepted / rounds, 3) if rounds else 1.0
+        total = sum((stats.decoding for stats in all_stats), Stats())
+        drafting: dict[str, Any] = {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
         return all_stats[0].prompt_tokens, all_stats[0].cached_tokens, self._token_count, drafting
 
     def close(self) -> None:

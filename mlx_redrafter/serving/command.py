@@ -112,5 +112,4 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
         raise RedrafterError(f"--host {args.host} lets others in: expected --api-key-file or --api-key, got none")
     names = [flag.name for flag in OPTION_FLAGS if flag.name not in OF_REQUESTS]
     args.options = Options(**{name: getattr(args, name) for name in names})
-    args.options.plan_shape()
     return args

@@ -26,15 +26,18 @@ from ..decoding import draw_seed
 from ..drafters.protocol import Drafter
 from ..engine.decode import Round, on_stream
 from ..engine.request_checks import check_request
+from ..engine.stats import Stats
 from ..engine.wired_limit import wired_limit
 from ..errors import one_line
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
-from .generation import Generation, Item, deliver, find_source, make_events, read_logprobs
+from .generation import Generation, Item, deliver, make_events, read_logprobs
 from .prompt_cache import PromptCache
 from .rows import Batch, HandedOver, Loops, Row
 from .types import (
+    MAX_TOP_LOGPROBS,
+    REQUEST_OPTIONS,
     ClientLimitReached,
     EngineClosed,
     EngineCounters,
@@ -49,12 +52,6 @@ CLOSING = "the server is shutting down"
 
 ALONE_STEPS = 16
 """Tokens that the only row of a batch gets there before it is decoded alone: the next request may come soon."""
-
-MAX_TOP_LOGPROBS = 20
-"""As in OpenAI's API."""
-
-SAMPLING = ("max_tokens", "temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold")
-"""The fields of a request that are options of the same name."""
 
 PENALTIES = (
     "logit_bias",
@@ -224,19 +221,13 @@ class Engine:
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
-        if request.max_tokens == 0:
-            raise RequestError("max_tokens must be -1 (no limit) or at least 1, got 0")
         if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
             raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
+        seed = draw_seed() if request.seed is None else request.seed
+        given = {name: getattr(request, name) for name in REQUEST_OPTIONS} | {"seed": seed}
         try:
-            options = replace(
-                self._options,
-                seed=draw_seed() if request.seed is None else request.seed,
-                xtc_special_tokens=self._xtc_special_tokens,
-                **{name: getattr(request, name) for name in SAMPLING},
-            )
-            assert options.seed is not None
-            options.make_sampler(options.seed).check(self.vocab_size)
+            options = replace(self._options, xtc_special_tokens=self._xtc_special_tokens, **given).require_tokens()
+            options.make_sampler(seed).check(self.vocab_size)
             processors = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
         except ValueError as error:
             raise RequestError(one_line(error)) from error
@@ -397,20 +388,15 @@ class Engine:
 
     def _count(self, row: Row, made: Round, size: int, now: float) -> None:
         """Counts a round of which `size` tokens were taken."""
-        stats, counters, source = row.generation.stats, self.counters, find_source(made)
-        counters.tokens["target"] += 1
-        counters.tokens[source] += size - 1
-        counters.accepted[source] += size - 1
-        if made.plan is not None:
-            counters.drafted["drafter"] += made.plan.size - 1
-            counters.drafted["context"] += made.plan.context
+        stats, counters = row.generation.stats, self.counters
         if stats.time_to_first_token is None:
             stats.time_to_first_token = now - row.generation.submitted
         else:
-            row.stats = row.stats.add_round(made.plan, size - 1, made.replayed, from_context=made.from_context)
-            for name in ("rounds", "drafted", "accepted", "context_drafted", "context_accepted"):
-                setattr(stats, name, getattr(row.stats, name))
+            own = Stats().add_round(made.plan, size - 1, made.replayed, from_context=made.from_context)
+            stats.decoding += own
+            counters.decoding += own
         stats.generated_tokens += size
+        counters.generated_tokens += size
         stats.seconds = now - row.generation.submitted - stats.time_to_first_token
 
     def _end_failed_and_cancelled(self) -> None:

@@ -52,11 +52,13 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """The engine's counters and gauges as they are now; the registry asks."""
         engine, counts = self._engine, self._engine.counters
-        tokens = {"prompt": counts.prompt_tokens + counts.cached_tokens, "cached": counts.cached_tokens,
-                  "generated": sum(counts.tokens.values()),
-                  "drafted": sum(counts.drafted.values()), "accepted": sum(counts.accepted.values()),
-                  "context_drafted": counts.drafted["context"],
-                  "context_accepted": counts.accepted["context"]}  # fmt: skip
+        tokens = {
+            "prompt": counts.prompt_tokens + counts.cached_tokens,
+            "cached": counts.cached_tokens,
+            "generated": counts.generated_tokens,
+        }
+        for name in ("drafted", "accepted", "context_drafted", "context_accepted"):
+            tokens[name] = getattr(counts.decoding, name)
         counters: tuple[tuple[str, str, Any, str | None], ...] = (
             ("tokens", "Tokens by kind; drafted and accepted ones of both sources", tokens, "kind"),
             ("rounds", "Forwards of the target after the prompts', one request at a time", counts.rounds, None),

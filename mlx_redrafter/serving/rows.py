@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -24,7 +24,6 @@ from ..engine import kv_cache
 from ..engine.decode import Decoder, Round, Rounds
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
-from ..engine.stats import Stats
 from ..options import Options
 from .generation import Generation
 
@@ -51,7 +50,6 @@ class Row:
         processors: its logits processors.
         may_draft: whether its tokens may be drafted.
         read: how many of the prompt's tokens are in its cache.
-        stats: of the rounds so far.
         source: what the drafter keeps of its text; what a batch decodes is a hole in it.
         error: what a processor has raised in a batch.
     """
@@ -62,7 +60,6 @@ class Row:
     processors: list[Processor]
     may_draft: bool
     read: int = 0
-    stats: Stats = field(default_factory=Stats)
     source: Source | None = None
     error: Exception | None = None
 

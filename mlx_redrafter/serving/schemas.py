@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import from_json
 
-from .types import GenerationRequest
+from ..options import OPTION_FLAGS
+from .types import MAX_TOP_LOGPROBS, GenerationRequest
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's word for the model that the command line names; also for its drafter."""
@@ -20,6 +21,7 @@ IGNORED = frozenset({
 """Fields that clients often send and that change no text; unless the interface has them."""
 
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
+FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 LARGEST_LOGIT = 1e18  # of biases and penalties: a product of two is still a float32
 
 
@@ -50,7 +52,6 @@ def wrap_input(given: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Length = Annotated[int, Field(ge=1, le=INT32_MAX)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
@@ -58,6 +59,12 @@ StopStrings = Annotated[
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
 Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+def option(name: str, **more: Any) -> Any:
+    """A field in the range that `Options` declares, None where it is not given."""
+    flag = FLAGS[name]
+    return Field(None, ge=flag.minimum, le=INT32_MAX if flag.kind is int else flag.maximum, **more)
 
 
 class Part(BaseModel):
@@ -129,12 +136,12 @@ class Body(BaseModel):
     stream: bool = False
     stop: StopStrings = []
     max_tokens: Length | None = None
-    temp: Annotated[float, Field(ge=0)] | None = Field(None, alias="temperature")
-    top_p: Share | None = None
-    top_k: Count | None = None
-    min_p: Share | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    temp: float | None = option("temp", alias="temperature")
+    top_p: float | None = option("top_p")
+    top_k: int | None = option("top_k")
+    min_p: float | None = option("min_p")
+    xtc_probability: float | None = option("xtc_probability")
+    xtc_threshold: float | None = option("xtc_threshold")
     repetition_penalty: Annotated[float, Field(ge=0, le=LARGEST_LOGIT)] | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Logit | None = None
@@ -156,7 +163,7 @@ class OpenAIBody(Body):
 
     max_completion_tokens: Length | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1
-    top_logprobs: Annotated[int, Field(ge=-1, le=20)] = -1
+    top_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     stream_options: dict[str, Any] = {}
     response_format: AnswerFormat | None = None
 
@@ -182,7 +189,7 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text or token ids, perhaps alone in a list."""
 
     prompt: Annotated[str | list[Count], BeforeValidator(unwrap_prompt)]
-    logprobs: bool | Annotated[int, Field(ge=0, le=20)] = False
+    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from ..engine.stats import Stats
 from ..errors import RedrafterError
-from ..options import Options
+from ..options import OPTION_FLAGS, Options
 
 DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
+
+MAX_TOP_LOGPROBS = 20
+"""As in OpenAI's API."""
 
 
 class RequestError(RedrafterError):
@@ -73,6 +77,10 @@ class GenerationRequest:
     client: str = ""
 
 
+REQUEST_OPTIONS = tuple(flag.name for flag in OPTION_FLAGS if flag.name in GenerationRequest.__dataclass_fields__)
+"""The fields of a request that are options."""
+
+
 class DraftedRound(NamedTuple):
     """What a round drafted, and what came of it.
 
@@ -111,11 +119,12 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class GenerationStats:
-    """Counts of one generation so far; see `mlx_redrafter.GenerationResponse` for the rounds.
+    """Counts of one generation so far.
 
     Attributes:
         prompt_tokens, generated_tokens: the end-of-text token included.
         cached_tokens: how many of the prompt's were in the prompt cache.
+        decoding: of the rounds after the prompt's; in a batch each token is a plain step.
         seed: the one in use, also when it was drawn.
         queue_seconds: from `submit` until it ran; None before.
         time_to_first_token: seconds from `submit`; None before.
@@ -126,19 +135,10 @@ class GenerationStats:
     seed: int
     cached_tokens: int = 0
     generated_tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    context_drafted: int = 0
-    context_accepted: int = 0
+    decoding: Stats = field(default_factory=Stats)
     queue_seconds: float | None = None
     time_to_first_token: float | None = None
     seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """After the first token; 0 when there is no more than that."""
-        return (self.generated_tokens - 1) / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -148,10 +148,10 @@ class EngineCounters:
     Attributes:
         prompt_tokens: read by the model, those of the prompt cache not counted.
         cached_tokens: found in the prompt cache.
-        tokens: generated, by what had drafted them: "target" for the target's own, "drafter", "context".
+        generated_tokens: of all generations.
+        decoding: of all generations together; see `GenerationStats`.
         rounds: of single mode, plain steps included.
         batch_steps: of batch mode.
-        drafted, accepted: drafted tokens, by source.
         mode_switches: to "batch" and to "single".
         finished: generations, by how they ended: "stop", "length", "cancelled", "failed".
         drafter_failures: generations that went on without their drafter.
@@ -159,11 +159,10 @@ class EngineCounters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    tokens: Counter[str] = field(default_factory=Counter)
+    generated_tokens: int = 0
+    decoding: Stats = field(default_factory=Stats)
     rounds: int = 0
     batch_steps: int = 0
-    drafted: Counter[str] = field(default_factory=Counter)
-    accepted: Counter[str] = field(default_factory=Counter)
     mode_switches: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     drafter_failures: int = 0

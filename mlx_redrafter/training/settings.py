@@ -21,9 +21,9 @@ distribution itself."""
 
 
 def setting(default: Any, text: str, least: float | None = None, most: float = 2**31 - 1, **flag: Any) -> Any:
-    """A field with its help, its range, and what else its flag needs: argparse's `type`, `choices`, `nargs`."""
+    """A field with its help, the range of a number, and what else its flag needs: argparse's `choices`, `nargs`."""
     if least is not None:
-        flag.setdefault("type", int)
+        flag["type"] = float if isinstance(default, float) else int
     return field(default=default, metadata={"least": least, "most": most, "flag": {"help": text, **flag}})
 
 
@@ -57,7 +57,7 @@ class TrainingArgs:
     compute_dtype: str = setting("float32", "dtype of the drafter's forward and gradients", choices=DTYPES[1:])
     labels: str = setting("distribution", "what is learned to follow each token", choices=LABELS)
     teacher_top_k: int = setting(0, "learn only this many of the target's likeliest tokens; 0 for all", 0)
-    label_temp: float = setting(1.0, "temperature of labels that are drawn (--labels sampled)", 0, type=float)
+    label_temp: float = setting(1.0, "temperature of labels that are drawn (--labels sampled)", 0)
     draft_depth: int = setting(5, "K, how many guesses are trained from each position", 1, MAX_DRAFT_DEPTH)
     depth_weights: tuple[float, ...] = setting(
         (), "weight of each depth; by default of each guess, the chance that a draft gets there", type=float, nargs="+"
@@ -66,9 +66,9 @@ class TrainingArgs:
     batch_size: int = setting(4, "texts of an iteration", 1)
     grad_accumulation_steps: int = setting(1, "iterations before each update", 1)
     grad_checkpoint: bool = setting(False, "compute activations again for the gradient: slower, less memory")
-    learning_rate: float = setting(4e-3, "the highest learning rate of AdamW", 1e-12, type=float)
-    warmup: float = setting(0.1, "share of the iterations in which the rate rises before it falls", 0, 0.99, type=float)
-    weight_decay: float = setting(0.0, "of AdamW", 0, type=float)
+    learning_rate: float = setting(4e-3, "the highest learning rate of AdamW", 1e-12)
+    warmup: float = setting(0.1, "share of the iterations in which the rate rises before it falls", 0, 0.99)
+    weight_decay: float = setting(0.0, "of AdamW", 0)
     max_seq_length: int = setting(2048, "longer texts are cut", 8)
     steps_per_report: int = setting(10, "iterations between reports of the loss", 1)
     steps_per_eval: int = setting(200, "iterations between validations", 1)
@@ -87,15 +87,15 @@ class TrainingArgs:
             if least is not None and value is not None and not least <= value <= most:
                 bounds = f"at least {least}" if value < least else f"from {least} to {most}"
                 raise RedrafterError(f"{each.name} must be {bounds}, got {value}")
+            choices = each.metadata["flag"].get("choices")
+            if choices and value not in (*choices, each.default):
+                raise RedrafterError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
         if self.val_batches == 0:
             raise RedrafterError("val_batches must be at least 1, or -1 for all, got 0")
         if not self.temp:
             raise RedrafterError("temp must be at least one number")
         for temp in self.temp:
             Options(temp=temp)
-        for name, names in (("labels", LABELS), ("drafter_type", TYPES)):
-            if getattr(self, name) not in names:
-                raise RedrafterError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
         if self.labels == "sampled" and not self.label_temp:
             raise RedrafterError("label_temp must be above 0 for labels that are drawn, got 0")
         weights = self.depth_weights

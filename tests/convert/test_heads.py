@@ -68,6 +68,11 @@ def test_a_published_head_must_be_converted_first(tmp_path: Path) -> None:
         load_drafter(publish("mlp_speculator", tmp_path / "in"))
 
 
+def test_a_depth_that_a_head_cannot_draft_is_refused(tmp_path: Path) -> None:
+    pattern = r"draft_depth must be from 1 to \d with this drafter, got 9"
+    refused(publish("medusa", tmp_path / "in"), pattern, tmp_path / "out", "--draft-depth", "9")
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "medusa" not in name])
 def test_greedy_draft_is_that_of_the_original(name: str, tmp_path: Path) -> None:
     drafter, golden = load_drafter(convert(publish(name, tmp_path / "in"), tmp_path / "out").path), read_golden(name)[1]

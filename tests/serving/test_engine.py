@@ -103,9 +103,9 @@ def test_alone_is_the_command_lines_own(sampling: dict[str, Any]) -> None:
         assert [event.draft_source for event in events] == [step.draft_source for step in steps]
         for event, step in zip(events, steps, strict=True):
             assert event.logprob == pytest.approx(step.logprobs[event.token].item(), abs=1e-5)
-        counters = engine.counters
-        assert counters.tokens.total() == count and counters.tokens["target"] < count
-        assert counters.accepted["drafter"] == steps[-1].stats.accepted - steps[-1].stats.context_accepted
+        counters, made, expected = engine.counters, engine.counters.decoding, steps[-1].stats
+        assert counters.generated_tokens == count and made.accepted > 0
+        assert made.accepted - made.context_accepted == expected.accepted - expected.context_accepted
         assert counters.prompt_tokens == len(prompt) and counters.finished == {"length": 1}
 
 
@@ -163,7 +163,7 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
             assert tokens_of(events) == plain(request, model)
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
         assert engine.counters.prompt_tokens == sum(len(request.prompt) for request in [long, *short])
-        assert engine.counters.tokens.total() == 150 + 60
+        assert engine.counters.generated_tokens == 150 + 60
         assert engine.mode == "idle"
 
 
@@ -244,7 +244,7 @@ def test_own_processors_see_every_token_once(together: int) -> None:
     requests = [ask(prompt, 12, logits_processors=make) for prompt in PROMPTS[:together]]
     with running(options={"context": True}) as engine:
         answers = [tokens_of(events) for events in generate(engine, *requests)]
-        assert engine.counters.drafted.total() == 0
+        assert engine.counters.decoding.drafted == 0
     for request, tokens, histories in zip(requests, answers, seen, strict=True):
         assert len(set(tokens)) > 2 and all(one != two for one, two in pairwise(tokens))
         assert histories[:12] == [request.prompt + tokens[:i] for i in range(12)]

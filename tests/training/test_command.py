@@ -45,6 +45,12 @@ def test_a_wrong_file_is_refused(text: str | None, reason: str, tmp_path: Path) 
         parse_args(["-c", str(tmp_path / "train.yaml")])
 
 
+@pytest.mark.parametrize("name", ["drafter_type", "dtype", "compute_dtype", "labels"])
+def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
+    with pytest.raises(RedrafterError, match=f"{name} must be one of .*, got 'float65'"):
+        TrainingArgs(**{name: "float65"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
