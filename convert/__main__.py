@@ -1,5 +1,5 @@
 """`python -m mlx_redrafter.convert`."""
 
-from ..cli.main import main
+from mlx_redrafter.cli.main import main
 
 main("convert")

@@ -6,8 +6,9 @@ import argparse
 import logging
 import sys
 
-from ..checkpoints import DTYPES
-from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
+from mlx_redrafter.checkpoints import DTYPES
+from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM
+
 from .conversion import MODES, Conversion, convert
 
 

@@ -14,12 +14,13 @@ from huggingface_hub.utils import validate_repo_id
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from ..atomic_files import expand_path
-from ..checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter, save_drafter
-from ..drafters.protocol import Drafter, DrafterArgs
-from ..errors import CheckpointError, RedrafterError, one_line
-from ..generate import decode_prompts, encode_chat
-from ..options import Options
+from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter, save_drafter
+from mlx_redrafter.drafters.protocol import Drafter, DrafterArgs
+from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
+from mlx_redrafter.generate import decode_prompts, encode_chat
+from mlx_redrafter.options import Options
+
 from .heads import read_checkpoint
 from .output import check_destination, make_card, new_directory, upload
 from .sources import find_source

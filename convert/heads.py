@@ -14,11 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..checkpoints import DRAFT_IDS, check_draft_ids, check_fit, compare_config, derive_args, load_drafter
-from ..drafters import KINDS, arctic_lstm, medusa, recurrent
-from ..drafters.protocol import Drafter
-from ..engine.model_parts import AFTER_NORM, find_parts
-from ..errors import CheckpointError
+from mlx_redrafter.checkpoints import DRAFT_IDS, check_draft_ids, check_fit, compare_config, derive_args, load_drafter
+from mlx_redrafter.drafters import KINDS, arctic_lstm, medusa, recurrent
+from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.engine.model_parts import AFTER_NORM, find_parts
+from mlx_redrafter.errors import CheckpointError
+
 from .layouts import find_drafter
 from .sources import Source
 from .tensors import Tensor, join_tensors, read_file

@@ -9,9 +9,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..checkpoints import DRAFT_IDS
-from ..drafters import arctic_lstm, medusa, mlp_speculator, recurrent
-from ..errors import CheckpointError
+from mlx_redrafter.checkpoints import DRAFT_IDS
+from mlx_redrafter.drafters import arctic_lstm, medusa, mlp_speculator, recurrent
+from mlx_redrafter.errors import CheckpointError
 
 T = TypeVar("T")
 

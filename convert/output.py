@@ -12,11 +12,11 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from ..atomic_files import expand_path
-from ..checkpoints import card_header, read_object
-from ..drafters import KINDS
-from ..drafters.protocol import DrafterArgs
-from ..errors import RedrafterError, one_line
+from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.checkpoints import card_header, read_object
+from mlx_redrafter.drafters import KINDS
+from mlx_redrafter.drafters.protocol import DrafterArgs
+from mlx_redrafter.errors import RedrafterError, one_line
 
 DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"

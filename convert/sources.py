@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
 
-from ..atomic_files import expand_path
-from ..checkpoints import read_object
-from ..drafters import KINDS
-from ..drafters.recurrent import MODEL_TYPE
-from ..errors import CheckpointError, one_line
+from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.checkpoints import read_object
+from mlx_redrafter.drafters import KINDS
+from mlx_redrafter.drafters.recurrent import MODEL_TYPE
+from mlx_redrafter.errors import CheckpointError, one_line
 
 RANK = r"rank\d+\.safetensors"
 """One of TensorRT-LLM's files, each with a slice of every tensor."""

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, one_line
+from mlx_redrafter.errors import CheckpointError, one_line
 
 Tensor = Any
 """A tensor in a file: an array of MLX that is not read yet, or a tensor of torch."""

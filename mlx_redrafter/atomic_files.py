@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from .errors import RedrafterError
 
@@ -58,24 +59,18 @@ def why_not_writable(path: Path) -> str | None:
     return None if os.access(above, os.W_OK | os.X_OK) else f"no permission to write to {above}"
 
 
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Locks `path` against other processes; the file is removed afterwards.
+def lock_file(path: Path) -> AbstractContextManager[object]:
+    """Locks `path` against others until the context ends. The file stays: who has opened it would lock a removed one.
 
     Raises:
-        RedrafterError: another process has locked it.
+        RedrafterError: it is locked already.
         OSError: it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RedrafterError(f"another process is at work in {path.parent}") from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    try:
+        return FileLock(path).acquire(blocking=False)
+    except Timeout:
+        raise RedrafterError(f"another process is at work in {path.parent}") from None
 
 
 def expand_path(name: str | Path) -> Path:

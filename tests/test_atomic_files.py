@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -38,7 +40,21 @@ def test_locked_file_is_refused_until_released(tmp_path: Path) -> None:
     for _ in range(2):
         with lock_file(lock), pytest.raises(RedrafterError, match="another process is at work in"), lock_file(lock):
             pass
-        assert not lock.exists()
+
+
+def test_a_lock_that_is_released_meanwhile_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, first, real = tmp_path / "lock", ExitStack(), fcntl.flock
+
+    def release_first(file: int, operation: int) -> None:
+        """The second holder has opened the file, and locks it when the first holder has gone."""
+        monkeypatch.setattr(fcntl, "flock", real)
+        first.close()
+        real(file, operation)
+
+    first.enter_context(lock_file(lock))
+    monkeypatch.setattr(fcntl, "flock", release_first)
+    with lock_file(lock), pytest.raises(RedrafterError, match="another process is at work in"), lock_file(lock):
+        pass
 
 
 def test_unknown_home_is_refused() -> None:

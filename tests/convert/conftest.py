@@ -1,12 +1,19 @@
-"""The demo's target in float32: the kernels of quantized weights are slow on a CPU."""
+"""The demo's target in float32, as quantized kernels are slow on a CPU, and a check of which `convert` is tested."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from benchmarks.serving import save_demo
+
+HERE = Path(__file__).resolve().parents[2] / "convert"
+spec = find_spec("mlx_redrafter.convert")
+found = spec and spec.origin and Path(spec.origin).resolve().parent
+if found != HERE:  # PYTHONPATH alone finds that of another checkout, or none
+    raise pytest.UsageError(f"expected mlx_redrafter.convert from {HERE}, got {found}: run pip install -e . there")
 
 
 @pytest.fixture(scope="session")
