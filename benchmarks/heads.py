@@ -30,8 +30,8 @@ from mlx_redrafter.demo import load_demo
 from mlx_redrafter.demo.sources import training_prompts
 from mlx_redrafter.drafters import KINDS, TYPES
 from mlx_redrafter.drafters.protocol import Advance, Drafter, DrafterArgs, Embed, State
+from mlx_redrafter.engine.model_parts import model_sizes
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.supported_models import model_sizes
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_prompts, encode
 from mlx_redrafter.options import Options

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from ..checkpoints import DRAFT_IDS, check_draft_ids, check_fit, compare_config, derive_args, load_drafter
 from ..drafters import KINDS, arctic_lstm, medusa, recurrent
 from ..drafters.protocol import AFTER_NORM, Drafter
-from ..engine.supported_models import find_parts
+from ..engine.model_parts import find_parts
 from ..errors import CheckpointError
 from .layouts import find_drafter
 from .sources import Source

@@ -23,8 +23,8 @@ from .atomic_files import replace_file
 from .drafters import KINDS, recurrent
 from .drafters.protocol import AFTER_NORM, BEFORE_NORM, Drafter, DrafterArgs
 from .engine.blas import choose_threads, warn_of_slow_blas
+from .engine.model_parts import model_sizes
 from .engine.plan import MAX_DRAFT_DEPTH
-from .engine.supported_models import model_sizes
 from .errors import CheckpointError, RedrafterError, one_line
 
 WEIGHTS = "model*.safetensors"

@@ -30,11 +30,12 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Planner, Round, decode, on_stream, prefill
+from .engine.model_checks import check_draftable, check_verifiable, explain_chains
+from .engine.model_parts import has_final_norm, model_name
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
 from .engine.stats import Stats
-from .engine.supported_models import check_draftable, check_verifiable, explain_chains, has_final_norm, model_name
 from .engine.target import Target
 from .engine.wired_limit import wired_limit
 from .errors import RedrafterError, UnsupportedModelError

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from toys import Scripted, ids, make_ranks, run
 
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.supported_models import OutputRecorder, find_parts
+from mlx_redrafter.engine.model_parts import OutputRecorder, find_parts
 from mlx_redrafter.generate import Step
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from toys import make_tokenizer
 
 from mlx_redrafter import Answer, Session, generate_step
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.engine.model_parts import model_sizes
 
 CHAT = (
     "{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' else 'A' }}"

@@ -14,7 +14,7 @@ from mlx_redrafter import generate_step, load, load_demo, stream_generate
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
-from mlx_redrafter.engine.supported_models import compute_dtype, model_sizes
+from mlx_redrafter.engine.model_parts import compute_dtype, model_sizes
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generate import encode
 

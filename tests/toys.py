@@ -25,7 +25,7 @@ from mlx_redrafter.drafters.context import Forecast, Proposal
 from mlx_redrafter.drafters.protocol import Advance, Embed
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.supported_models import find_parts
+from mlx_redrafter.engine.model_parts import find_parts
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 

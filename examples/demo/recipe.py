@@ -30,7 +30,7 @@ from mlx_redrafter import load, load_drafter
 from mlx_redrafter.atomic_files import replace_file
 from mlx_redrafter.demo.sources import split_files
 from mlx_redrafter.drafters.recurrent import DrafterArgs
-from mlx_redrafter.engine.supported_models import model_sizes
+from mlx_redrafter.engine.model_parts import model_sizes
 from mlx_redrafter.generate import encode
 from mlx_redrafter.training.data import Text
 from mlx_redrafter.training.settings import TrainingArgs

@@ -11,7 +11,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from . import kv_cache
-from .supported_models import ModelParts, capture_output, exact_until, find_parts
+from .model_parts import ModelParts, capture_output, exact_until, find_parts
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree

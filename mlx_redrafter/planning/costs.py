@@ -31,10 +31,10 @@ from tqdm import tqdm
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
+from ..engine.model_parts import model_name
 from ..engine.plan import Plan, chain_plan
 from ..engine.round import Chooser, Draft, Outcome, make_draft, step, verify
 from ..engine.sampling import make_sampler
-from ..engine.supported_models import model_name
 from ..engine.target import Target
 from ..engine.tree import chain
 from ..engine.types import Tip

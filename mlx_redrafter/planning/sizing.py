@@ -12,10 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafters import make_drafter, protocol
 from ..drafters.recurrent import DrafterArgs
+from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.plan import chain_plan
 from ..engine.round import make_draft
 from ..engine.sampling import make_sampler
-from ..engine.supported_models import compute_dtype, model_sizes
 from ..engine.target import Target
 from ..engine.types import Tip
 from .costs import lower_quartile, time_calls

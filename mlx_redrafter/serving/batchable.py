@@ -17,8 +17,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine import kv_cache
+from ..engine.model_parts import model_name
 from ..engine.round import log_softmax
-from ..engine.supported_models import model_name
 from ..options import Options
 
 PREFILL_ROWS = 8

@@ -14,8 +14,8 @@ from transformers.utils import get_json_schema
 
 from ..atomic_files import expand_path, replace_file
 from ..engine import kv_cache
+from ..engine.model_parts import model_name
 from ..engine.request_checks import check_prompt, check_request
-from ..engine.supported_models import model_name
 from ..engine.target import KVQuantization
 from ..errors import RedrafterError, one_line
 from ..planning.costs import digest_tensors

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter, DrafterArgs
-from ..engine.supported_models import capture_output, find_parts
+from ..engine.model_parts import capture_output, find_parts
 from .loss import TrainingTargets
 from .settings import TrainingArgs
 

@@ -16,7 +16,7 @@ from toys import assert_same_cache, assert_same_steps, make_model, make_prompt, 
 from worlds import make_costs
 
 from mlx_redrafter.drafters.protocol import Advance, Drafter, Embed
-from mlx_redrafter.engine.supported_models import find_parts, model_sizes
+from mlx_redrafter.engine.model_parts import find_parts, model_sizes
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.options import default_depth
 from mlx_redrafter.planning.planner import candidate_plans, find_acceptance

@@ -24,7 +24,7 @@ from toys import (
 
 from mlx_redrafter import RedrafterError, generate_step
 from mlx_redrafter.engine import kv_cache
-from mlx_redrafter.engine.supported_models import capture_output, find_parts
+from mlx_redrafter.engine.model_parts import capture_output, find_parts
 
 PROMPT = make_prompt(9)
 BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 14}

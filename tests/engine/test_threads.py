@@ -17,7 +17,7 @@ from threads import workers
 from toys import Scripted, assert_same_cache, ids, make_model, make_prompt, run, scripted, snapshot
 
 from mlx_redrafter import generate_step
-from mlx_redrafter.engine.supported_models import capture_output, find_parts
+from mlx_redrafter.engine.model_parts import capture_output, find_parts
 from mlx_redrafter.engine.tree_attention import Nodes, build_with_nodes
 
 COUNT = 16
