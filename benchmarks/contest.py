@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_redrafter.cli.generate import first_difference
-from mlx_redrafter.engine.supported_models import check_draftable
+from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.costs import CostTable, is_disturbed, load_costs

@@ -15,8 +15,8 @@ import argparse
 from typing import Any
 
 from mlx_redrafter.cli.doctor import describe_plan
+from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.engine.supported_models import check_draftable
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.options import Options
 from mlx_redrafter.planning.costs import CONTEXTS, CostTable, measure_costs

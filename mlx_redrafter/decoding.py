@@ -18,11 +18,11 @@ from .drafters.source import Source
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
+from .engine.model_checks import check_draftable, check_verifiable, explain_chains
 from .engine.model_parts import check_states, model_name
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import Chooser
-from .engine.supported_models import check_draftable, check_verifiable, explain_chains
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError
 from .options import AUTO, Options, default_depth

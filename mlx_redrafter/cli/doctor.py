@@ -21,9 +21,9 @@ from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, is_quantized, load_pair
 from ..drafters import recurrent
 from ..drafters.protocol import Drafter
+from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, find_parts, model_name
 from ..engine.plan import Plan, chain_plan
-from ..engine.supported_models import check_draftable
 from ..engine.target import Target
 from ..errors import RedrafterError
 from ..planning.costs import CostTable, is_disturbed, load_costs

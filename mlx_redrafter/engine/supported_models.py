@@ -1,20 +1,9 @@
-"""Which of mlx-lm's models draft, in trees or chains, and where a model has its parts.
+"""Which of mlx-lm's models draft, in trees or chains.
 
 A module that is in none of the lists drafts chains, if its cache is one of mlx-lm's own. tests/engine covers each.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-
-from ..errors import UnsupportedModelError, one_line
-from . import kv_cache
-from .model_parts import AFTER_NORM, StateName, check_states, model_name
-from .tree_attention import Nodes, build_with_nodes
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -63,83 +52,3 @@ REFUSED = {
 
 METAL_ONLY = ("bitnet", "muse_spark")
 """Modules that run on Metal kernels alone, where they were never tested: chains, untested."""
-
-ROPE_MARGIN = 256
-"""Some dynamic ropes count a little more than the length of a text: its heads, too."""
-
-
-def exact_until(model: nn.Module) -> int | None:
-    """The text length up to which several rows in one forward give what they give one by one; None for any.
-
-    Dynamic ropes turn all tokens of a forward alike, by the length at its end, once that is beyond a bound.
-    """
-    ropes = (module for _, module in model.named_modules() if type(module).__name__ == "DynamicNTKScalingRoPE")
-    return min((rope.max_position_embeddings - ROPE_MARGIN for rope in ropes), default=None)
-
-
-def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> None:
-    """Refuses a model whose rounds could not be exact, whatever drafts.
-
-    What it asks of a caller's rings is looked at on a forward that is built but never computed.
-
-    Args:
-        cache: a prompt cache of the caller's, whose rings may differ from the model's own.
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
-    name = model_name(model)
-    if reason := REFUSED.get(name):
-        raise UnsupportedModelError(f"cannot draft for {name}: {reason}")
-    unknown = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.KNOWN)
-    if unknown and name not in REPLAYED:
-        raise UnsupportedModelError(f"cannot draft for {name}: its cache ({', '.join(unknown)}) is not known")
-    if cache is not None and kv_cache.has_ring(cache):
-        like = [
-            RotatingKVCache(c.max_size, c.keep) if isinstance(c, RotatingKVCache) else own
-            for c, own in zip(cache, make_prompt_cache(model), strict=True)
-        ]
-        chain = Nodes(0, mx.arange(2), mx.tri(2, dtype=mx.bool_), branched=False)
-        build_with_nodes(like, chain, lambda views: model(mx.zeros((1, 2), mx.int32), cache=views))
-
-
-def check_draftable(
-    model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None, states: Sequence[StateName] = (AFTER_NORM,)
-) -> str | None:
-    """Refuses a model for which no drafter could draft; returns why it takes chains only, None where it takes trees.
-
-    Args:
-        tree: whether rounds are to branch; without, None is returned.
-        cache: see `check_verifiable`.
-        states: which hidden states the drafter reads.
-
-    Raises:
-        UnsupportedModelError: with the reason.
-    """
-    check_verifiable(model, cache)
-    check_states(model, states)
-    return explain_chains(model) if tree else None
-
-
-def explain_chains(model: nn.Module) -> str | None:
-    """Why a model takes chains only; None where it takes trees. See `check_verifiable` for what it takes at all."""
-    name = model_name(model)
-    if reason := CHAINS.get(name):
-        return reason
-    if exact_until(model) is not None:
-        return LENGTH_BOUND
-    cache = make_prompt_cache(model)
-    if states := kv_cache.unknown_types(cache, kv_cache.TRIMMABLE):
-        return f"its cache ({', '.join(states)}) takes tokens one after the other"
-    if name not in TREES:
-        return "trees are not tested for it"
-    nodes = Nodes(0, mx.array([0, 1, 1]), mx.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]) > 0, branched=True)
-    try:
-        built = build_with_nodes(cache, nodes, lambda views: model(mx.zeros((1, 3), mx.int32), cache=views))
-    except Exception as error:
-        return f"it does not take one position for each node: {one_line(error)}"
-    if not built.masks and "mask" not in built.calls:
-        return "its mask does not come from its cache"
-    if any(view.offsets_read for view in kv_cache.leaves(built.views)) and not {"rope", "arange"} & set(built.calls):
-        return "its positions do not come from its cache"
-    return None

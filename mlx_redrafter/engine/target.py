@@ -12,8 +12,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from . import kv_cache
+from .model_checks import exact_until
 from .model_parts import StateName, capture, find_taps
-from .supported_models import exact_until
 from .tree import chain
 from .tree_attention import Nodes, build_with_nodes
 from .types import Tree

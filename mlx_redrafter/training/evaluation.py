@@ -15,8 +15,8 @@ from tqdm import tqdm
 from ..checkpoints import load_pair
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter, DrafterArgs
+from ..engine.model_checks import check_draftable
 from ..engine.stats import Stats
-from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
 from ..generate import PromptRuns, decode_prompts, encode_chat
 from ..options import Options

@@ -19,9 +19,9 @@ from ..atomic_files import lock_file
 from ..checkpoints import load_drafter, load_target, save_drafter
 from ..demo.sources import training_prompts
 from ..drafters.protocol import Drafter, DrafterArgs
+from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
-from ..engine.supported_models import check_draftable
 from ..errors import RedrafterError
 from ..generate import decode_prompts
 from ..options import Options

@@ -20,9 +20,10 @@ from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same
 from mlx_redrafter import decoding
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
+from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.model_parts import model_sizes
 from mlx_redrafter.engine.plan import MAX_REPLAY
-from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES, check_draftable
+from mlx_redrafter.engine.supported_models import CHAINS, METAL_ONLY, REFUSED, REPLAYED, TREES
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.errors import UnsupportedModelError
 from mlx_redrafter.generate import Step, decode_tokens
