@@ -22,7 +22,7 @@ from .engine.model_checks import check_draftable, check_verifiable, explain_chai
 from .engine.model_parts import check_states, model_name
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
-from .engine.round import Chooser
+from .engine.round import TokenChooser
 from .engine.target import Target
 from .errors import RedrafterError, UnsupportedModelError
 from .options import AUTO, Options, default_depth
@@ -72,7 +72,7 @@ def open_decoder(
     target.length = len(history) or target.length
     decoder = Decoder(
         target,
-        Chooser(sampler, tuple(options.logits_processors or ())),
+        TokenChooser(sampler, tuple(options.logits_processors or ())),
         planner,
         sources,
         history=history,

@@ -101,9 +101,16 @@ def make_follower(
 
 
 def follow_plain(
-    model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, luck: int = 5, **options: Any
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    script: str,
+    *,
+    width: int,
+    script_seed: int = 5,
+    **options: Any,
 ) -> tuple[list[Step], Scripted]:
     """(`count` steps of plain decoding, a drafter that follows `script` on that text), as `with_plain` in toys.py."""
     with record_hidden_states(model) as recorded:
         steps = run(model, prompt, max_tokens=count + 8, **options)
-    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width, luck)
+    return steps[:count], make_follower(model, [*prompt, *ids(steps)], recorded, script, width, script_seed)

@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cost_curves import make_costs
 from mlx_lm.sample_utils import make_logits_processors
 from small import small_drafter
 from toys import make_model, make_prompt, make_tokenizer
-from worlds import make_costs
 
 from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.planning import planner

@@ -139,10 +139,12 @@ def place(last: GenerationResponse) -> str:
     return "first" if last.rounds == 0 else "accepted" if last.from_draft else "own"
 
 
-def check_same_text(choice: str, beam: str, script: str, luck: int, **options: Any) -> GenerationResponse:
+def check_same_text(choice: str, beam: str, script: str, script_seed: int, **options: Any) -> GenerationResponse:
     """Asserts that a stream is that without a drafter, and that its rounds add up; its last response."""
     width = BEAMS[beam]["beam_width"]
-    _, drafter = with_plain(make_model(), PROMPT, COUNT, script, width=width, luck=luck, **CHOICES[choice])
+    _, drafter = with_plain(
+        make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice]
+    )
     options |= CHOICES[choice]
     plain, drafted = stream(**options), stream(drafter=drafter, **BEAMS[beam], **options)
     for one, other in zip(drafted, plain, strict=True):
@@ -203,7 +205,9 @@ class Rounds(list[tuple[list[int], list[int], list[int], list[int]]]):
 @pytest.mark.parametrize("choice", [*CHOICES, "processors"])
 def test_reported_rounds_spell_the_text(choice: str, beam: str) -> None:
     options = CHOICES.get(choice, {"logits_processors": make_logits_processors(repetition_penalty=1.3)})
-    plain, drafter = with_plain(make_model(), PROMPT, 24, "mixed", width=BEAMS[beam]["beam_width"], luck=1, **options)
+    plain, drafter = with_plain(
+        make_model(), PROMPT, 24, "mixed", width=BEAMS[beam]["beam_width"], script_seed=1, **options
+    )
     rounds = Rounds()
     steps = run(make_model(), PROMPT, drafter, max_tokens=24, on_round=rounds, **BEAMS[beam], **options)
     assert ids(steps) == ids(plain)

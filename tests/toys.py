@@ -323,11 +323,18 @@ def scripted(model: nn.Module, text: Sequence[int], script: str, *, width: int, 
 
 
 def with_plain(
-    model: nn.Module, prompt: Sequence[int], count: int, script: str, *, width: int, luck: int = 0, **options: Any
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    script: str,
+    *,
+    width: int,
+    script_seed: int = 0,
+    **options: Any,
 ) -> tuple[list[Step], Scripted]:
     """(`count` steps of plain decoding, a drafter that follows `script` on that text)."""
     steps = run(model, prompt, max_tokens=count + 8, **options)
-    return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, seed=luck)
+    return steps[:count], scripted(model, [*prompt, *ids(steps)], script, width=width, seed=script_seed)
 
 
 BEAMS: dict[str, dict[str, Any]] = {

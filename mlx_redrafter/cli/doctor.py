@@ -113,7 +113,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         ],
         "starts": [find_start(costs, acceptance, context) for context in costs.contexts],
         "outlooks": [
-            {"tokens_per_round": tokens, "context": at, "offer": find_offer(costs, make_acceptance(rate), at)}
+            {"tokens_per_round": tokens, "context": at, "offer": find_plan_speed(costs, make_acceptance(rate), at)}
             for tokens, rate in zip(QUALITIES, rates, strict=True)
             for at in costs.contexts
         ],
@@ -149,11 +149,11 @@ def make_acceptance(rate: float) -> Acceptance:
 
 def find_break_even(costs: CostTable, context: int) -> float | None:
     """The least tokens per round of a chain of four with which some plan beats plain decoding; None: none does."""
-    at = bisect_right(RATES, 1, key=lambda rate: find_offer(costs, make_acceptance(rate), context)["ratio"])
+    at = bisect_right(RATES, 1, key=lambda rate: find_plan_speed(costs, make_acceptance(rate), context)["ratio"])
     return float(CHAIN_TOKENS[at]) if at < len(RATES) else None
 
 
-def find_offer(costs: CostTable, acceptance: Acceptance, context: int, plan: Plan | None = None) -> dict[str, Any]:
+def find_plan_speed(costs: CostTable, acceptance: Acceptance, context: int, plan: Plan | None = None) -> dict[str, Any]:
     """What a plan (None: the fastest) brings; a round costs `plain_steps`, `ratio` is the speed over plain decoding."""
     plans = (found for found in predict_all(costs, acceptance, context) if plan in (None, found.plan))
     best = max(plans, key=lambda found: found.speedup)
@@ -163,7 +163,7 @@ def find_offer(costs: CostTable, acceptance: Acceptance, context: int, plan: Pla
 def find_start(costs: CostTable, acceptance: Acceptance, context: int) -> dict[str, Any]:
     """What `auto` starts with: a plan, or None for plain decoding, and then the offer is that of the fastest plan."""
     plan = starting_plan(costs, acceptance, context)
-    offer = find_offer(costs, acceptance, context, plan)
+    offer = find_plan_speed(costs, acceptance, context, plan)
     reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
     reason += f"{offer['plain_steps']:.2f} plain steps, {offer['ratio']:.2f} times plain decoding"
     return {"context": context, "plan": plan, "offer": offer, "reason": reason}

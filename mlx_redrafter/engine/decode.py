@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
-from .round import Chooser, Draft, Outcome, extend, step, verify
+from .round import Draft, Outcome, TokenChooser, extend, step, verify
 from .target import Target
 from .tree import merge
 from .types import Kept, Tree
@@ -71,6 +71,11 @@ class Planner:
 
     def __init__(self, plan: Plan | None, *, can_merge: bool = False) -> None:
         self._plan, self.can_merge = plan, can_merge
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the drafter may be in the next plan; if not, the plain step before it captures no hidden state."""
+        return True
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
         """What the drafter drafts for the next round; the round before it is enqueued, but not read yet.
@@ -174,7 +179,7 @@ class Decoder:
     def __init__(
         self,
         target: Target,
-        chooser: Chooser,
+        chooser: TokenChooser,
         planner: Planner,
         sources: Sequence[Source] = (),
         *,
@@ -270,10 +275,12 @@ class Decoder:
     def _enqueue_step(self, token: mx.array) -> Pending:
         """A plain step on `token` (1,)."""
         target = self.target
-        length, replayed = target.length, target.replayed
-        outcome = step(target, token, self._chooser, self._seen, want_hidden=self._drafter is not None)
+        length, replayed, drafter = target.length, target.replayed, self._drafter
+        is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
+        outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
         self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
-        self._tell_drafter(outcome.kept)
+        if is_captured:
+            self._tell_drafter(outcome.kept)
         self._enqueue(outcome, self._seen)
         return Pending(outcome, length, replayed)
 

@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
         return packed[1 : 1 + count], packed[choices : choices + count]
 
 
-class Chooser(NamedTuple):
+class TokenChooser(NamedTuple):
     """How tokens are chosen from logits.
 
     Attributes:
@@ -74,7 +74,9 @@ class Chooser(NamedTuple):
     processors: tuple[Processor, ...] = ()
 
 
-def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | None, plan: Plan, limit: int) -> Outcome:
+def verify(
+    target: Target, draft: Draft, chooser: TokenChooser, history: mx.array | None, plan: Plan, limit: int
+) -> Outcome:
     """One target forward over the tree, and which path of it is accepted.
 
     Args:
@@ -100,7 +102,7 @@ def verify(target: Target, draft: Draft, chooser: Chooser, history: mx.array | N
 
 
 def step(
-    target: Target, token: mx.array, chooser: Chooser, history: mx.array | None, *, want_hidden: bool = True
+    target: Target, token: mx.array, chooser: TokenChooser, history: mx.array | None, *, want_hidden: bool = True
 ) -> Outcome:
     """One step of plain decoding: the target on `token` (1,), and its choice after it.
 

@@ -34,7 +34,7 @@ from ..engine import kv_cache
 from ..engine.decode import Decoder, Planner, Rounds
 from ..engine.model_parts import model_name
 from ..engine.plan import Plan, chain_plan
-from ..engine.round import Chooser, Draft, step, verify
+from ..engine.round import Draft, TokenChooser, step, verify
 from ..engine.sampling import make_sampler
 from ..engine.target import Target
 from ..engine.tree import chain
@@ -210,7 +210,7 @@ def time_calls(
 
 def time_step(model: nn.Module) -> float:
     """Seconds of a plain step, the second of two: the first compiles kernels."""
-    target, chooser = Target(model), Chooser(make_sampler(seed=0))
+    target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
     return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
 
@@ -227,7 +227,7 @@ def time_parts(
         slow: one run of a part may be enough, as what its kernels take to compile is little beside it.
     """
     in_a_row = 1 if slow else IN_A_ROW
-    source, chooser = drafter.open(model), Chooser(make_sampler(seed=0))
+    source, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
     target = Target(model, capture=source.capture)
     target.forward(mx.zeros((1,), mx.int32), want_hidden=False)
     for c in kv_cache.leaves(target.cache):

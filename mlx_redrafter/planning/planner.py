@@ -40,7 +40,7 @@ MAX_LOSS, MIN_TOKENS = 0.02, 256  # this part of plain decoding's time may each 
 WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
 PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
 DECAY, PRIOR_HITS = 0.96, 2.5  # the scale: what a round's evidence weighs a round later, and what scale 1 weighs first
-OVERTAKEN = 0.5  # how much of a wrong first guess it is to have been right for fewer tokens than the context
+OVERTAKEN_WEIGHT = 0.5  # how much of a wrong first guess it is to have been right for fewer tokens than the context
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # besides its whole, how much of a proposal may be verified
 MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown where costs are assumed
 MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
@@ -175,6 +175,11 @@ class AutoPlanner(Planner):
         ratio = lower_quartile(self._round_ratios) / lower_quartile(self._step_ratios)
         return min(max(ratio, self._min_slowdown), MAX_SLOWDOWN)
 
+    @property
+    def may_draft(self) -> bool:
+        """See the base class: not before a pause ends."""
+        return bool(self.plans) and (self._pause <= 0 or self._in_flight is not None)
+
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
         """See the base class; None is returned at once during a pause without a forecast, else in about 0.1 ms."""
         in_flight, self._in_flight = self._in_flight, None
@@ -232,7 +237,7 @@ class AutoPlanner(Planner):
         """What a round tells about the drafter; where the context was right for longer, its guesses are not known."""
         self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
         if from_context:
-            self._expected += OVERTAKEN * self._rates[plan][0]
+            self._expected += OVERTAKEN_WEIGHT * self._rates[plan][0]
         else:
             self._hits += tokens - 1
             self._expected += sum(self._rates[plan][:tokens])

@@ -34,7 +34,7 @@ from ..options import Options
 from .batchable import count_prefill_rows
 from .generation import Generation, Item, deliver, make_events, read_logprobs
 from .prompt_cache import PromptCache
-from .rows import Batch, HandedOver, Loops, Row
+from .rows import Batch, CacheHandoff, Loops, Row
 from .types import (
     MAX_TOP_LOGPROBS,
     REQUEST_OPTIONS,
@@ -325,7 +325,7 @@ class Engine:
             with self._failing(row):
                 if request.logits_processors is not None:
                     row.processors += request.logits_processors()
-                start = HandedOver(*self._prompt_cache.fetch(row.text))
+                start = CacheHandoff(*self._prompt_cache.fetch(row.text))
                 row.read = generation.stats.cached_tokens = start.held
                 if self._prefill_rows and (room > 1 or self.running):
                     self._batch.add(row, start)

@@ -78,7 +78,7 @@ class Row:
         return tokens
 
 
-class HandedOver(NamedTuple):
+class CacheHandoff(NamedTuple):
     """Where a row goes on: its cache, None for a new one, and how many tokens of its text that holds."""
 
     cache: kv_cache.Cache | None
@@ -113,7 +113,7 @@ class Loops:
         """In the order of their turns."""
         return list(self._loops)
 
-    def add(self, row: Row, start: HandedOver) -> None:
+    def add(self, row: Row, start: CacheHandoff) -> None:
         """Starts a loop on what the cache does not hold.
 
         Raises:
@@ -148,14 +148,14 @@ class Loops:
         loop.may_run_ahead = False
         return loop.decoder.target.length < len(row.text)
 
-    def remove(self, row: Row) -> HandedOver:
+    def remove(self, row: Row) -> CacheHandoff:
         """Ends the row's loop."""
         loop = self._loops.pop(row)
         with closing(loop.rounds):
             held = min(loop.decoder.target.length, len(row.text))
             if held:
                 loop.decoder.finish(held, row.text[held - 1])
-        return HandedOver(loop.decoder.target.cache, held)
+        return CacheHandoff(loop.decoder.target.cache, held)
 
     def discard(self, row: Row) -> None:
         """Ends the row's loop after an exception: its cache is undefined."""
@@ -217,7 +217,7 @@ class Batch:
         """In the order in which they came."""
         return list(self._rows.values())
 
-    def add(self, row: Row, start: HandedOver) -> None:
+    def add(self, row: Row, start: CacheHandoff) -> None:
         """Adds a row, whose text goes on after what its cache holds."""
         if row.options.temp:
             sampler = RowSampler(row.options.make_sampler(row.generation.stats.seed), len(row.text))
@@ -252,7 +252,7 @@ class Batch:
             row.read = max(row.read, min(self._held[row] + each.progress[0], row.generation.stats.prompt_tokens))
         return [(self._rows[each.uid], Round([each.token], [each.logprobs])) for each in tokens]
 
-    def remove(self, rows: Iterable[Row], *, keep_caches: bool) -> dict[Row, HandedOver]:
+    def remove(self, rows: Iterable[Row], *, keep_caches: bool) -> dict[Row, CacheHandoff]:
         """Takes rows out; their caches hold all tokens that `step` returned.
 
         Args:
@@ -264,9 +264,9 @@ class Batch:
         removed = {uid: self._rows.pop(uid) for uid in uids}
         for row in removed.values():
             del self._samplers[row], self._held[row]
-        return {removed[uid]: HandedOver(cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
+        return {removed[uid]: CacheHandoff(cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
-    def remove_only(self) -> tuple[Row, Round, HandedOver]:
+    def remove_only(self) -> tuple[Row, Round, CacheHandoff]:
         """Takes the only row out just after `step` returned a token of it; with the next one, being computed."""
         (row,) = self.rows
         last = self._samplers[row].last

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cost_curves import make_costs
 from families import make_family
 from mlx.utils import tree_map
 from sessions import make_drafter
 from small import small_drafter, small_llama
 from toys import make_model, snapshot
-from worlds import make_costs
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report

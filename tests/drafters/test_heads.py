@@ -8,12 +8,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from cost_curves import make_costs
 from families import make_family
 from heads import KINDS, make_head
 from mlx_lm.models.cache import make_prompt_cache
 from small import partial_drafter, small_drafter
 from toys import assert_same_cache, assert_same_steps, make_model, make_prompt, run
-from worlds import make_costs
 
 from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance

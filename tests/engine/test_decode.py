@@ -15,7 +15,7 @@ from toys import assert_same_cache, ids, make_model, make_prompt, run, with_plai
 from mlx_redrafter.drafters.source import Forecast
 from mlx_redrafter.engine.decode import Decoder, Planner
 from mlx_redrafter.engine.plan import Plan, chain_plan
-from mlx_redrafter.engine.round import Chooser
+from mlx_redrafter.engine.round import TokenChooser
 from mlx_redrafter.engine.sampling import Sampler, make_sampler
 from mlx_redrafter.engine.target import Target
 
@@ -51,13 +51,13 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     """Whatever is planned for each of them; the planner is told what each made and replayed."""
     if name == "llama":
         model, planner = make_model(), Changing(TREES)
-        plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, luck=1, **options)
+        plain, drafter = with_plain(model, PROMPT, COUNT, "mixed", width=3, script_seed=1, **options)
     else:
         model, planner = make_family(name), Changing(CHAINS)
         plain, drafter = follow_plain(model, PROMPT, COUNT, "mixed", width=1, **options)
     sampler = make_sampler(**options) if options else Sampler()
     rounds, tokens, source = [], [], drafter.open(model)
-    decoder = Decoder(Target(model, capture=source.capture), Chooser(sampler), planner, [source])
+    decoder = Decoder(Target(model, capture=source.capture), TokenChooser(sampler), planner, [source])
     steps = decoder.decode(mx.array(PROMPT), 3, lambda done, total: None)
     while len(tokens) < COUNT:
         rounds.append(next(steps))
@@ -142,7 +142,7 @@ def test_without_running_ahead_the_cache_ends_early(name: str) -> None:
     model = make_model() if name == "llama" else make_family(name)
     target = Target(model)
     asked = iter([True] * 4 + [False] * 3)
-    decoder = Decoder(target, Chooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked))
+    decoder = Decoder(target, TokenChooser(Sampler()), Planner(None), may_run_ahead=lambda: next(asked))
     rounds = decoder.decode(mx.array(PROMPT), 2048, lambda done, total: None)
     tokens = []
     for count in range(1, 8):

@@ -46,7 +46,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_every_shape_gives_the_plain_tokens(width: int, depth: int, script: str) -> None:
     model, prompt, size = make_model(), make_prompt(11, seed=width), 1 + width * depth
-    plain, drafter = with_plain(model, prompt, 15, script, width=width, luck=depth)
+    plain, drafter = with_plain(model, prompt, 15, script, width=width, script_seed=depth)
     for pruned in range(2, 1 + size) if script == "mixed" and width > 1 else [size]:
         steps = run(model, prompt, drafter, max_tokens=15, plan=(width, depth, pruned))
         assert_same_steps(steps, plain)
@@ -65,7 +65,9 @@ def test_sampled_tokens_equal_plain_ones(sampling: str, shape: tuple[int, ...]) 
     for seed in range(3):
         prompt = make_prompt(4 + seed, seed=seed)
         options = SAMPLING[sampling] | {"seed": seed}
-        plain, drafter = with_plain(model, prompt, 20, SCRIPTS[(seed + 1) % 3], width=shape[0], luck=seed, **options)
+        plain, drafter = with_plain(
+            model, prompt, 20, SCRIPTS[(seed + 1) % 3], width=shape[0], script_seed=seed, **options
+        )
         steps = run(model, prompt, drafter, max_tokens=20, plan=shape, **options)
         assert_same_steps(steps, plain)
         accepted += steps[-1].stats.accepted
@@ -87,7 +89,7 @@ def test_ropes_bound_by_the_length_stop_drafting() -> None:
 )  # fmt: skip
 def test_any_prompt_length_and_prefill_step_size(length: int, chunk: int) -> None:
     model, prompt = make_model(), make_prompt(length)
-    plain, drafter = with_plain(model, prompt, 10, "mixed", width=2, luck=length, prefill_step_size=chunk)
+    plain, drafter = with_plain(model, prompt, 10, "mixed", width=2, script_seed=length, prefill_step_size=chunk)
     progress, theirs = [], []
     options: dict[str, Any] = {"max_tokens": 10, "prefill_step_size": chunk}
     mine = options | {"prompt_progress_callback": lambda *done: progress.append(done)}
@@ -114,9 +116,9 @@ def test_scripts_reach_every_depth_and_branch() -> None:
     model, width, depth = make_model(), 3, 3
     paths: list[list[int]] = []
     reached = set()
-    for luck in range(4):
-        prompt = make_prompt(10, seed=luck)
-        plain, drafter = with_plain(model, prompt, 60, "mixed", width=width, luck=luck)
+    for script_seed in range(4):
+        prompt = make_prompt(10, seed=script_seed)
+        plain, drafter = with_plain(model, prompt, 60, "mixed", width=width, script_seed=script_seed)
         on_round = {"on_round": lambda tree, path, chosen: paths.append(path)}
         steps = run(model, prompt, drafter, max_tokens=60, plan=(width, depth), **on_round)
         assert_same_steps(steps, plain)

@@ -63,7 +63,7 @@ def prepare(kind: str) -> tuple[nn.Module, tuple[int, ...], Scripted]:
     """(model, its plain tokens, a drafter that is right at half of them)."""
     name, plan, size, bits = CACHES[kind]
     model = make_family(name)
-    plain, drafter = follow_plain(model, PROMPT, 16, "mixed", width=plan[0], luck=0, max_kv_size=size, **bits)
+    plain, drafter = follow_plain(model, PROMPT, 16, "mixed", width=plan[0], script_seed=0, max_kv_size=size, **bits)
     paths: list[list[int]] = []
     options = bits | {"max_kv_size": size, "on_round": lambda tree, path, chosen: paths.append(path)}
     run(model, PROMPT, drafter, max_tokens=16, plan=plan, **options)

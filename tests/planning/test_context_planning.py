@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worlds import ACCEPTANCE, START, make_costs
+from cost_curves import ACCEPTANCE, START, make_costs
 
 from mlx_redrafter.drafters.context import Forecast
 from mlx_redrafter.engine.plan import CONTEXT_ONLY, Plan

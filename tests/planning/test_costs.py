@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cost_curves import CURVES, make_costs
 from families import make_family
 from sessions import make_drafter
 from toys import make_model
-from worlds import CURVES, make_costs
 
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan

@@ -7,7 +7,17 @@ from itertools import pairwise
 from statistics import fmean
 
 import pytest
-from worlds import ACCEPTANCE, CURVES, START, TEXTS, draw_accepted, fly, fly_auto, make_costs, scale_rounds
+from cost_curves import (
+    ACCEPTANCE,
+    CURVES,
+    START,
+    TEXTS,
+    draw_accepted,
+    make_costs,
+    scale_rounds,
+    simulate,
+    simulate_auto,
+)
 
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
@@ -103,14 +113,14 @@ def test_no_text_costs_more_than_the_bound(curve: str, replay: float, truth: flo
     costs = make_costs(curve, replay=replay)
     for name, scale in TEXTS.items():
         for stalls in (0.0, 0.05):
-            speed = fly_auto(costs, scale, 256, 3, truth=truth, stalls=stalls)
+            speed = simulate_auto(costs, scale, 256, 3, truth=truth, stalls=stalls)
             assert speed > BOUNDS[truth], (name, stalls)
 
 
 def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
     for replay in (0.0, 0.05):
         costs = make_costs("gentle", replay=replay)
-        assert fly(decode.Planner(chain_plan(3)), costs, TEXTS["nothing"], 256, 0) < 0.9
+        assert simulate(decode.Planner(chain_plan(3)), costs, TEXTS["nothing"], 256, 0) < 0.9
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -118,9 +128,9 @@ def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
 @pytest.mark.parametrize("text", ["most", "all"])
 def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
     costs, scale = make_costs(curve, replay=replay), TEXTS[text]
-    mean = fmean(fly_auto(costs, scale, 1500, seed) for seed in range(3))
+    mean = fmean(simulate_auto(costs, scale, 1500, seed) for seed in range(3))
     fixed = [
-        fmean(fly(decode.Planner(plan), costs, scale, 1500, seed) for seed in range(3))
+        fmean(simulate(decode.Planner(plan), costs, scale, 1500, seed) for seed in range(3))
         for plan in candidate_plans(costs, ACCEPTANCE)
     ]
     assert mean > 0.93 * max([1.0, *fixed])
@@ -130,16 +140,16 @@ def test_rounds_that_slow_down_are_noticed() -> None:
     costs = make_costs("gentle")
     truth = costs._replace(verify=(costs.verify[0], scale_rounds(costs, 2.0).verify[1]))  # wrong at 1,024 tokens
     for text in ("a third", "most"):
-        assert fly(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > BOUNDS[1.3]
+        assert simulate(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > BOUNDS[1.3]
     planner = AutoPlanner(costs, ACCEPTANCE)
-    assert fly(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
-    fly(planner, costs, TEXTS["all"], 600, 2)
-    assert fly(planner, costs, TEXTS["all"], 600, 2) > 1.4, "drafting goes on once they are fast again"
+    assert simulate(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
+    simulate(planner, costs, TEXTS["all"], 600, 2)
+    assert simulate(planner, costs, TEXTS["all"], 600, 2) > 1.4, "drafting goes on once they are fast again"
 
 
 def test_better_text_is_noticed_in_spite_of_stalls() -> None:
-    assert min(fly_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)) > 1.4
-    calm, stalled = (fly_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15))
+    assert min(simulate_auto(make_costs(), TEXTS["turns good"], 2000, seed) for seed in range(4)) > 1.4
+    calm, stalled = (simulate_auto(make_costs(), TEXTS["all"], 1500, 2, stalls=stalls) for stalls in (0.0, 0.15))
     assert stalled > 0.95 * calm > 1.5
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cost_curves import ACCEPTANCE, CURVES, make_costs
 from families import make_family
 from toys import ids, make_prompt, run
-from worlds import ACCEPTANCE, CURVES, make_costs
 
 from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.planning.costs import CostTable

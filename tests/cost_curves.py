@@ -60,7 +60,7 @@ def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:
     return sum(drawn < chance for chance in _reach(ACCEPTANCE, plan, scale)[1:])
 
 
-def fly(
+def simulate(
     planner: Any,
     costs: CostTable,
     scale: Callable[[int], float],
@@ -95,8 +95,8 @@ def fly(
     return sum(costs.plain_ms(START + at) for at in range(made)) / took
 
 
-def fly_auto(
+def simulate_auto(
     table: CostTable, scale: Callable[[int], float], tokens: int = 256, seed: int = 0, *, truth: float = 1.0, **how: Any
 ) -> float:
     """The same of a new planner with that table, where rounds really take `truth` times as long."""
-    return fly(AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)
+    return simulate(AutoPlanner(table, ACCEPTANCE), scale_rounds(table, truth), scale, tokens, seed, **how)
