@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from platformdirs import user_cache_path
 
 from ..engine.blas import thread_count
 
@@ -61,6 +62,4 @@ def has_fast_blas(libraries: str) -> bool:
 
 def cache_directory() -> Path:
     """The folder of this package's caches; a RuntimeError where the user has no home directory."""
-    if platform.system() == "Darwin":
-        return Path.home() / "Library" / "Caches" / "mlx_redrafter"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_redrafter"
+    return user_cache_path("mlx_redrafter")

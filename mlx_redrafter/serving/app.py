@@ -227,7 +227,10 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine as no other can."""
+    """Whether a Host header names this machine as no other can.
+
+    Not starlette's `TrustedHostMiddleware`: it refuses with 400 and plain text, which clients of the APIs cannot read.
+    """
     try:
         return urlsplit(f"//{host}").hostname in LOOPBACK
     except ValueError:

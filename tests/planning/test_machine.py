@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.planning import machine
-from mlx_redrafter.planning.machine import blas_libraries, describe_machine, has_fast_blas, memory_bytes
+from mlx_redrafter.planning.machine import (
+    blas_libraries,
+    cache_directory,
+    describe_machine,
+    has_fast_blas,
+    memory_bytes,
+)
 
 
-def test_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_is_described() -> None:
     found = describe_machine()
     assert {"device", "chip", "platform", "cores", "memory_gb", "python", "mlx", "mlx-lm"} <= set(found)
     assert memory_bytes() > 1 << 28 and json.dumps(found)
-    monkeypatch.setattr("platform.system", lambda: "Darwin")
-    assert machine.cache_directory().parts[-3:] == ("Library", "Caches", "mlx_redrafter")
+
+
+@pytest.mark.parametrize("named", [None, "", "relative", "/absolute"])
+def test_caches_are_where_the_system_has_them(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/anyone")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if named is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+    usual = Path("/home/anyone", "Library/Caches" if sys.platform == "darwin" else ".cache")
+    assert cache_directory() == (Path(named) if named == "/absolute" else usual) / "mlx_redrafter"
 
 
 def test_blas_libraries_are_found_by_name(tmp_path: Path) -> None:
