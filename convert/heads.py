@@ -14,8 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..checkpoints import DRAFT_IDS, check_draft_ids, check_fit, compare_config, derive_args, load_drafter
+from ..checkpoints import check_fit, load_drafter
 from ..drafters import KINDS, arctic_lstm, medusa, recurrent
+from ..drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from ..drafters.protocol import AFTER_NORM, Drafter
 from ..engine.model_parts import find_parts
 from ..errors import CheckpointError

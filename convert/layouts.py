@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..checkpoints import DRAFT_IDS
 from ..drafters import arctic_lstm, medusa, mlp_speculator, recurrent
+from ..drafters.config import DRAFT_IDS
 from ..errors import CheckpointError
 
 T = TypeVar("T")

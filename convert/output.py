@@ -13,10 +13,11 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ..atomic_files import expand_path
-from ..checkpoints import card_header, read_object
+from ..checkpoints import read_object
 from ..drafters import KINDS
 from ..drafters.protocol import DrafterArgs
 from ..errors import RedrafterError, one_line
+from ..model_card import card_header, strip_folders
 
 DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"
@@ -90,11 +91,6 @@ pip install mlx-redrafter
 python -m mlx_redrafter.generate --model {target or "TARGET"} --drafter THIS --prompt "hello"
 ```
 """
-
-
-def strip_folders(name: str | Path) -> str:
-    path = expand_path(name)
-    return one_line(path.absolute().name if path.exists() else name)
 
 
 def upload(path: Path, repo: str) -> None:
