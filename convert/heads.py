@@ -14,8 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoints import DRAFT_IDS, check_draft_ids, check_fit, compare_config, derive_args, load_drafter
+from mlx_redrafter.checkpoints import check_fit, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, medusa, recurrent
+from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_parts
 from mlx_redrafter.errors import CheckpointError

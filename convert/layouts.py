@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_redrafter.checkpoints import DRAFT_IDS
 from mlx_redrafter.drafters import arctic_lstm, medusa, mlp_speculator, recurrent
+from mlx_redrafter.drafters.config import DRAFT_IDS
 from mlx_redrafter.errors import CheckpointError
 
 T = TypeVar("T")

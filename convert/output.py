@@ -13,10 +13,11 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import card_header, read_object
+from mlx_redrafter.checkpoints import read_object
 from mlx_redrafter.drafters import KINDS
 from mlx_redrafter.drafters.protocol import DrafterArgs
 from mlx_redrafter.errors import RedrafterError, one_line
+from mlx_redrafter.model_card import card_header, strip_folders
 
 DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"
@@ -90,11 +91,6 @@ pip install mlx-redrafter
 python -m mlx_redrafter.generate --model {target or "TARGET"} --drafter THIS --prompt "hello"
 ```
 """
-
-
-def strip_folders(name: str | Path) -> str:
-    path = expand_path(name)
-    return one_line(path.absolute().name if path.exists() else name)
 
 
 def upload(path: Path, repo: str) -> None:

@@ -1,19 +1,16 @@
-"""Loading, checking and saving models and drafters: directories, hub ids, and what a drafter's tensors say of it."""
+"""Loading and saving models and drafters: directories and hub ids."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm import utils as mlx_lm_utils
@@ -21,16 +18,13 @@ from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
 from .drafters import KINDS, recurrent
-from .drafters.protocol import Drafter, DrafterArgs
+from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
+from .drafters.protocol import Drafter
 from .engine.blas import choose_threads, warn_of_slow_blas
-from .engine.model_parts import AFTER_NORM, BEFORE_NORM, model_sizes
-from .engine.plan import MAX_DRAFT_DEPTH
-from .errors import CheckpointError, RedrafterError, one_line
+from .engine.model_parts import model_sizes
+from .errors import CheckpointError, one_line
 
 WEIGHTS = "model*.safetensors"
-
-DRAFT_IDS = "draft_ids"
-"""The tensor that names the tokens a drafter can guess."""
 
 DTYPES = ("float16", "bfloat16", "float32")
 """What a drafter may be stored in."""
@@ -253,77 +247,8 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-Args = TypeVar("Args", bound=DrafterArgs)
-
-
-def derive_args(kind: type[Args], shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Args:
-    """A drafter's sizes, see `DrafterArgs.derive`, and its defaults, from the config.
-
-    Args:
-        kind: the arguments of the kind of drafter that it must be.
-        where: the checkpoint's name, for errors.
-
-    Raises:
-        CheckpointError: not a drafter of this kind, or a default out of its range.
-    """
-    for name, shape in shapes.items():
-        if not shape:
-            raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
-    return replace(kind.derive(shapes, config, where), **_parse_defaults(config, where))
-
-
-def _parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
-    defaults = {name: config.get(name) for name in ("draft_depth", "base_model", "acceptance", "hidden_state")}
-    depth, base, acceptance, hidden_state = defaults.values()
-    for name, valid, expected in (
-        ("draft_depth", type(depth) is int and 1 <= depth <= MAX_DRAFT_DEPTH, f"from 1 to {MAX_DRAFT_DEPTH}"),
-        ("base_model", isinstance(base, str) and base.isprintable(), "a name"),
-        ("acceptance", _is_acceptance(acceptance), "a row of shares from 0 to 1 for each depth"),
-        ("hidden_state", hidden_state in (AFTER_NORM, BEFORE_NORM), f"{AFTER_NORM} or {BEFORE_NORM}"),
-    ):
-        if not valid and config.get(name) is not None:
-            raise CheckpointError(f"{where}/config.json: {name} must be {expected}, got {_shorten(config[name])}")
-    return defaults
-
-
-def _is_acceptance(value: Any) -> bool:
-    try:
-        shares = np.array(value)
-    except ValueError:  # rows of different lengths
-        return False
-    return shares.ndim == 2 and shares.size > 0 and shares.dtype.kind in "fi" and bool((abs(shares - 0.5) <= 0.5).all())
-
-
-def _shorten(value: object) -> str:
-    return one_line(repr(value))[:40]
-
-
 def _parameters(module: nn.Module) -> Arrays:
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
-
-
-def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
-    """A clause for each size that the config gives otherwise than the tensors; -1 and null give none."""
-    for key, value in vars(args).items():
-        given = config.get(key, -1)
-        if given not in (-1, None, value):
-            yield f"says {key} {_shorten(given)}, its tensors say {value}"
-
-
-def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
-    """Checks a draft vocabulary: (V',) token ids, all different.
-
-    Raises:
-        CheckpointError: saying what they are.
-    """
-    expected = f"{where}: expected {DRAFT_IDS} "
-    if ids.dtype != mx.int32 or ids.ndim != 1:
-        raise CheckpointError(f"{expected}as a row of int32, got {ids.dtype} of shape {ids.shape}")
-    known = np.array(ids)
-    if known.min() < 0 or known.max() >= vocab_size:
-        raise CheckpointError(f"{expected}from 0 to {vocab_size - 1}, got {known.min()} to {known.max()}")
-    if len(np.unique(known)) != len(known):
-        raise CheckpointError(f"{where}: {DRAFT_IDS} names a token twice")
 
 
 def split_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -337,92 +262,3 @@ def split_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 def dtype_name(dtype: mx.Dtype) -> str:
     """The name of a dtype in `--dtype` and configs."""
     return str(dtype).removeprefix("mlx.core.")
-
-
-def is_quantized(module: nn.Module) -> bool:
-    """Whether weights are packed, whose dtype says nothing then."""
-    return any(name.endswith(".scales") for name in _parameters(module))
-
-
-def check_demo_flags(name: str | None, args: Any) -> None:
-    """Refuses flags that change how a model is loaded where none is named: the packaged demo is loaded as it is.
-
-    Raises:
-        RedrafterError: naming the flag.
-    """
-    for flag in ("adapter_path", "quantize_activations"):
-        if name is None and getattr(args, flag, None):
-            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
-
-
-def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
-    """(model, tokenizer) as a command's flags say.
-
-    Args:
-        args: has `adapter_path`, `trust_remote_code` and, where the command has the flag, `quantize_activations`.
-        name: a local directory or a hub id; None for the packaged demo.
-        tokenizer_config: more arguments for the tokenizer.
-
-    Raises:
-        RedrafterError: there is no such model, or it cannot be loaded in this way.
-    """
-    from .demo import load_demo  # which imports this module
-
-    check_demo_flags(name, args)
-    if name is None:
-        return load_demo()[:2]
-    return load(
-        name,
-        adapter_path=args.adapter_path,
-        tokenizer_config={**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code},
-        model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
-        trust_remote_code=args.trust_remote_code,
-    )
-
-
-def load_pair(
-    args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
-) -> tuple[nn.Module, Any, Drafter | None]:
-    """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
-
-    Args:
-        args: see `load_target`; no drafter is loaded where it has a `no_drafter` that is set.
-        drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
-        name, tokenizer_config: see `load_target`.
-
-    Raises:
-        RedrafterError: see `load_target` and `load_drafter`.
-    """
-    from .demo import load_demo
-
-    without = getattr(args, "no_drafter", False)
-    if name is None and not without:
-        check_demo_flags(name, args)
-        return load_demo(drafter_name)
-    model, tokenizer = load_target(args, name, tokenizer_config)
-    kind, flags = dtype_name(max(_parameters(model).values(), key=lambda array: array.size).dtype), "--dtype float32"
-    if is_quantized(model):
-        kind, flags = "quantized", f"--dequantize {flags}"
-    if mx.default_device().type == mx.cpu and kind != "float32":
-        advice = f"mlx_lm.convert {flags} makes a larger, faster copy"
-        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
-    if name is None or drafter_name is None or without:
-        return model, tokenizer, None
-    drafter = load_drafter(drafter_name, model)
-    base = drafter.args.base_model
-    if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
-        warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
-        print(warning, file=sys.stderr)
-    return model, tokenizer, drafter
-
-
-def card_header(base: str | None) -> str:
-    """The YAML header of a drafter's model card.
-
-    Args:
-        base: the target's name or directory; a directory says nothing to others and is left out.
-    """
-    lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
-    if base and not Path(base).expanduser().exists():
-        lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
-    return "\n".join(["---", *lines, "---", ""])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from small import save_target, small_drafter, small_llama
 from toys import make_model, make_tokenizer
 
 from mlx_redrafter import checkpoints
-from mlx_redrafter.checkpoints import load, load_drafter, load_pair, save_drafter
+from mlx_redrafter.checkpoints import load, load_drafter, save_drafter
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.errors import CheckpointError
 
@@ -197,21 +196,3 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
     config(model_type="no_such_model")(tmp_path)
     with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "flags"),
-    [("bfloat16", "--dtype float32"), ("quantized", "--dequantize --dtype float32"), ("float32", None)],
-)
-def test_weights_that_are_slow_on_a_cpu_are_noted(
-    kind: str, flags: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = small_llama(hidden=64)
-    model.set_dtype(mx.bfloat16 if kind == "bfloat16" else mx.float32)
-    config = {"quantization": {"group_size": 32, "bits": 8}} if kind == "quantized" else {}
-    if config:
-        nn.quantize(model, **config["quantization"])
-    save_target(tmp_path, model, make_tokenizer()._tokenizer, **config)
-    assert load_pair(Namespace(adapter_path=None, trust_remote_code=False), str(tmp_path), None)[2] is None
-    note = f"note: {kind} weights are slow on a CPU; mlx_lm.convert {flags} makes a larger, faster copy\n"
-    assert capsys.readouterr().err == (note if flags and mx.default_device().type == mx.cpu else "")

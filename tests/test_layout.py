@@ -17,7 +17,7 @@ import mlx_redrafter
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_redrafter"
 COMMANDS = {"cli", "serving", "training", "convert"}
-ABOVE = {"planning", "session", "generate", "options", "checkpoints", *COMMANDS}
+ABOVE = {"planning", "session", "generate", "options", "checkpoints", "command_models", "model_card", *COMMANDS}
 
 
 def imports(folder: str) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..checkpoints import load_pair
+from ..command_models import load_pair
 from ..drafters.protocol import Drafter
 from ..errors import Parser, RedrafterError
 from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options

@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name, is_quantized, load_pair
+from ..checkpoints import dtype_name
+from ..command_models import is_quantized, load_pair
 from ..drafters import recurrent
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable

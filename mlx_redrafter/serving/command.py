@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import check_demo_flags
+from ..command_models import check_demo_flags
 from ..errors import Parser, RedrafterError
 from ..options import OPTION_FLAGS, Options, add_options
 

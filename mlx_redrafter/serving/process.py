@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..checkpoints import load_pair
+from ..command_models import load_pair
 from ..errors import RedrafterError, one_line
 from .answer import Service
 from .app import make_app

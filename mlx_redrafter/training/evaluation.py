@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
-from ..checkpoints import load_pair
+from ..command_models import load_pair
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.model_checks import check_draftable

@@ -16,7 +16,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..atomic_files import lock_file
-from ..checkpoints import load_drafter, load_target, save_drafter
+from ..checkpoints import load_drafter, save_drafter
+from ..command_models import load_target
 from ..demo.sources import training_prompts
 from ..drafters.protocol import Drafter, DrafterArgs
 from ..engine.model_checks import check_draftable
@@ -24,6 +25,7 @@ from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
 from ..errors import RedrafterError
 from ..generate import decode_prompts
+from ..model_card import strip_folders
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
 from .answers import AnswerFile
@@ -51,7 +53,7 @@ from .evaluation import (
     measure_guesses,
     standard_error,
 )
-from .run_files import Record, RunFiles, describe, make_command, strip_folders
+from .run_files import Record, RunFiles, describe, make_command
 from .settings import TrainingArgs
 from .targets import new_drafter
 from .trainer import load_checkpoint, train_drafter
@@ -238,7 +240,7 @@ def finish(run: Run) -> bool:
     shapes = [(1, k) for k in range(1, args.draft_depth + 1)] + [(4, args.draft_depth)]
     results = compare_shapes(run.model, drafter, run.prompts, shapes, run.options, run.ends)
     acceptance = record.validations[-1]["acceptance"]
-    drafter.args = add_results(drafter.args, strip_folders(args.model), acceptance, results)
+    drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
     if not run.files.write_report(record, drafter.args, results):
         run.say("no picture of the loss was drawn: pip install matplotlib")

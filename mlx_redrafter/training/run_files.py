@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import expand_path, replace_file, why_not_writable, write_text
-from ..checkpoints import card_header, read_object
+from ..checkpoints import read_object
 from ..drafters.protocol import DrafterArgs
 from ..errors import RedrafterError, one_line
+from ..model_card import card_header, strip_folders
 from .evaluation import ShapeResult, format_table
 from .settings import TrainingArgs
 
@@ -89,13 +90,12 @@ class RunFiles:
     def write_report(self, record: Record, sizes: DrafterArgs, results: Sequence[ShapeResult]) -> bool:
         """Writes training.json, the model card and the picture; whether there is a matplotlib to draw it."""
         names = ("model", "adapter_path", "data", "prompts")
-        paths: dict[str, Any] = {name: strip_folders(getattr(self.args, name)) for name in names}
+        paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(self.args, name))}
         settings = replace(self.args, output=self.place.name, **paths)
         measured = [result._asdict() for result in results]
         summary = {**vars(record), "settings": settings.to_json(), "measured": measured}
         write_text(self.place / "training.json", json.dumps(summary, indent=1) + "\n")
-        is_hub_id = settings.model == self.args.model
-        card = f"""{card_header(settings.model if is_hub_id else None)}
+        card = f"""{card_header(self.args.model)}
 # A drafter for {settings.model or "the demo of mlx_redrafter"}
 
 Sizes: {describe(sizes)}. Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on what \
@@ -117,11 +117,6 @@ def describe(sizes: DrafterArgs) -> str:
     """A drafter's kind and sizes, in a few words."""
     guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
     return f"{sizes.model_type}, {sizes.describe()}{guesses}"
-
-
-def strip_folders(name: str | None) -> str | None:
-    """A hub id as it is, and only the last part of a local path: its folders mean nothing elsewhere."""
-    return expand_path(name).resolve().name if name is not None and expand_path(name).exists() else name
 
 
 def make_command(args: TrainingArgs, model: str | None, drafter: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checkpoints import DTYPES, check_demo_flags
+from ..checkpoints import DTYPES
+from ..command_models import check_demo_flags
 from ..drafters import KINDS, TYPES
 from ..drafters.protocol import DrafterArgs
 from ..engine.plan import MAX_DRAFT_DEPTH

@@ -1,0 +1,93 @@
+"""The models that a command's flags name: loaded, with notes on stderr."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .checkpoints import dtype_name, load, load_drafter
+from .demo import load_demo
+from .drafters.protocol import Drafter
+from .errors import RedrafterError
+
+
+def check_demo_flags(name: str | None, args: Any) -> None:
+    """Refuses flags that change how a model is loaded where none is named: the packaged demo is loaded as it is.
+
+    Raises:
+        RedrafterError: naming the flag.
+    """
+    for flag in ("adapter_path", "quantize_activations"):
+        if name is None and getattr(args, flag, None):
+            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
+
+
+def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
+    """(model, tokenizer) as a command's flags say.
+
+    Args:
+        args: has `adapter_path`, `trust_remote_code` and, where the command has the flag, `quantize_activations`.
+        name: a local directory or a hub id; None for the packaged demo.
+        tokenizer_config: more arguments for the tokenizer.
+
+    Raises:
+        RedrafterError: there is no such model, or it cannot be loaded in this way.
+    """
+    check_demo_flags(name, args)
+    if name is None:
+        return load_demo()[:2]
+    return load(
+        name,
+        adapter_path=args.adapter_path,
+        tokenizer_config={**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def load_pair(
+    args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[nn.Module, Any, Drafter | None]:
+    """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
+
+    Args:
+        args: see `load_target`; no drafter is loaded where it has a `no_drafter` that is set.
+        drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
+        name, tokenizer_config: see `load_target`.
+
+    Raises:
+        RedrafterError: see `load_target` and `load_drafter`.
+    """
+    without = getattr(args, "no_drafter", False)
+    if name is None and not without:
+        check_demo_flags(name, args)
+        return load_demo(drafter_name)
+    model, tokenizer = load_target(args, name, tokenizer_config)
+    kind, flags = dtype_name(max(_weights(model), key=lambda weight: weight[1].size)[1].dtype), "--dtype float32"
+    if is_quantized(model):
+        kind, flags = "quantized", f"--dequantize {flags}"
+    if mx.default_device().type == mx.cpu and kind != "float32":
+        advice = f"mlx_lm.convert {flags} makes a larger, faster copy"
+        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
+    if name is None or drafter_name is None or without:
+        return model, tokenizer, None
+    drafter = load_drafter(drafter_name, model)
+    base = drafter.args.base_model
+    if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
+        warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
+        print(warning, file=sys.stderr)
+    return model, tokenizer, drafter
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether weights are packed, whose dtype says nothing then."""
+    return any(name.endswith(".scales") for name, _ in _weights(module))
+
+
+def _weights(module: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast(Any, tree_flatten(module.parameters()))
