@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -199,9 +199,7 @@ class Decoder:
         self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
         self._n_ahead = 0  # how many rounds in a row were
 
-    def decode(
-        self, prompt: mx.array, prefill_step_size: int, report: Callable[[int, int], None]
-    ) -> Generator[Round, None, None]:
+    def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
         """Yields a round at a time, without end; before the first one an empty one after each piece of the prompt.
 
         Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `finish` makes the
@@ -224,9 +222,7 @@ class Decoder:
                 mx.clear_cache()
             yield done
 
-    def prefill(
-        self, prompt: mx.array, prefill_step_size: int, report: Callable[[int, int], None]
-    ) -> Generator[Round, None, None]:
+    def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
         """Reads the prompt in pieces, its last token alone, and enqueues the step that chooses the first token.
 
         Yields an empty round after each other piece.
@@ -243,7 +239,7 @@ class Decoder:
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
                 if reads_all:
                     following = prompt[done + 1 : done + size + 1]
-                    self._tell_drafter(Kept(piece, hidden, following, None, size, position))
+                    self._tell_drafter("keep", Kept(piece, hidden, following, None, size, position))
                 self.target.evaluate()
                 mx.eval(self._drafter_state())
             done += size
@@ -256,19 +252,18 @@ class Decoder:
             self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
             if self._context is not None:  # while that is being computed
                 self._context.read([*self._history, *cast(list[int], prompt.tolist())])
-            mx.eval(
-                self._ahead.outcome.packed, self._ahead.outcome.logprobs, self.target.pending(), self._drafter_state()
-            )
+            outcome = self._ahead.outcome
+            mx.eval(outcome.packed, outcome.logprobs, self.target.pending(), self._drafter_state())
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
         """Makes the cache and the drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
-        if drafter is not None and length < held:
-            drafter.rewind(held - length)
+        if length < held:
+            self._tell_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
-            self._tell_drafter(Kept(token, self.target.forward(token).hidden, None, None, 1, held))
+            self._tell_drafter("keep", Kept(token, self.target.forward(token).hidden, None, None, 1, held))
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
 
@@ -280,7 +275,7 @@ class Decoder:
         outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
         self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
         if is_captured:
-            self._tell_drafter(outcome.kept)
+            self._tell_drafter("keep", outcome.kept)
         self._enqueue(outcome, self._seen)
         return Pending(outcome, length, replayed)
 
@@ -324,7 +319,7 @@ class Decoder:
         length, replayed, room = target.length, target.replayed, target.until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
         outcome = verify(target, draft, self._chooser, self._seen, plan, limit)
-        self._tell_drafter(outcome.kept)
+        self._tell_drafter("keep", outcome.kept)
         self._enqueue(outcome, draft.tree)
         return Pending(outcome, length, replayed, plan, draft)
 
@@ -338,9 +333,9 @@ class Decoder:
                 self._seen = extend(self._seen, mx.array(accepted))
                 mx.async_eval(self._seen)
         self._root = tokens[-1]
-        for source in (self._drafter, self._context):
-            if source is not None:
-                source.confirm(tokens)
+        self._tell_drafter("confirm", tokens)
+        if self._context is not None:
+            self._context.confirm(tokens)
         logprobs = pending.outcome.logprobs[: len(tokens)]
         done = Round(tokens, logprobs, replayed=pending.replayed, is_prompt=pending.is_prompt)
         if pending.draft is not None:
@@ -365,11 +360,11 @@ class Decoder:
     def _drafter_state(self) -> Any:
         return None if self._drafter is None else self._drafter.state
 
-    def _tell_drafter(self, kept: Kept) -> None:
+    def _tell_drafter(self, what: Literal["keep", "confirm", "rewind"], value: Any) -> None:
         if self._drafter is None:
             return
         try:
-            self._drafter.keep(kept)
+            getattr(self._drafter, what)(value)
         except Exception as error:
             self._drop_drafter(error)
 
