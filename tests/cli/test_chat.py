@@ -19,6 +19,7 @@ from sessions import make_session
 from mlx_redrafter import Session, load_demo
 from mlx_redrafter.cli import chat
 from mlx_redrafter.cli.chat import TINTS, UNTINT, Screen
+from mlx_redrafter.engine.decode import Decoder
 from mlx_redrafter.generate import GenerationResponse
 
 FIXED = ["--draft-depth", "3"]
@@ -143,8 +144,7 @@ def test_an_error_ends_a_turn_or_a_pipe(
 
     session, screen = make_session(), make_screen(interactive=True)
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["mlx_redrafter.generate"], "prefill", fail)
-        patch.setattr(sys.modules["mlx_redrafter.generate"], "decode", fail)
+        patch.setattr(Decoder, "decode", fail)
         chat.answer(session, screen, "hello")
         assert "error [malloc] Unable to allocate 8 bytes." in capsys.readouterr().out and session.messages == []
         status, _, err = run("chat", *FIXED, stdin=b"def main(\n")
