@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,10 +142,8 @@ def read_drafter(path: Path, config: dict[str, Any]) -> Drafter:
     except Exception as error:  # see `load`
         raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
     drafter = cast(Drafter, loaded)
-    for name, array in _parameters(drafter).items():
-        # A few rows at a time: checking a whole head at once takes half of its memory again.
-        if not all(mx.isfinite(array[start:stop]).all().item() for start, stop in split_rows(array.shape)):
-            raise CheckpointError(f"{path}: {name} holds NaN or infinity")
+    if (name := find_not_finite(list_weights(drafter))) is not None:
+        raise CheckpointError(f"{path}: {name} holds NaN or infinity")
     if DRAFT_IDS in drafter:
         check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
     return drafter
@@ -175,7 +173,7 @@ def save_drafter(
     Raises:
         CheckpointError: the directory cannot be written.
     """
-    weights = _parameters(drafter)
+    weights = list_weights(drafter)
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
@@ -247,16 +245,20 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _parameters(module: nn.Module) -> Arrays:
+def list_weights(module: nn.Module) -> Arrays:
+    """The name and array of each of a module's weights."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
-def split_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows of a tensor that are processed at a time."""
-    # An even number: some quantizations pack two rows together.
-    step = 2 * max(1, CHUNK // max(1, 2 * math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
+def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
+    """The name of an array that holds NaN or infinity; None where all numbers are finite."""
+    for name, array in arrays.items():
+        # A few rows at a time: checking a whole head at once takes half of its memory again.
+        rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
+        parts = (array[start : start + rows] for start in range(0, len(array), rows))
+        if not all(mx.isfinite(part).all().item() for part in parts):
+            return name
+    return None
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

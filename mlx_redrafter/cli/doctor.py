@@ -14,11 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name
+from ..checkpoints import dtype_name, find_not_finite, list_weights
 from ..command_models import is_quantized, load_pair
 from ..drafters import recurrent
 from ..drafters.protocol import Drafter
@@ -83,7 +82,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
     mx.reset_peak_memory()
-    args, not_finite = drafter.args, find_not_finite(model, drafter)
+    args, not_finite = drafter.args, find_overflow(model, drafter)
     costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
     acceptance = ((0.0,),) if not_finite else find_acceptance(drafter)
     rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
@@ -127,12 +126,11 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """The properties of a model that its costs depend on; the size of its weights in bytes."""
-    weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-    weight_bytes = sum(array.nbytes for array in weights.values())
+    weight_bytes = sum(array.nbytes for array in list_weights(module).values())
     return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
-def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
+def find_overflow(model: nn.Module, drafter: Drafter) -> str | None:
     """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
     target, tokens = Target(model), mx.arange(16) % drafter.args.vocab_size
     target.before_norm = drafter.args.before_norm
@@ -141,7 +139,7 @@ def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
     advance = drafter.begin(hidden, target.embed)
     guesses, _ = advance(tokens, advance(tokens, None)[1])
     parts = {"target": hidden, "drafter": mx.maximum(guesses, 0)}  # a token that is never guessed may have -inf
-    return next((name for name, values in parts.items() if not mx.isfinite(values).all().item()), None)
+    return find_not_finite(parts)
 
 
 def make_acceptance(rate: float) -> Acceptance:
