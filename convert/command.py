@@ -7,7 +7,7 @@ import logging
 import sys
 
 from ..checkpoints import DTYPES
-from ..drafters.protocol import AFTER_NORM, BEFORE_NORM
+from ..drafters.config import AFTER_NORM, BEFORE_NORM
 from .conversion import MODES, Conversion, convert
 
 

@@ -24,7 +24,8 @@ from ..checkpoints import (
     load_drafter,
     save_drafter,
 )
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.config import DrafterArgs
+from ..drafters.protocol import Drafter
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, RedrafterError, one_line
 from ..generate import decode_prompts, encode_chat

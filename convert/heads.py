@@ -15,8 +15,8 @@ import mlx.nn as nn
 
 from ..checkpoints import check_fit, list_weights, load_drafter
 from ..drafters import KINDS, arctic_lstm, medusa, recurrent
-from ..drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
-from ..drafters.protocol import AFTER_NORM, Drafter
+from ..drafters.config import AFTER_NORM, DRAFT_IDS, check_draft_ids, compare_config, derive_args
+from ..drafters.protocol import Drafter
 from ..engine.model_parts import find_parts
 from ..errors import CheckpointError
 from .layouts import find_drafter

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from ..atomic_files import expand_path
 from ..checkpoints import read_object
 from ..drafters import KINDS
-from ..drafters.protocol import DrafterArgs
+from ..drafters.config import DrafterArgs
 from ..errors import RedrafterError, one_line
 from ..model_card import card_header, strip_folders
 

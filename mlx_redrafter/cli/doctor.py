@@ -19,7 +19,7 @@ from .. import __version__
 from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, find_not_finite, list_weights
 from ..command_models import is_quantized, load_pair
-from ..drafters import recurrent
+from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_name
@@ -78,7 +78,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, dtype=compute_dtype(model))
-        drafter, stand_in = recurrent.Drafter(choice.args), choice.reason
+        drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
     mx.reset_peak_memory()

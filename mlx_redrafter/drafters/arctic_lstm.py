@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import mlp_speculator, protocol
+from . import mlp_speculator
 from .mlp_speculator import BiasedRMSNorm, find_part
-from .protocol import Embed, Project, State, fill_columns, scale_components
+from .protocol import Embed, State
+from .trainable import Project, TrainableDrafter, fill_columns, scale_components
 
 MODEL_TYPE = "arctic_lstm"
 
@@ -42,7 +43,7 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
         return f"inner_dim {self.inner_dim}, n_predict {self.n_predict}"
 
 
-class Drafter(protocol.Drafter):
+class Drafter(TrainableDrafter):
     """The LSTM's weights; it keeps nothing between calls."""
 
     args: DrafterArgs
@@ -57,7 +58,7 @@ class Drafter(protocol.Drafter):
         self.hold_draft_ids()
 
     def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(s, c), (..., I) each, after one more token, see `protocol.Drafter.read`."""
+        """(s, c), (..., I) each, after one more token, see `TrainableDrafter.read`."""
         embedded = self.args.embedding_weight * self.emb(tokens)
         if state is None:
             return self.step(self.proj[0](self.args.start(hidden.astype(self.dtype))), embedded, None)

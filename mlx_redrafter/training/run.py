@@ -18,7 +18,8 @@ from ..atomic_files import lock_file
 from ..checkpoints import find_not_finite, list_weights, load_drafter, save_drafter
 from ..command_models import load_target
 from ..demo.sources import training_prompts
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.config import DrafterArgs
+from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
@@ -73,7 +74,7 @@ class Run:
     say: Say
     model: nn.Module
     ends: set[int]
-    drafter: Drafter
+    drafter: TrainableDrafter
     training: list[Text]
     validation: list[Text]
 
@@ -158,7 +159,7 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
     hidden_size, vocab_size = model_sizes(model)
     if args.is_measured:
-        choice = choose_size(model, dtype=final_dtype(args, model))
+        choice = choose_size(model, args.kind, args.draft_depth, final_dtype(args, model))
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
