@@ -28,8 +28,9 @@ from mlx_redrafter.atomic_files import expand_path, write_text
 from mlx_redrafter.checkpoints import evaluate, load, load_drafter, save_drafter
 from mlx_redrafter.demo import load_demo
 from mlx_redrafter.demo.sources import training_prompts
-from mlx_redrafter.drafters import KINDS, TYPES
-from mlx_redrafter.drafters.protocol import Drafter, DrafterArgs, Embed
+from mlx_redrafter.drafters import TRAINABLE
+from mlx_redrafter.drafters.config import DrafterArgs
+from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.engine.beam_search import Advance, State
 from mlx_redrafter.engine.model_parts import model_sizes
 from mlx_redrafter.engine.plan import Plan
@@ -170,7 +171,7 @@ def sweep(
         if found["iterations"] != settings.iters:
             raise RedrafterError(f"{place} was trained for {found['iterations']} iterations: give another --output")
         return found
-    sizes = KINDS[TYPES[kind]][1].for_training(*model_sizes(model), depth=DEPTH, draft_vocab_size=None, **SIZES[kind])
+    sizes = TRAINABLE[kind].for_training(*model_sizes(model), depth=DEPTH, draft_vocab_size=None, **SIZES[kind])
     mx.random.seed(settings.seed)
     drafter = new_drafter(model, sizes)
     print(f"training {name}", file=sys.stderr)

@@ -24,7 +24,7 @@ from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.cli.doctor import make_acceptance
-from mlx_redrafter.drafters.recurrent import Drafter
+from mlx_redrafter.drafters import make_drafter
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.machine import memory_bytes
@@ -159,7 +159,7 @@ def build_workload(name: str, bits: int, *, layers: int, acceptance: Acceptance,
     set_blas_threads(model)
     sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the last resort
     size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
-    drafter = Drafter(replace(size, acceptance=oracle.acceptance))
+    drafter = make_drafter(replace(size, acceptance=oracle.acceptance))
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
     ids = cast(list[int], oracle.make_text(mx.arange(PROMPT_TOKENS), shape["vocab_size"]).tolist())

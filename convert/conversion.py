@@ -11,12 +11,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from huggingface_hub.utils import validate_repo_id
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import DTYPES, check_fit, dtype_name, load, load_drafter, save_drafter
-from mlx_redrafter.drafters.protocol import Drafter, DrafterArgs
+from mlx_redrafter.checkpoints import (
+    DTYPES,
+    check_fit,
+    dtype_name,
+    find_not_finite,
+    list_weights,
+    load,
+    load_drafter,
+    save_drafter,
+)
+from mlx_redrafter.drafters.config import DrafterArgs
+from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
 from mlx_redrafter.generate import decode_prompts, encode_chat
 from mlx_redrafter.options import Options
@@ -140,9 +149,8 @@ def convert(
         ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
         before, args = (before[0][:, ids], before[1]), drafter.args
     drafter.set_dtype(getattr(mx, dtype))
-    for name, array in list_weights(drafter).items():
-        if not mx.isfinite(array).all().item():
-            raise RedrafterError(f"{name} holds numbers too large for {dtype}: give another --dtype")
+    if (name := find_not_finite(list_weights(drafter))) is not None:
+        raise RedrafterError(f"{name} holds numbers too large for {dtype}: give another --dtype")
     n_weights = sum(array.size for array in list_weights(drafter).values())
     config: dict[str, Any] = {"dtype": dtype}
     if quantize:
@@ -206,10 +214,6 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
 
 def count_bytes(drafter: Drafter) -> int:
     return sum(array.nbytes for array in list_weights(drafter).values())
-
-
-def list_weights(drafter: Drafter) -> dict[str, mx.array]:
-    return cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
 
 
 def quantize_layers(

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoints import check_fit, load_drafter
+from mlx_redrafter.checkpoints import check_fit, list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, medusa, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
@@ -243,5 +242,4 @@ def find_last(names: Iterable[str], pattern: str) -> int:
 
 def list_shapes(drafter: Drafter) -> dict[str, tuple[int, ...]]:
     """Name -> shape of each of a drafter's tensors, none of which is computed."""
-    flat: Any = tree_flatten(drafter.parameters())
-    return {name: array.shape for name, array in flat}
+    return {name: array.shape for name, array in list_weights(drafter).items()}

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
+from mlx_redrafter.checkpoints import find_not_finite
 from mlx_redrafter.errors import CheckpointError, one_line
 
 Tensor = Any
@@ -102,7 +103,7 @@ def join_tensors(name: str, parts: Sequence[Tensor], where: str, *, integers: bo
         raise CheckpointError(f"{where}: cannot read {name}: {one_line(error)[:200]}") from error
     if integers:
         return array.astype(mx.int32)
-    if not mx.isfinite(array).all().item():
+    if find_not_finite({name: array}) is not None:
         raise CheckpointError(f"{where}: {name} holds NaN or infinity")
     return array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
-from .drafters import KINDS, recurrent
+from .drafters import find_kind
 from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from .drafters.protocol import Drafter
 from .engine.blas import choose_threads, warn_of_slow_blas
@@ -51,7 +51,8 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
     except Exception as error:  # a damaged directory fails in as many ways as mlx-lm and transformers have
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
-    check_tokenizer(tokenizer, path)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes where there are no files
+        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
@@ -62,16 +63,6 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
 def set_blas_threads(model: nn.Module) -> None:
     """Lets OpenBLAS use as many threads as suit the model's size, see `choose_threads`."""
     choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
-
-
-def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
-    """Refuses the empty tokenizer that transformers makes where the model in `path` has no files for one.
-
-    Raises:
-        CheckpointError: it has only special tokens.
-    """
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
 
 
 def evaluate(*models: nn.Module | None) -> None:
@@ -95,8 +86,6 @@ def evaluate(*models: nn.Module | None) -> None:
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
     """A drafter, plain or quantized, with its weights evaluated.
 
-    A config that says no `model_type` is a recurrent drafter's, whose sizes are read off its tensors.
-
     Args:
         path_or_hf_repo: a local directory or a hub id, as docs/checkpoints.md describes it.
         model: the target it is for; sizes are checked against it, and its arrays are evaluated.
@@ -106,27 +95,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     """
     path = find_model(path_or_hf_repo)
     config = check_directory(path)
-    drafter = read_drafter(path, config)
-    if model is not None:
-        check_fit(drafter, model, f"{path}")
-        evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
-    return drafter
-
-
-def read_drafter(path: Path, config: dict[str, Any]) -> Drafter:
-    """The drafter of a directory, its weights evaluated.
-
-    Args:
-        config: used instead of the directory's `config.json`.
-
-    Raises:
-        CheckpointError: damaged, not a drafter, or not finite.
-    """
-    model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    if not isinstance(model_type, str) or model_type not in KINDS:
-        expected = ", ".join(map(repr, KINDS))
-        raise CheckpointError(f"expected a drafter (model_type {expected}) in {path}, got model_type {model_type!r}")
-    kind, args_class = KINDS[model_type]
+    kind, args_class = find_kind(config, f"{path}")
     try:
         tensors: Arrays = {}
         for file in path.glob(WEIGHTS):
@@ -142,12 +111,13 @@ def read_drafter(path: Path, config: dict[str, Any]) -> Drafter:
     except Exception as error:  # see `load`
         raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
     drafter = cast(Drafter, loaded)
-    for name, array in _parameters(drafter).items():
-        # A few rows at a time: checking a whole head at once takes half of its memory again.
-        if not all(mx.isfinite(array[start:stop]).all().item() for start, stop in split_rows(array.shape)):
-            raise CheckpointError(f"{path}: {name} holds NaN or infinity")
+    if (name := find_not_finite(list_weights(drafter))) is not None:
+        raise CheckpointError(f"{path}: {name} holds NaN or infinity")
     if DRAFT_IDS in drafter:
         check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
+    if model is not None:
+        check_fit(drafter, model, f"{path}")
+        evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
     return drafter
 
 
@@ -175,7 +145,7 @@ def save_drafter(
     Raises:
         CheckpointError: the directory cannot be written.
     """
-    weights = _parameters(drafter)
+    weights = list_weights(drafter)
     if dtype is not None:
         weights = {k: w.astype(dtype) if mx.issubdtype(w.dtype, mx.floating) else w for k, w in weights.items()}
     stored = next(w.dtype for w in weights.values() if mx.issubdtype(w.dtype, mx.floating))
@@ -247,16 +217,20 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _parameters(module: nn.Module) -> Arrays:
+def list_weights(module: nn.Module) -> Arrays:
+    """The name and array of each of a module's weights."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
-def split_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the rows of a tensor that are processed at a time."""
-    # An even number: some quantizations pack two rows together.
-    step = 2 * max(1, CHUNK // max(1, 2 * math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
+def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
+    """The name of an array that holds NaN or infinity; None where all numbers are finite."""
+    for name, array in arrays.items():
+        # A few rows at a time: checking a whole head at once takes half of its memory again.
+        rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
+        parts = (array[start : start + rows] for start in range(0, len(array), rows))
+        if not all(mx.isfinite(part).all().item() for part in parts):
+            return name
+    return None
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from .checkpoints import dtype_name, load, load_drafter
+from .checkpoints import dtype_name, list_weights, load, load_drafter
 from .demo import load_demo
 from .drafters.protocol import Drafter
 from .errors import RedrafterError
@@ -68,7 +67,7 @@ def load_pair(
         check_demo_flags(name, args)
         return load_demo(drafter_name)
     model, tokenizer = load_target(args, name, tokenizer_config)
-    kind, flags = dtype_name(max(_weights(model), key=lambda weight: weight[1].size)[1].dtype), "--dtype float32"
+    kind, flags = dtype_name(max(list_weights(model).values(), key=lambda array: array.size).dtype), "--dtype float32"
     if is_quantized(model):
         kind, flags = "quantized", f"--dequantize {flags}"
     if mx.default_device().type == mx.cpu and kind != "float32":
@@ -86,8 +85,4 @@ def load_pair(
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether weights are packed, whose dtype says nothing then."""
-    return any(name.endswith(".scales") for name, _ in _weights(module))
-
-
-def _weights(module: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast(Any, tree_flatten(module.parameters()))
+    return any(name.endswith(".scales") for name in list_weights(module))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mlx_redrafter
+from mlx_redrafter.drafters import TRAINABLE
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_redrafter"
@@ -44,15 +45,18 @@ def importers(folder: str, *modules: str) -> set[str]:
 
 
 def test_no_module_imports_a_layer_above() -> None:
+    kinds = [f"mlx_redrafter.drafters.{name}" for name in TRAINABLE]
     above = [f"mlx_redrafter.{name}" for name in ABOVE]
     assert not importers("engine", *above) and not importers("drafters", *above)
     for folder in ("cli", "serving", "training"):
         assert not importers(folder, *(f"mlx_redrafter.{other}" for other in COMMANDS - {folder})), folder
     for folder in {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}:
         assert not importers(folder, "benchmarks", "mlx_redrafter.benchmarks", "tests"), folder
+        assert folder in ("drafters", "convert") or not importers(folder, *kinds), folder
     # The last one asks for the device, the others measure.
     assert importers("planning", "mlx", "mlx_lm", "numpy") == {"costs.py", "sizing.py", "machine.py"}
     # Negative control: imports are found.
+    assert "arctic_lstm.py" in importers("drafters", *kinds)
     assert "round.py" in importers("engine", "mlx_redrafter.engine.accept") & importers("engine", "mlx.core")
 
 

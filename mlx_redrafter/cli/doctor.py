@@ -14,13 +14,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name
+from ..checkpoints import dtype_name, find_not_finite, list_weights
 from ..command_models import is_quantized, load_pair
-from ..drafters import recurrent
+from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, find_parts, model_name
@@ -79,11 +78,11 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, dtype=compute_dtype(model))
-        drafter, stand_in = recurrent.Drafter(choice.args), choice.reason
+        drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
     mx.reset_peak_memory()
-    args, not_finite = drafter.args, find_not_finite(model, drafter)
+    args, not_finite = drafter.args, find_overflow(model, drafter)
     costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
     acceptance = ((0.0,),) if not_finite else find_acceptance(drafter)
     rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
@@ -127,19 +126,18 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
     """The properties of a model that its costs depend on; the size of its weights in bytes."""
-    weights: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-    weight_bytes = sum(array.nbytes for array in weights.values())
+    weight_bytes = sum(array.nbytes for array in list_weights(module).values())
     return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
-def find_not_finite(model: nn.Module, drafter: Drafter) -> str | None:
+def find_overflow(model: nn.Module, drafter: Drafter) -> str | None:
     """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
     name, tokens = drafter.args.state_name, mx.arange(16) % drafter.args.vocab_size
     hidden = Target(model, capture=[name]).forward(tokens).hidden[name]
     advance = drafter.begin(hidden, find_parts(model).embedding)
     guesses, _ = advance(tokens, advance(tokens, None)[1])
     parts = {"target": hidden, "drafter": mx.maximum(guesses, 0)}  # a token that is never guessed may have -inf
-    return next((name for name, values in parts.items() if not mx.isfinite(values).all().item()), None)
+    return find_not_finite(parts)
 
 
 def make_acceptance(rate: float) -> Acceptance:

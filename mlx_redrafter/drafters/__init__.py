@@ -1,15 +1,45 @@
-"""The kinds of drafters, one file each, what they share in protocol.py; and drafts from the context."""
+"""The kinds of drafters, one file each, and drafts from the context.
 
+What they share: config.py, what a config says; protocol.py, what decoding asks; trainable.py, what training asks.
+"""
+
+from typing import Any
+
+from ..errors import CheckpointError
 from . import arctic_lstm, medusa, mlp_speculator, recurrent
-from .protocol import Drafter, DrafterArgs
+from .config import DrafterArgs
+from .protocol import Drafter
+from .trainable import TrainableArgs
+
+MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm)
 
 KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
-    kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in (recurrent, medusa, mlp_speculator, arctic_lstm)
+    kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in MODULES
 }
 """`model_type` in a drafter's config -> its classes."""
 
-TYPES = {"recurrent": recurrent.MODEL_TYPE} | {name: name for name in KINDS if name != recurrent.MODEL_TYPE}
-"""Name of a kind, as people give it -> its `model_type`."""
+TRAINABLE: dict[str, type[TrainableArgs]] = {
+    kind.__name__.rpartition(".")[2]: kind.DrafterArgs
+    for kind in MODULES
+    if issubclass(kind.DrafterArgs, TrainableArgs)
+}
+"""Name of a kind that can be trained, as people give it -> its sizes."""
+
+DEFAULT = next(iter(TRAINABLE))
+"""The kind that is trained when no other is asked for."""
+
+
+def find_kind(config: dict[str, Any], where: str) -> tuple[type[Drafter], type[DrafterArgs]]:
+    """The classes of the kind of drafter that a config says; one that says no `model_type` is a recurrent drafter's.
+
+    Raises:
+        CheckpointError: it says another `model_type`.
+    """
+    model_type = config.get("model_type", recurrent.MODEL_TYPE)
+    if not isinstance(model_type, str) or model_type not in KINDS:
+        expected = ", ".join(map(repr, KINDS))
+        raise CheckpointError(f"expected a drafter (model_type {expected}) in {where}, got model_type {model_type!r}")
+    return KINDS[model_type]
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:

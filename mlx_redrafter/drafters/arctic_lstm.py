@@ -19,9 +19,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from . import mlp_speculator, protocol
+from . import mlp_speculator
 from .mlp_speculator import BiasedRMSNorm, find_part
-from .protocol import Embed, Project, fill_columns, scale_components
+from .protocol import Embed
+from .trainable import Project, TrainableDrafter, fill_columns, scale_components
 
 MODEL_TYPE = "arctic_lstm"
 
@@ -43,7 +44,7 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
         return f"inner_dim {self.inner_dim}, n_predict {self.n_predict}"
 
 
-class Drafter(protocol.Drafter):
+class Drafter(TrainableDrafter):
     """The LSTM's weights; it keeps nothing between calls."""
 
     args: DrafterArgs
@@ -58,7 +59,7 @@ class Drafter(protocol.Drafter):
         self.hold_draft_ids()
 
     def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(s, c), (..., I) each, after one more token, see `protocol.Drafter.read`."""
+        """(s, c), (..., I) each, after one more token, see `TrainableDrafter.read`."""
         embedded = self.args.embedding_weight * self.emb(tokens)
         if state is None:
             return self.step(self.proj[0](self.args.start(hidden.astype(self.dtype))), embedded, None)

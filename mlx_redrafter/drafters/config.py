@@ -1,10 +1,10 @@
-"""What a drafter's `config.json` and tensors must say, before anything is made of them."""
+"""A drafter's config: what it says, and what it and the tensors must say before anything is made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -12,10 +12,102 @@ import numpy as np
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, one_line
-from .protocol import DrafterArgs
+
+MAX_SIZE, MAX_COUNT = 2**24, 256
+"""More than any width or vocabulary, and any number of heads or layers: larger ones in a config are errors."""
 
 DRAFT_IDS = "draft_ids"
 """The tensor that names the tokens a drafter can guess."""
+
+
+@dataclass(frozen=True)
+class DrafterArgs:
+    """What the `config.json` of every drafter says, in its names.
+
+    Attributes:
+        hidden_size: D, the target's.
+        vocab_size: V, the target's.
+        model_type: the kind.
+        draft_depth: how many tokens it should draft when nothing else is asked for; None when it does not say.
+        base_model: the target it was trained for, a path or hub id; None when it does not say.
+        draft_vocab_size: how many tokens it can guess, which `draft_ids` names; None for all.
+        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right when it was
+            trained; None when it does not say.
+        hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one hardly
+            any guess is right.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    _: KW_ONLY
+    model_type: str
+    draft_depth: int | None = None
+    base_model: str | None = None
+    draft_vocab_size: int | None = None
+    acceptance: list[list[float]] | None = None
+    hidden_state: str | None = None
+
+    @property
+    def n_guesses(self) -> int:
+        """V', how many tokens it can guess: the rows of its head."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def max_depth(self) -> int | None:
+        """How many tokens it can draft at most; None for any number."""
+        return None
+
+    @property
+    def before_norm(self) -> bool:
+        """Whether it reads the target's hidden state from before the final norm."""
+        return self.hidden_state == BEFORE_NORM
+
+    @property
+    def state_name(self) -> str:
+        """Which of the target's hidden states it reads."""
+        return self.hidden_state or AFTER_NORM
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of a `config.json` that have a value."""
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        """The arguments named in a `config.json`; other keys are ignored."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in config.items() if key in names})
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from a config and from the shapes of its tensors, which its weights are compared with.
+
+        Args:
+            where: the checkpoint's name, for errors.
+
+        Raises:
+            CheckpointError: a size is missing or none.
+        """
+        sizes = {}
+        for field in fields(cls):
+            value = config.get(field.name, field.default)
+            if value is MISSING:
+                advice = "python -m mlx_redrafter.convert reads heads as they are published"
+                raise CheckpointError(f"{where}/config.json does not say {field.name}: {advice}")
+            if field.type == "bool" and type(value) is not bool:
+                raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
+            most = MAX_SIZE if field.name.endswith(("_size", "_dim")) else MAX_COUNT
+            if field.type == "int" and not (type(value) is int and 0 < value <= most):
+                raise CheckpointError(f"{where}/config.json: expected {field.name} from 1 to {most}, got {value!r:.40}")
+            if field.type in ("int", "bool"):
+                sizes[field.name] = value
+        if DRAFT_IDS in shapes:
+            sizes["draft_vocab_size"] = shapes[DRAFT_IDS][0]
+        return cls(**sizes)
+
 
 Args = TypeVar("Args", bound=DrafterArgs)
 
@@ -33,11 +125,9 @@ def derive_args(kind: type[Args], shapes: Mapping[str, tuple[int, ...]], config:
     for name, shape in shapes.items():
         if not shape:
             raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
-    return replace(kind.derive(shapes, config, where), **_parse_defaults(config, where))
-
-
-def _parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
-    defaults = {name: config.get(name) for name in ("draft_depth", "base_model", "acceptance", "hidden_state")}
+    defaults: dict[str, Any] = {
+        name: config.get(name) for name in ("draft_depth", "base_model", "acceptance", "hidden_state")
+    }
     depth, base, acceptance, hidden_state = defaults.values()
     for name, valid, expected in (
         ("draft_depth", type(depth) is int and 1 <= depth <= MAX_DRAFT_DEPTH, f"from 1 to {MAX_DRAFT_DEPTH}"),
@@ -47,7 +137,7 @@ def _parse_defaults(config: dict[str, Any], where: str) -> dict[str, Any]:
     ):
         if not valid and config.get(name) is not None:
             raise CheckpointError(f"{where}/config.json: {name} must be {expected}, got {_shorten(config[name])}")
-    return defaults
+    return replace(kind.derive(shapes, config, where), **defaults)
 
 
 def _is_acceptance(value: Any) -> bool:

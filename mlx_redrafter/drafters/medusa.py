@@ -18,15 +18,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from . import protocol
-from .protocol import Embed, Project, scale_components
+from .protocol import Embed
 from .recurrent import ResidualBlock
+from .trainable import Project, TrainableArgs, TrainableDrafter, scale_components
 
 MODEL_TYPE = "medusa"
 
 
 @dataclass(frozen=True)
-class DrafterArgs(protocol.DrafterArgs):
+class DrafterArgs(TrainableArgs):
     """What the `config.json` of Medusa heads says.
 
     Attributes:
@@ -51,7 +51,7 @@ class DrafterArgs(protocol.DrafterArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of heads to train, one for each guess; see `protocol.DrafterArgs.for_training`."""
+        """The sizes of heads to train, one for each guess; see `TrainableArgs.for_training`."""
         layers, tied = sizes["num_draft_layers"] or 1, not sizes["untied"]
         return cls(hidden_size, vocab_size, depth, layers, tied, draft_vocab_size=draft_vocab_size)
 
@@ -60,7 +60,7 @@ class DrafterArgs(protocol.DrafterArgs):
         return f"heads {self.num_heads}, blocks {self.num_layers}{', one output matrix' if self.tie_output else ''}"
 
 
-class Drafter(protocol.Drafter):
+class Drafter(TrainableDrafter):
     """The heads. Deeper than there are heads it repeats the last one: no plan asks for that."""
 
     args: DrafterArgs

@@ -22,8 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from . import protocol
-from .protocol import Embed, Project, fill_columns, scale_components
+from .protocol import Embed
+from .trainable import Project, TrainableArgs, TrainableDrafter, fill_columns, scale_components
 
 MODEL_TYPE = "mlp_speculator"
 
@@ -31,7 +31,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class DrafterArgs(protocol.DrafterArgs):
+class DrafterArgs(TrainableArgs):
     """What the `config.json` of an MLP speculator says.
 
     Attributes:
@@ -68,7 +68,7 @@ class DrafterArgs(protocol.DrafterArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of stages to train, one for each guess, see `protocol.DrafterArgs.for_training`.
+        """The sizes of stages to train, one for each guess, see `TrainableArgs.for_training`.
 
         Its states are a quarter as wide as the target's when nothing else is asked for.
         """
@@ -92,7 +92,7 @@ class BiasedRMSNorm(nn.Module):
         return mx.fast.rms_norm(x, self.weight, EPS) + self.bias
 
 
-class Drafter(protocol.Drafter):
+class Drafter(TrainableDrafter):
     """The stages. Deeper than there are stages it repeats the last one: no plan asks for that."""
 
     args: DrafterArgs
@@ -108,7 +108,7 @@ class Drafter(protocol.Drafter):
         self.hold_draft_ids()
 
     def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., I) the state after one more token, see `protocol.Drafter.read`."""
+        """(..., I) the state after one more token, see `TrainableDrafter.read`."""
         state = self.args.start(hidden.astype(self.dtype)) if state is None else state
         embedded = self.args.embedding_weight * _at(self.emb, depth)(tokens)
         return nn.gelu(_at(self.ln, depth)(_at(self.proj, depth)(state) + embedded))

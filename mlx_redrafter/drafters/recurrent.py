@@ -22,14 +22,15 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from ..errors import CheckpointError
-from . import protocol
-from .protocol import MAX_SIZE, Embed
+from .config import MAX_SIZE
+from .protocol import Embed
+from .trainable import TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 
 
 @dataclass(frozen=True)
-class DrafterArgs(protocol.DrafterArgs):
+class DrafterArgs(TrainableArgs):
     """What a recurrent drafter's `config.json` says of it, in its names.
 
     Attributes:
@@ -43,7 +44,7 @@ class DrafterArgs(protocol.DrafterArgs):
     rnn: bool = True
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
-    SIZES = ("exit_dim", "num_draft_layers")
+    SIZES, MEASURED = ("exit_dim", "num_draft_layers"), "exit_dim"
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -53,9 +54,15 @@ class DrafterArgs(protocol.DrafterArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of a drafter to train, see `protocol.DrafterArgs.for_training`; an `exit_dim` must be given."""
+        """The sizes of a drafter to train, see `TrainableArgs.for_training`; an `exit_dim` must be given."""
         layers = 1 if sizes["num_draft_layers"] is None else sizes["num_draft_layers"]
         return cls(hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size)
+
+    @classmethod
+    def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
+        """Widths from 1/16 to 2 times the target's, with one block and with two."""
+        widths = {max(64, int(times * hidden_size) // 32 * 32) for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)}
+        return [{"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)]
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
@@ -111,7 +118,7 @@ class ResidualBlock(nn.Module):
         return y + nn.silu(self.linear(y))
 
 
-class Drafter(protocol.Drafter):
+class Drafter(TrainableDrafter):
     """The drafter's weights and its two stages; it keeps nothing between calls."""
 
     args: DrafterArgs
@@ -128,7 +135,7 @@ class Drafter(protocol.Drafter):
         self.hold_draft_ids()
 
     def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., D) the state after one more token, see `protocol.Drafter.read`."""
+        """(..., D) the state after one more token, see `TrainableDrafter.read`."""
         return self.advance(embed(tokens).astype(self.dtype), state)
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:

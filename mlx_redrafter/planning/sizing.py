@@ -10,10 +10,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..drafters import make_drafter, protocol
-from ..drafters.recurrent import DrafterArgs
+from ..drafters import DEFAULT, TRAINABLE, make_drafter
+from ..drafters.config import DrafterArgs
+from ..drafters.trainable import TrainableArgs
 from ..engine.model_parts import compute_dtype, model_sizes
-from ..engine.plan import chain_plan
+from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
 from .costs import lower_quartile, time_calls
 
@@ -43,41 +44,48 @@ class Choice(NamedTuple):
     reason: str
 
 
-def candidates(hidden_size: int, vocab_size: int) -> list[DrafterArgs]:
+def candidates(
+    hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
+) -> list[DrafterArgs]:
     """Sizes worth trying, best first: the largest first, and after all others those of a small vocabulary."""
-    widths = {max(64, int(times * hidden_size) // 32 * 32) for times in (2, 1, 0.5, 0.25, 0.125, 0.0625)}
     smaller = [count for count in VOCABULARIES if count < vocab_size]
     if not smaller and vocab_size >= 1024:
         smaller = [vocab_size // 2]
     sizes = [
-        DrafterArgs(hidden_size, vocab_size, width, layers, draft_vocab_size=count)
-        for width, layers, count in product(widths, (1, 2), (None, *smaller))
+        kind.for_training(hidden_size, vocab_size, depth=depth, draft_vocab_size=count, **own)
+        for own, count in product(kind.sizes_to_try(hidden_size), (None, *smaller))
     ]
     return sorted(sizes, key=lambda args: ((args.draft_vocab_size or SMALL + 1) > SMALL, n_weights(args)), reverse=True)
 
 
-def n_weights(args: protocol.DrafterArgs) -> int:
+def n_weights(args: DrafterArgs) -> int:
     """How many numbers a drafter has, of any kind."""
     return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
 
 
-def choose_size(model: nn.Module, *, share: float = CHEAP, dtype: mx.Dtype | None = None) -> Choice:
-    """The best of `candidates` one step of which costs less than `share` of a plain step of `model` on this machine.
+def choose_size(
+    model: nn.Module,
+    kind: type[TrainableArgs] = TRAINABLE[DEFAULT],
+    depth: int = DRAFT_DEPTH,
+    dtype: mx.Dtype | None = None,
+) -> Choice:
+    """The best of `candidates` one step of which costs less than `CHEAP` of a plain step of `model` on this machine.
 
     Both are measured. Only sizes whose bytes are in proportion are measured at all: decoding is bound by memory.
 
     Args:
+        kind, depth: what is to be trained, and how many guesses.
         dtype: the drafter's; None for that of the target's hidden states.
     """
     dtype, plain = dtype or compute_dtype(model), plain_milliseconds(model)
-    sizes = candidates(*model_sizes(model))
-    budget = share * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
+    sizes = candidates(*model_sizes(model), kind, depth)
+    budget = CHEAP * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
     cost = 0.0
     for args in [*light[:: 1 + len(light) // 8], sizes[-1]]:  # a spread of them, and the last resort
         cost = draft_milliseconds(model, args, dtype) / plain
-        if cost < share:
-            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {share:.0%}"
+        if cost < CHEAP:
+            reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {CHEAP:.0%}"
             return Choice(args, cost, reason)
     reason = f"the smallest one: even its draft step costs {cost:.1%} of a plain step ({plain:.2f} ms)"
     return Choice(sizes[-1], cost, reason)
@@ -91,7 +99,7 @@ def plain_milliseconds(model: nn.Module) -> float:
     return lower_quartile(time_calls(calls, SECONDS, max_turns=REPEATS)["step"])
 
 
-def draft_milliseconds(model: nn.Module, args: protocol.DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
+def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, steps: int = 4) -> float:
     """Milliseconds of one step of a chain, by a random drafter of these sizes and that dtype."""
     drafter, token, plan = make_drafter(args), mx.zeros((1,), mx.int32), chain_plan(steps)
     drafter.set_dtype(dtype)

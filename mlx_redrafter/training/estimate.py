@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +16,8 @@ from tqdm import tqdm
 
 from ..checkpoints import evaluate
 from ..drafters import make_drafter
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.config import DrafterArgs
+from ..drafters.trainable import TrainableDrafter
 from ..errors import RedrafterError
 from ..planning.costs import lower_quartile, time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
@@ -44,7 +46,7 @@ def estimate_run(
         val_texts: texts of a validation at most.
         answers: how many answers the target still has to write.
     """
-    drafter, mean = make_drafter(sizes), round(sum(lengths) / len(lengths))
+    drafter, mean = cast(TrainableDrafter, make_drafter(sizes)), round(sum(lengths) / len(lengths))
     evaluate(model, drafter)
     iteration = time_iteration(model, drafter, args, mean)
     mx.reset_peak_memory()
@@ -72,7 +74,7 @@ def estimate_run(
     )
 
 
-def time_iteration(model: nn.Module, drafter: Drafter, args: TrainingArgs, length: int) -> float:
+def time_iteration(model: nn.Module, drafter: TrainableDrafter, args: TrainingArgs, length: int) -> float:
     """Seconds of an iteration over texts of this many tokens: a gradient, with the next targets computed meanwhile."""
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
     prompt = 0 if args.data else max(0, length - args.max_tokens)

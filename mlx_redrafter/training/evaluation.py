@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from ..command_models import load_pair
 from ..demo import demo_prompts
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.config import DrafterArgs
+from ..drafters.protocol import Drafter
+from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.stats import Stats
 from ..errors import RedrafterError
@@ -32,7 +34,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (
 
 
 def measure_guesses(
-    model: nn.Module, drafter: Drafter, texts: Sequence[Text], args: TrainingArgs
+    model: nn.Module, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
 ) -> tuple[float, list[list[float]]]:
     """How well a drafter guesses on held-out texts, each guess made after right ones.
 

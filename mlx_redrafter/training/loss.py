@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from ..drafters.protocol import Drafter
+from ..drafters.trainable import TrainableDrafter
 from ..engine.beam_search import State
 
 LOGITS_IN_MEMORY = 1 << 24  # 64 MB in float32, some of them several times over
@@ -70,7 +70,7 @@ class DraftLoss(NamedTuple):
 
 
 def draft_loss(
-    drafter: Drafter,
+    drafter: TrainableDrafter,
     targets: TrainingTargets,
     depth: int,
     weights: Sequence[float] | None = None,

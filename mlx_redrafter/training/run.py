@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..atomic_files import lock_file
-from ..checkpoints import load_drafter, save_drafter
+from ..checkpoints import find_not_finite, list_weights, load_drafter, save_drafter
 from ..command_models import load_target
 from ..demo.sources import training_prompts
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.config import DrafterArgs
+from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
@@ -74,7 +74,7 @@ class Run:
     say: Say
     model: nn.Module
     ends: set[int]
-    drafter: Drafter
+    drafter: TrainableDrafter
     training: list[Text]
     validation: list[Text]
 
@@ -159,7 +159,7 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
     hidden_size, vocab_size = model_sizes(model)
     if args.is_measured:
-        choice = choose_size(model, dtype=final_dtype(args, model))
+        choice = choose_size(model, args.kind, args.draft_depth, final_dtype(args, model))
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
@@ -232,9 +232,8 @@ def finish(run: Run) -> bool:
         run.say(f"the drafter of iteration {best['iteration']} is the result")
     dtype = final_dtype(args, run.model)
     drafter.set_dtype(dtype)
-    weights = cast(dict[str, mx.array], dict(tree_flatten(drafter.parameters())))
-    if bad := [name for name, array in weights.items() if not mx.isfinite(array).all().item()]:
-        raise RedrafterError(f"{bad[0]} does not fit into {dtype}: give another --dtype")
+    if (name := find_not_finite(list_weights(drafter))) is not None:
+        raise RedrafterError(f"{name} does not fit into {dtype}: give another --dtype")
     save_drafter(place, drafter)  # whatever becomes of the rest
     run.say("comparing beam shapes with plain decoding on held-out prompts")
     shapes = [(1, k) for k in range(1, args.draft_depth + 1)] + [(4, args.draft_depth)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..atomic_files import expand_path, replace_file, why_not_writable, write_text
 from ..checkpoints import read_object
-from ..drafters.protocol import DrafterArgs
+from ..drafters.config import DrafterArgs
 from ..errors import RedrafterError, one_line
 from ..model_card import card_header, strip_folders
 from .evaluation import ShapeResult, format_table

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from ..checkpoints import DTYPES
 from ..command_models import check_demo_flags
-from ..drafters import KINDS, TYPES
-from ..drafters.protocol import DrafterArgs
+from ..drafters import DEFAULT, TRAINABLE
+from ..drafters.trainable import TrainableArgs
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import RedrafterError
 from ..options import Options
@@ -26,6 +26,11 @@ def setting(default: Any, text: str, least: float | None = None, most: float = 2
     if least is not None:
         flag["type"] = float if isinstance(default, float) else int
     return field(default=default, metadata={"least": least, "most": most, "flag": {"help": text, **flag}})
+
+
+def kinds_with(size: str) -> str:
+    """The kinds of drafters that have a size."""
+    return " and ".join(name for name, kind in TRAINABLE.items() if size in kind.SIZES)
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,17 @@ class TrainingArgs:
     max_tokens: int = setting(256, "tokens of an answer at most", 1)
     temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
     output: str = setting("drafter", "directory of the drafter")
-    drafter_type: str = setting("recurrent", "kind of the drafter", choices=tuple(TYPES))
-    exit_dim: int | None = setting(None, "recurrent: width of its blocks and head; measured when not given", 1, 2**16)
-    num_draft_layers: int | None = setting(None, "recurrent and medusa: residual blocks; 1 when not given", 0, 64)
-    inner_dim: int | None = setting(
-        None, "mlp_speculator and arctic_lstm: width of its states; a quarter of the target's when not given", 1, 2**16
+    drafter_type: str = setting(DEFAULT, "kind of the drafter", choices=tuple(TRAINABLE))
+    exit_dim: int | None = setting(
+        None, f"{kinds_with('exit_dim')}: width of its blocks and head; measured when not given", 1, 2**16
     )
-    untied: bool = setting(False, "medusa and mlp_speculator: an output matrix, and embedding, for each depth")
+    num_draft_layers: int | None = setting(
+        None, f"{kinds_with('num_draft_layers')}: residual blocks; 1 when not given", 0, 64
+    )
+    inner_dim: int | None = setting(
+        None, f"{kinds_with('inner_dim')}: width of its states; a quarter of the target's when not given", 1, 2**16
+    )
+    untied: bool = setting(False, f"{kinds_with('untied')}: an output matrix, and embedding, for each depth")
     draft_vocab_size: int | None = setting(None, "guess only this many tokens, the most frequent ones", 2)
     dtype: str | None = setting(None, "dtype of the finished drafter; the target's when not given", choices=DTYPES)
     compute_dtype: str = setting("float32", "dtype of the drafter's forward and gradients", choices=DTYPES[1:])
@@ -97,6 +106,9 @@ class TrainingArgs:
             raise RedrafterError("temp must be at least one number")
         for temp in self.temp:
             Options(temp=temp)
+        for name, names in (("labels", LABELS), ("drafter_type", TRAINABLE)):
+            if getattr(self, name) not in names:
+                raise RedrafterError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
         if self.labels == "sampled" and not self.label_temp:
             raise RedrafterError("label_temp must be above 0 for labels that are drawn, got 0")
         weights = self.depth_weights
@@ -119,7 +131,7 @@ class TrainingArgs:
         self.check_sources()
         if self.model and not (self.data or self.prompts):
             raise RedrafterError("expected --data or --prompts: texts, or prompts that the target answers")
-        for name in ("exit_dim", "num_draft_layers", "inner_dim", "untied"):
+        for name in dict.fromkeys(size for kind in TRAINABLE.values() for size in kind.SIZES):
             if getattr(self, name) not in (None, False) and name not in self.kind.SIZES:
                 taken = " and ".join(f"--{size.replace('_', '-')}" for size in self.kind.SIZES)
                 flag = name.replace("_", "-")
@@ -133,14 +145,14 @@ class TrainingArgs:
             )
 
     @property
-    def kind(self) -> type[DrafterArgs]:
+    def kind(self) -> type[TrainableArgs]:
         """The sizes that drafters of the kind have."""
-        return KINDS[TYPES[self.drafter_type]][1]
+        return TRAINABLE[self.drafter_type]
 
     @property
     def is_measured(self) -> bool:
         """Whether the size is chosen by measuring."""
-        return "exit_dim" in self.kind.SIZES and self.exit_dim is None
+        return self.kind.MEASURED is not None and getattr(self, self.kind.MEASURED) is None
 
     @property
     def mixed_dtype(self) -> mx.Dtype | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..drafters import make_drafter
-from ..drafters.protocol import Drafter, DrafterArgs
+from ..drafters.config import DrafterArgs
+from ..drafters.trainable import TrainableDrafter
 from ..engine.model_parts import Tap, capture, find_parts
 from .loss import TrainingTargets
 from .settings import TrainingArgs
@@ -90,7 +91,7 @@ def compute_probs(logits: mx.array, draft_ids: mx.array | None, top_k: int) -> t
     return found[0], found[1] if len(found) > 1 else None
 
 
-def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> Drafter:
+def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
     """An untrained drafter that knows from the target's embedding which tokens are alike.
 
     Output matrices are most of a drafter, and rare tokens seldom change them: so it learns faster at first. Of the
@@ -99,7 +100,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
     Args:
         ids: (V',) the tokens that it can guess, where `args` says that it cannot guess all.
     """
-    drafter = make_drafter(args)
+    drafter = cast(TrainableDrafter, make_drafter(args))
     if ids is not None:
         drafter.draft_ids = mx.array(ids.astype(np.int32))
     embedding = find_parts(model).embedding

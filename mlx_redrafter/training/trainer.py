@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..atomic_files import replace_file
 from ..checkpoints import check_fit, evaluate
-from ..drafters.protocol import Drafter
+from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
@@ -33,7 +33,7 @@ OnIteration = Callable[[int, dict[str, float]], bool]
 
 def train_drafter(
     model: nn.Module,
-    drafter: Drafter,
+    drafter: TrainableDrafter,
     batches: Callable[[int], Batch],
     args: TrainingArgs,
     *,
@@ -92,7 +92,7 @@ def target_arrays(
     return [array for array in targets if array is not None]
 
 
-def make_loss(drafter: Drafter, args: TrainingArgs) -> Loss:
+def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
     """The loss of a `TrainingTargets`'s arrays, with the accuracy at the first and the last depth to show.
 
     In 16 bits it is computed with rounded weights; the gradient is that of the weights as they are.
