@@ -77,7 +77,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
     no_trees, stand_in = check_draftable(model, tree=True), None
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
-        choice = choose_size(model, dtype=compute_dtype(model))
+        choice = choose_size(model, compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())

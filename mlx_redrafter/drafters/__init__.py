@@ -19,9 +19,9 @@ KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
 """`model_type` in a drafter's config -> its classes."""
 
 TRAINABLE: dict[str, type[TrainableArgs]] = {
-    kind.__name__.rpartition(".")[2]: kind.DrafterArgs
-    for kind in MODULES
-    if issubclass(kind.DrafterArgs, TrainableArgs)
+    module.__name__.rpartition(".")[2]: module.DrafterArgs
+    for module in MODULES
+    if issubclass(module.DrafterArgs, TrainableArgs)
 }
 """Name of a kind that can be trained, as people give it -> its sizes."""
 

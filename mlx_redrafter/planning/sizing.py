@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafters import DEFAULT, TRAINABLE, make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableArgs
-from ..engine.model_parts import compute_dtype, model_sizes
+from ..engine.model_parts import model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
 from .costs import lower_quartile, time_calls
@@ -35,12 +35,10 @@ class Choice(NamedTuple):
 
     Attributes:
         args: the drafter's sizes.
-        share: one draft step's time in that of a plain step, both measured here.
         reason: a sentence.
     """
 
     args: DrafterArgs
-    share: float
     reason: str
 
 
@@ -64,20 +62,17 @@ def n_weights(args: DrafterArgs) -> int:
 
 
 def choose_size(
-    model: nn.Module,
-    kind: type[TrainableArgs] = TRAINABLE[DEFAULT],
-    depth: int = DRAFT_DEPTH,
-    dtype: mx.Dtype | None = None,
+    model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> Choice:
     """The best of `candidates` one step of which costs less than `CHEAP` of a plain step of `model` on this machine.
 
     Both are measured. Only sizes whose bytes are in proportion are measured at all: decoding is bound by memory.
 
     Args:
+        dtype: the drafter's.
         kind, depth: what is to be trained, and how many guesses.
-        dtype: the drafter's; None for that of the target's hidden states.
     """
-    dtype, plain = dtype or compute_dtype(model), plain_milliseconds(model)
+    plain = plain_milliseconds(model)
     sizes = candidates(*model_sizes(model), kind, depth)
     budget = CHEAP * sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
     light = [args for args in sizes if n_weights(args) * dtype.size <= 1.5 * budget]
@@ -86,9 +81,9 @@ def choose_size(
         cost = draft_milliseconds(model, args, dtype) / plain
         if cost < CHEAP:
             reason = f"a draft step costs {cost:.1%} of a plain step ({plain:.2f} ms), less than {CHEAP:.0%}"
-            return Choice(args, cost, reason)
+            return Choice(args, reason)
     reason = f"the smallest one: even its draft step costs {cost:.1%} of a plain step ({plain:.2f} ms)"
-    return Choice(sizes[-1], cost, reason)
+    return Choice(sizes[-1], reason)
 
 
 def plain_milliseconds(model: nn.Module) -> float:

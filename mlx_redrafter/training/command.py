@@ -12,6 +12,7 @@ import yaml
 from mlx_lm.lora import yaml_loader
 
 from ..atomic_files import expand_path
+from ..drafters import TRAINABLE
 from ..errors import RedrafterError, one_line
 from .settings import TrainingArgs
 
@@ -37,6 +38,8 @@ def make_parser() -> Parser:
     add("--shapes", nargs="+", type=shape, metavar="W,K[,N]", help="beam shapes that --eval-only measures")
     for each in fields(TrainingArgs):
         flag = dict(each.metadata["flag"])
+        if kinds := [name for name, kind in TRAINABLE.items() if each.name in kind.SIZES]:
+            flag["help"] = f"{' and '.join(kinds)}: {flag['help']}"
         if isinstance(each.default, bool):
             flag["action"] = "store_true"
         elif each.default is not None and each.default != ():

@@ -159,7 +159,7 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
     hidden_size, vocab_size = model_sizes(model)
     if args.is_measured:
-        choice = choose_size(model, args.kind, args.draft_depth, final_dtype(args, model))
+        choice = choose_size(model, final_dtype(args, model), args.kind, args.draft_depth)
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size

@@ -28,11 +28,6 @@ def setting(default: Any, text: str, least: float | None = None, most: float = 2
     return field(default=default, metadata={"least": least, "most": most, "flag": {"help": text, **flag}})
 
 
-def kinds_with(size: str) -> str:
-    """The kinds of drafters that have a size."""
-    return " and ".join(name for name, kind in TRAINABLE.items() if size in kind.SIZES)
-
-
 @dataclass(frozen=True)
 class TrainingArgs:
     """A training run. Names and meanings are those of `mlx_lm.lora` where it has them.
@@ -52,16 +47,10 @@ class TrainingArgs:
     temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
     output: str = setting("drafter", "directory of the drafter")
     drafter_type: str = setting(DEFAULT, "kind of the drafter", choices=tuple(TRAINABLE))
-    exit_dim: int | None = setting(
-        None, f"{kinds_with('exit_dim')}: width of its blocks and head; measured when not given", 1, 2**16
-    )
-    num_draft_layers: int | None = setting(
-        None, f"{kinds_with('num_draft_layers')}: residual blocks; 1 when not given", 0, 64
-    )
-    inner_dim: int | None = setting(
-        None, f"{kinds_with('inner_dim')}: width of its states; a quarter of the target's when not given", 1, 2**16
-    )
-    untied: bool = setting(False, f"{kinds_with('untied')}: an output matrix, and embedding, for each depth")
+    exit_dim: int | None = setting(None, "width of its blocks and head; measured when not given", 1, 2**16)
+    num_draft_layers: int | None = setting(None, "residual blocks; 1 when not given", 0, 64)
+    inner_dim: int | None = setting(None, "width of its states; a quarter of the target's when not given", 1, 2**16)
+    untied: bool = setting(False, "an output matrix, and embedding, for each depth")
     draft_vocab_size: int | None = setting(None, "guess only this many tokens, the most frequent ones", 2)
     dtype: str | None = setting(None, "dtype of the finished drafter; the target's when not given", choices=DTYPES)
     compute_dtype: str = setting("float32", "dtype of the drafter's forward and gradients", choices=DTYPES[1:])
