@@ -139,7 +139,10 @@ def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, T
     Raises:
         UnsupportedModelError: the model has no module that passes one on.
     """
-    parts, taps = find_parts(model), dict[StateName, Tap]()
+    taps: dict[StateName, Tap] = {}
+    if not names:
+        return taps
+    parts = find_parts(model)
     layers = list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
     for name in names:
         reason = None
