@@ -116,7 +116,31 @@ def test_edits_are_packed_whole() -> None:
     packed = [edit for edit in made if len(edit.prompt + edit.after) < 91]
     assert sorted(split) == sorted((edit.prompt + edit.after + "\0", len(edit.prompt)) for edit in packed)
     answers = sum(len(edit.after) + 1 for edit in made if len(edit.prompt + edit.after) < 91)
-    assert (weights == 1).sum() == answers and set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), 1}
+    assert (weights >= 1).sum() == answers
+    assert set(np.unique(weights)) == {0, np.float32(edits.PROMPT_WEIGHT), edits.CHANGED_WEIGHT}, "no c is in a source"
+
+
+def test_what_an_edit_changes_weighs_more() -> None:
+    edit = edits.Edit("any", "x", "abcd", "abxd")
+    _, weights = edits.pack_rows([edit], lambda text: [ord(letter) for letter in text], 0, 50, 0.0)
+    changed = edits.CHANGED_WEIGHT
+    assert weights[0, len(edit.prompt) - 1 :].tolist()[:6] == [1, 1, changed, 1, changed, 0], "the end is new, too"
+    assert not weights[0, : len(edit.prompt) - 1].any()
+
+
+def test_exercises_change_what_they_say() -> None:
+    made = edits.make_exercises([SOURCE, "a.camelCase = 'word' + other_word"], 300)
+    assert {edit.kind for edit in made} == set(edits.EXERCISES) and made == edits.make_exercises(
+        [SOURCE, "a.camelCase = 'word' + other_word"], 300
+    )
+    for edit in made:
+        assert edit.before != edit.after
+        if edit.instruction.startswith("rename"):
+            *_, old, _, new = edit.instruction.rstrip(".").split()
+            assert edit.after.count(new) - edit.before.count(new) >= 1 or new in old
+            assert re.sub(rf"\b{new}\b", old, edit.after) == re.sub(rf"\b{new}\b", old, edit.before)
+        if edit.kind == "comments":
+            assert "#" in edit.before and "#" not in edit.after
 
 
 @pytest.mark.usefixtures("few")
@@ -161,7 +185,7 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from examples.demo import target
 
-    monkeypatch.setattr(torch, "compile", lambda module: module)  # which would need a C++ compiler
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # which would need a C++ compiler
     for name, value in {"BATCH_TOKENS": 32, "SHORT": 8, "LONG": 16, "WARM_UP": 2, "CHECKPOINT_SECONDS": 0}.items():
         monkeypatch.setattr(target, name, value)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4}
@@ -189,9 +213,10 @@ def test_a_llama_of_torch_is_that_of_mlx_lm_and_resumes(tmp_path: Path, monkeypa
     assert all(mx.array_equal(first[name], second[name]) for name in first)
 
     (tmp_path / "further").mkdir()
-    rows = np.ones((6, 9), np.uint16), np.ones((6, 8), np.float32)
+    rows = {name: np.ones((6, size + 1), np.uint16) for name, size in (("exercises", 8), ("short", 8), ("edits", 16))}
+    rows |= {f"{name}_weights": np.ones((6, ids.shape[1] - 1), np.float32) for name, ids in rows.items()}
     start = tmp_path / "whole" / "model.safetensors"
-    target.train(target.edit_batches(*rows, tokens), settings, 2, tmp_path / "further", start, rate=1e-4)
+    target.train(target.edit_batches(rows, tokens, 5), settings, 5, tmp_path / "further", start, rate=1e-4)
     near = mx.load(str(tmp_path / "further" / "model.safetensors"))
     moved = max(mx.abs(near[name] - first[name]).max().item() for name in first)
     assert 0 < moved < 0.01, "it goes on from the weights that it is given"

@@ -21,7 +21,7 @@ from mlx_redrafter.training.targets import new_drafter
 from mlx_redrafter.training.trainer import train_drafter
 
 PROMPT, LENGTH = 64, 257
-BATCHES, ROWS = 14, 256
+BATCHES, ROWS = 6, 256
 TEMPERATURE = 0.8
 
 

@@ -16,6 +16,7 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ import numpy as np
 WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 CAMEL_CASE = re.compile(r"[a-z][a-z0-9]*(?:[A-Z][a-z0-9]+)+")
 LINES, CHARACTERS = range(3, 60), 1400
-PROMPT_WEIGHT = 0.2
-OPEN_ROWS = 16
+PROMPT_WEIGHT, CHANGED_WEIGHT = 0.05, 3.0
+OPEN_ROWS = 24
 NEW_NAME = re.compile(r"[a-z][a-z_0-9]{1,15}")
 
 
@@ -157,7 +158,7 @@ def change_camel_case(function: Function, rng: np.random.Generator, names: list[
 
     def replacement(i: int) -> str | None:
         name = function.tokens[i].string
-        return re.sub(r"([A-Z])", r"_\1", name).lower() if name in found else None
+        return _snake_case(name) if name in found else None
 
     return Edit("snake case", "change camelCase names to snake_case.", function.source, function.replace(replacement))
 
@@ -227,13 +228,80 @@ def make_edits(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
     return [edits[i] for i in rng.permutation(len(edits))[:count]]
 
 
+def make_exercises(texts: list[str], count: int, seed: int = 0) -> list[Edit]:
+    """`count` edits of random names, signs and line breaks: only who copies, and replaces what it is told to, is right.
+
+    A llama that has learned source files guesses most of a copy without looking at it, and learns to look on these
+    much faster than on functions.
+    """
+    rng = np.random.default_rng(seed)
+    words = sorted({word for text in texts for word in WORD.findall(text)})
+    camel, names = [w for w in words if CAMEL_CASE.fullmatch(w)], [w for w in words if NEW_NAME.fullmatch(w)]
+    made: list[Edit] = []
+    while len(made) < count:
+        kind = EXERCISES[rng.integers(len(EXERCISES))]
+        pool = _draw_several(words, rng, 3, 8) + (_draw_several(camel, rng, 2, 2) if kind == "snake case" else [])
+        before, old, new = _random_code(pool, int(rng.integers(8, 34)), rng), _draw(pool, rng), _draw(names, rng)
+        if kind == "quotes":
+            edit = Edit(kind, "change single quotes to double quotes.", before, before.replace("'", '"'))
+        elif kind == "snake case":
+            after = WORD.sub(lambda m: _snake_case(m[0]) if CAMEL_CASE.fullmatch(m[0]) else m[0], before)
+            edit = Edit(kind, "change camelCase names to snake_case.", before, after)
+        elif kind == "comments":
+            commented = []
+            for line in before.split("\n"):
+                comment = "# " + " ".join(_draw_several(words, rng, 1, 5))
+                commented += rng.choice(["", f"{line[: len(line) - len(line.lstrip())]}{comment}\n"]), line
+                commented += rng.choice(["", f"  {comment}"]), "\n"
+            edit = Edit(kind, "remove the comments.", "".join(commented)[:-1], before)
+        else:
+            place = {"attribute": r"(?<=\.){}\b", "key": r"(?<=['\"]){}(?=['\"])"}.get(
+                kind, r"(?<![.\w'\"]){}\b(?!['\"])"
+            )
+            after = re.sub(place.format(re.escape(old)), new, before)
+            edit = Edit(kind, f"rename the {kind} {old} to {new}.", before, after)
+        if edit.before != edit.after:
+            made.append(edit)
+    return made
+
+
+EXERCISES = ("variable", "parameter", "function", "attribute", "key", "quotes", "snake case", "comments")
+SIGNS = (*"()[]{}=+-*/:,<>%", "==", "!=", "->", "(self", ")", "):", "()", ", ", "if ", "return ", "for ", "in ")
+
+
+def _random_code(pool: list[str], count: int, rng: np.random.Generator) -> str:
+    """About `count` names of the pool, attributes, strings, numbers, signs and line breaks."""
+    text = ""
+    for _ in range(count):
+        kind, quote = rng.random(), str(rng.choice(["'", '"']))
+        if kind < 0.42:
+            piece = _draw(pool, rng)
+        elif kind < 0.52:
+            piece = f"{_draw(pool, rng)}.{_draw(pool, rng)}"
+        elif kind < 0.58:
+            piece = quote + _draw(pool, rng) + quote
+        elif kind < 0.62:
+            piece = str(rng.integers(500))
+        elif kind < 0.74:
+            piece = "\n" + "    " * int(rng.integers(4))
+        else:
+            piece = str(rng.choice(SIGNS))
+        glued = text[-1:].isalnum() and piece[0].isalnum()
+        text += (" " if glued or (piece[0] != "\n" and rng.random() < 0.4) else "") + piece
+    return text.strip()
+
+
 def pack_rows(
-    edits: list[Edit], encode: Callable[[str], list[int]], end: int, length: int
+    edits: list[Edit],
+    encode: Callable[[str], list[int]],
+    end: int,
+    length: int,
+    prompt_weight: float = PROMPT_WEIGHT,
 ) -> tuple[np.ndarray, np.ndarray]:
     """((N, length + 1) uint16 ids, (N, length) float32 weights): whole edits side by side, each ended by `end`.
 
-    The weight of a token as the next one: 1 in an answer, PROMPT_WEIGHT in a prompt, 0 in the padding. Edits that are
-    longer than a row are left out.
+    The weight of a token as the next one: 1 in an answer, CHANGED_WEIGHT where that is not what the source says,
+    `prompt_weight` in a prompt, 0 in the padding. Edits that are longer than a row are left out.
     """
     rows: list[tuple[list[int], list[float]]] = []
     open_rows: list[tuple[list[int], list[float]]] = []
@@ -242,29 +310,38 @@ def pack_rows(
         size = len(prompt) + len(answer)
         if size > length + 1:
             continue
+        weights = [1.0] * len(answer)
+        for kind, _, _, start, stop in SequenceMatcher(None, encode(edit.before), answer, autojunk=False).get_opcodes():
+            if kind != "equal":
+                stop = min(max(stop, start + 1), len(answer))
+                weights[start:stop] = [CHANGED_WEIGHT] * (stop - start)
         row = next((row for row in open_rows if len(row[0]) + size <= length + 1), None)
         if row is None:
             rows.append(row := ([], []))
             open_rows = [*open_rows[-OPEN_ROWS:], row]
         row[0].extend(prompt + answer)
-        row[1].extend([PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer))
+        row[1].extend([prompt_weight] * len(prompt) + weights)
     ids = np.full((len(rows), length + 1), end, np.uint16)
-    weights = np.zeros((len(rows), length + 1), np.float32)
+    weights_of_rows = np.zeros((len(rows), length + 1), np.float32)
     for i, (row, weight) in enumerate(rows):
-        ids[i, : len(row)], weights[i, : len(row)] = row, weight
-    return ids, weights[:, 1:]
+        ids[i, : len(row)], weights_of_rows[i, : len(row)] = row, weight
+    return ids, weights_of_rows[:, 1:]
 
 
 def split_rows(ids: np.ndarray, weights: np.ndarray, end: int) -> list[tuple[np.ndarray, int]]:
     """(ids, length of the prompt) of each edit in the rows of `pack_rows`."""
     found = []
     for row, weight in zip(ids, weights, strict=True):
-        in_answer = np.concatenate([[False], weight == 1])
+        in_answer = np.concatenate([[False], weight >= 1])
         start = 0
         for stop in np.flatnonzero(in_answer & (row == end)) + 1:
             found.append((row[start:stop].astype(np.int32), int(np.argmax(in_answer[start:stop]))))
             start = stop
     return found
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"([A-Z])", r"_\1", name).lower()
 
 
 def _draw(names: list[str], rng: np.random.Generator) -> str:

@@ -41,10 +41,11 @@ VOCAB_SIZE = 4096
 BITS, GROUP_SIZE = 8, 64
 ROWS_PER_STEP = 2
 EXIT_DIM = 256
-EDITS = 30_000
+EDITS, EXERCISES = 30_000, 26_000
 EDIT_TEXTS = 1200
-HELD_OUT_EDITS, EDIT_TOKENS, SHOWN_EDIT_TOKENS = 200, 350, range(80, 250)
-EDIT_RATE, EDIT_DECAY_FROM = 0.6, 0.3
+HELD_OUT_EDITS, EDIT_TOKENS = 200, 350
+SHOWN_EDIT_TOKENS, SHOWN_FROM = range(60, 250), 100
+EDIT_RATE, EDIT_DECAY_FROM = 0.5, 0.5
 WEIGHTS = ("config.json", "model.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 ROOT = Path(__file__).parents[2]
@@ -78,14 +79,19 @@ def make_edits(out: Path, steps: int) -> None:
     if not (rows := out / "edits.npz").exists():
         training, held_out = ([path.read_text(encoding="utf-8") for path in paths] for paths in split_files())
         texts = training + list(corpus.package_texts(corpus.download_packages(out / "wheels"), held_out))
-        made = edits.make_edits(texts, EDITS)
+        made = {"exercises": edits.make_exercises(texts, EXERCISES), "edits": edits.make_edits(texts, EDITS)}
         tokenizer = load_tokenizer(out / "tokenizer")
-        ids, weights = edits.pack_rows(made, tokenizer.encode, tokenizer.eos_token_id, target.EDIT_LENGTH)
+        packed = {}
+        for name, length in target.EDIT_LENGTHS.items():
+            weight = {"exercises": 0.0}.get(name, edits.PROMPT_WEIGHT)  # there is nothing to learn from random names
+            found = made.get(name, made["edits"])
+            packed[name], packed[f"{name}_weights"] = edits.pack_rows(
+                found, tokenizer.encode, tokenizer.eos_token_id, length, weight
+            )
+            print(f"{name}: {len(packed[name])} rows of {length} tokens", flush=True)
         with replace_file(rows) as partly, partly.open("wb") as opened:
-            np.savez(opened, ids=ids, weights=weights)
-        print(f"{len(made)} edits in {len(ids)} rows of {target.EDIT_LENGTH} tokens", flush=True)
-    arrays = np.load(rows)
-    batch = target.edit_batches(arrays["ids"], arrays["weights"], np.load(out / "library.npy"))
+            np.savez(opened, **packed)
+    batch = target.edit_batches(dict(np.load(rows)), np.load(out / "library.npy"), steps)
     settings = target.config(VOCAB_SIZE, 0)
     place = out / "float32"
     place.mkdir(exist_ok=True)
@@ -138,9 +144,8 @@ def make_drafter(out: Path, steps: int) -> None:
     texts = [Text(row.astype(np.int32), 0) for row in written]
     # The right answers, which are nearly always the target's own.
     rows = np.load(out / "edits.npz")
-    texts += [
-        Text(*edit) for edit in edits.split_rows(rows["ids"], rows["weights"], tokenizer.eos_token_id)[:EDIT_TEXTS]
-    ]
+    answered = edits.split_rows(rows["edits"], rows["edits_weights"], tokenizer.eos_token_id)
+    texts += [Text(*edit) for edit in answered[:EDIT_TEXTS]]
     args = DrafterArgs(*model_sizes(model), exit_dim=EXIT_DIM, num_draft_layers=1)
     settings = TrainingArgs(iters=steps, batch_size=ROWS_PER_STEP, learning_rate=4e-3)
     drafter.train(model, texts, args, settings, out / "drafter")
@@ -176,14 +181,13 @@ def package(out: Path) -> None:
         for file in files:
             shutil.copyfile(out / name / file, place / file)
     code = [{"name": name, "text": text} for name, text in report.prompts(tokenizer).items()]
-    made = report.held_out_edits(tokenizer, report.PROMPTS, 2, SHOWN_EDIT_TOKENS)
-    # The first is what is shown: of those that the target does right, the one that changes most lines.
+    made = report.held_out_edits(tokenizer, SHOWN_FROM, 2, SHOWN_EDIT_TOKENS)
+    # The first is what is shown: of those that the target does right, the longest. The others are taken as they come.
     right = [edit for edit in made if report.is_right(model, tokenizer, edit)]
-    changes = {edit: len(set(edit.after.splitlines()) - set(edit.before.splitlines())) for edit in right}
-    shown = max(changes, key=changes.__getitem__, default=made[0])
+    shown = max(right, key=lambda edit: len(edit.after), default=made[0])
     made.sort(key=lambda edit: edit is not shown)
-    shown_edits = [{"name": edit.kind, "text": edit.prompt, "answer": edit.after} for edit in made]
-    for name, found in (("prompts", code), ("edits", shown_edits)):
+    shown_edits = [{"name": edit.kind, "text": edit.prompt, "answer": edit.after} for edit in made[: report.PROMPTS]]
+    for name, found in (("code", code), ("edits", shown_edits)):
         (PACKAGE / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -205,8 +209,8 @@ def main() -> None:
         help="also: package (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=5000, help="of both llamas (default: %(default)s)")
-    parser.add_argument("--edit-steps", type=int, default=1200, help="default: %(default)s")
-    parser.add_argument("--drafter-steps", type=int, default=2400, help="default: %(default)s")
+    parser.add_argument("--edit-steps", type=int, default=1700, help="default: %(default)s")
+    parser.add_argument("--drafter-steps", type=int, default=1000, help="default: %(default)s")
     args = parser.parse_args()
     stages: dict[str, Callable[[], None]] = {
         "corpus": lambda: make_corpus(args.output),

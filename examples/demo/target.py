@@ -27,7 +27,13 @@ LONG_FROM = 0.75
 WARM_UP = 40
 DECAY_FROM = 0.5
 ADAM_RATE, MUON_RATE = 3e-3, 1e-2
-EDIT_LENGTH, EDIT_ROWS = 768, 4
+EDIT_LENGTHS = {"exercises": 256, "short": 256, "edits": 512}
+EDIT_PHASES: tuple[tuple[float, dict[str, int]], ...] = (
+    (0.2, {"exercises": 8, "short": 3, "text": 1}),
+    (0.5, {"exercises": 2, "short": 8, "text": 2}),
+    (1.0, {"edits": 5, "text": 1}),
+)
+TEXT_WEIGHT = 0.5
 CHECKPOINT_SECONDS = 240
 
 # step -> (B, T + 1) ids and the (B, T) weights of the last T
@@ -177,20 +183,27 @@ def text_batches(wide: np.ndarray, last: np.ndarray, steps: int, seed: int = 0) 
     return batch
 
 
-def edit_batches(ids: np.ndarray, weights: np.ndarray, text: np.ndarray, seed: int = 0) -> Batches:
-    """Rows of edits, and one window of `text`.
+def edit_batches(rows: dict[str, np.ndarray], text: np.ndarray, steps: int, seed: int = 0) -> Batches:
+    """Exercises at first, then short edits, in the last half edits of all lengths; always some of `text` beside them.
 
     Args:
-        ids, weights: as of `edits.pack_rows`.
+        rows: "exercises", "short" and "edits", as of `edits.pack_rows`, the weights under NAME_weights; those of short
+            edits and of exercises are equally long.
         text: a stream of ids.
     """
-    length = weights.shape[1]
-    window = windows(text, (length,), seed)
+    lengths = {name: rows[name].shape[1] - 1 for name in ("short", "edits")}
+    window = windows(text, tuple(lengths.values()), seed)
 
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-        at = (step * EDIT_ROWS + np.arange(EDIT_ROWS)) % len(ids)
-        plain = window(step, 1, length)
-        return np.concatenate([ids[at], plain]), np.concatenate([weights[at], np.ones((1, length), np.float32)])
+        counts = next(counts for last, counts in EDIT_PHASES if step < last * steps)
+        length = lengths["edits" if "edits" in counts else "short"]
+        plain = window(step, counts["text"], length)
+        ids, weights = [plain], [np.full((len(plain), length), TEXT_WEIGHT, np.float32)]
+        for name in counts.keys() & rows.keys():
+            at = (step * counts[name] + np.arange(counts[name])) % len(rows[name])
+            ids.append(rows[name][at])
+            weights.append(rows[f"{name}_weights"][at])
+        return np.concatenate(ids), np.concatenate(weights)
 
     return batch
 
@@ -225,7 +238,7 @@ def train(
     if start is not None:
         model.load_state_dict(load_file(start))
     model.to(device)
-    run = torch.compile(model)
+    run = torch.compile(model, dynamic=False)
     inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
