@@ -28,7 +28,8 @@ DRAFT_MODEL = Path(__file__).parent / "draft_model"
 """A smaller llama, trained on the demo's files, for mlx-lm's own speculation."""
 
 DEMO = "demo"
-"""The category of the packaged demo's own prompts, pieces of source files that its models were not trained on."""
+DEMO_CATEGORIES = {"demo-edits": "edits", "demo-code": "code"}
+"""Categories of the packaged demo's own prompts, from source files that its models were not trained on."""
 
 
 class Prompt(NamedTuple):
@@ -162,17 +163,20 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
     """The prompts of these names, each once.
 
     Args:
-        names: of prompts or of categories, "all" (of the benchmarks' own), "demo", or files that hold a prompt a line.
+        names: of prompts or of categories, "all" (of the benchmarks' own), "demo" (both of its categories), or
+            files that hold a prompt a line.
 
     Raises:
         RedrafterError: a name that is none of these, with the categories there are; a file that cannot be read.
     """
     paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}
-    texts |= {f"{DEMO}/{number:02d}": text for number, text in enumerate(demo_prompts(), start=1)}
+    for category, kind in DEMO_CATEGORIES.items():
+        texts |= {f"{category}/{number:02d}": text for number, text in enumerate(demo_prompts(kind), start=1)}
     found: dict[str, list[int]] = {}
     for name in names:
-        chosen = paths if name == "all" else [each for each in texts if name in (each, each.partition("/")[0])]
+        wanted = set(DEMO_CATEGORIES) if name == DEMO else {name}
+        chosen = paths if name == "all" else [each for each in texts if wanted & {each, each.partition("/")[0]}]
         found |= {each: encode_chat(tokenizer, texts[each]) for each in chosen}
         if not chosen:
             file = expand_path(name)

@@ -42,6 +42,9 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/training.md"))
 PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
+DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperature 0.8"}
+"""Results of the packaged demo, and what their texts are."""
+
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
 
@@ -87,22 +90,25 @@ def make_row(name: str, records: list[Record]) -> Row:
 
 
 def make_demo_table(results: Results) -> str:
-    """Every contestant on the demo's own prompts."""
-    records = results.files.get("demo", [])
-    rows = [make_row(name, own) for name, own in group_by_contestant(records).items()]
-    return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+    """Every contestant on the demo's own prompts, edits and fresh code apart."""
+    rows, settings = list[Row](), ""
+    for file, text in DEMO_FILES.items():
+        records = results.files.get(file, [])
+        rows += [{"text": text} | make_row(name, own) for name, own in group_by_contestant(records).items()]
+        settings += describe_setting(records)
+    return f"{format_markdown(rows)}\n{settings}" if rows else ""
 
 
 def make_summary_table(results: Results) -> str:
     """Plain decoding and ours, on the demo and on the largest of the real sizes."""
     rows: list[Row] = []
-    files = {"demo": ("context", "auto", "auto + context"), "synthetic-8b": ("auto",)}
+    files = dict.fromkeys(DEMO_FILES, ("context", "auto", "auto + context")) | {"synthetic-8b": ("auto",)}
     for file, names in files.items():
-        records = results.files.get(file, [])
-        for name, own in group_by_contestant(records).items():
+        for name, own in group_by_contestant(results.files.get(file, [])).items():
             if name in (PLAIN, *names):
-                rows.append({"target": f"{own[0]['model']}, {own[0]['model_bits']:.3g} bits"} | make_row(name, own))
-    return format_markdown(rows) if rows else ""
+                target = f"{own[0]['model']}, {own[0]['model_bits']:.3g} bits"
+                rows.append({"target": target, "text": DEMO_FILES.get(file, "simulated")} | make_row(name, own))
+    return format_markdown(rows)
 
 
 def make_kinds_table(results: Results) -> str:

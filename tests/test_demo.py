@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def test_drafted_text_is_the_plain_text(demo: tuple[Any, Any, Any], plan: tuple[
         assert made == plain[: len(made)] and (len(made) == TOKENS or responses[-1].finish_reason == "stop")
         rounds, accepted = rounds + responses[-1].rounds, accepted + responses[-1].accepted
     assert accepted > 0.2 * rounds, "the packaged drafter is trained for the packaged target"
+
+
+def test_the_shown_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
+    model, tokenizer, drafter = demo
+    shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
+    assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
+    responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400))
+    assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
+    assert responses[-1].tokens_per_round > 2, "most of it is copied"
 
 
 def test_the_demo_is_small_and_in_eight_bits() -> None:

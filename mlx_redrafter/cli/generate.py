@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..decoding import draw_seed
+from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
@@ -29,7 +30,8 @@ from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
 from .arguments import load_models, make_text_parser, read_options
 
-DEMO_PROMPT = "def main("
+DEMO_MAX_TOKENS = 400
+"""Enough for the demo's own prompt, an edit."""
 NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"
 SHORT_RUN = 2.0
 """Seconds; a ratio of a shorter run is given with a caution."""
@@ -43,7 +45,12 @@ Stream = partial[Generator[GenerationResponse, None, None]]
 
 def run() -> int:
     """Generates as `sys.argv` says; the exit status, 1 if `--compare` finds a token that differs."""
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
+    shows_edit = args.prompt is None and args.model is None and args.prompt_cache_file is None
+    if shows_edit:
+        parser.set_defaults(max_tokens=DEMO_MAX_TOKENS)
+        args = parser.parse_args()
     options, tokenizer_config = read_options(args), dict[str, Any]()
     if args.compare:
         if args.plan == OFF or (args.context is False and (args.no_drafter or (args.model and not args.drafter))):
@@ -59,6 +66,8 @@ def run() -> int:
     prompt, stop = make_prompt(args, tokenizer), [unescape(text) for text in args.stop]
     stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
     show, verdict = args.verbose and not args.json, None
+    if show and shows_edit:
+        print(tokenizer.decode(prompt), end="", flush=True)
     if args.compare:
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         sampler = Options(**options, xtc_special_tokens=special).make_sampler(options["seed"])
@@ -87,7 +96,7 @@ def make_parser() -> Parser:
     about = "Generate text with speculative decoding: the text of plain decoding, in less time."
     parser = make_text_parser("generate", about)
     add = parser.add_argument
-    add("--prompt", "-p", help="the prompt; '-' reads from stdin")
+    add("--prompt", "-p", help="the prompt; '-' reads from stdin; without one the demo edits a packaged function")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
@@ -129,10 +138,10 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
 
 def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     """The prompt's token ids, through the chat template where there is one, as in mlx-lm."""
-    text = args.prompt
-    if text is None:
-        text = DEFAULT_PROMPT if args.model else DEMO_PROMPT
-    text = sys.stdin.read() if text == "-" else unescape(text)
+    if args.prompt is None:
+        text = DEFAULT_PROMPT if args.model else demo_prompts("edits")[0]
+    else:
+        text = sys.stdin.read() if args.prompt == "-" else unescape(args.prompt)
     has_template = tokenizer.has_chat_template and not args.ignore_chat_template
     if has_template:
 

@@ -36,7 +36,12 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
     return model, tokenizer, loaded
 
 
-def demo_prompts() -> list[str]:
-    """Prompts from source files that neither model was trained on."""
-    prompts: list[dict[str, str]] = json.loads((DIRECTORY / "prompts.json").read_text(encoding="utf-8"))
-    return [prompt["text"] for prompt in prompts]
+def demo_prompts(*kinds: str) -> list[str]:
+    """Prompts from source files that neither model was trained on.
+
+    Args:
+        kinds: "edits" (an instruction above a function or a JSON document) and "code" (the beginning of a function);
+            both if none is given.
+    """
+    files = [DIRECTORY / f"{kind}.json" for kind in kinds or ("edits", "code")]
+    return [prompt["text"] for file in files for prompt in json.loads(file.read_text(encoding="utf-8"))]

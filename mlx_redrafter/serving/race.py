@@ -11,6 +11,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..demo import demo_prompts
 from ..options import PLAN_OPTIONS
 from .command import check_args, make_parser
 
@@ -65,6 +66,7 @@ def make_race_app(service: Service) -> Starlette:
     about = {
         "model": service.model_name,
         "demo": args.model is None,
+        "example": None if args.model else demo_prompts("edits")[0],
         "drafter": service.drafter_name,
         "chat": bool(service.tokenizer.has_chat_template),
         "plan": ", ".join(shape) or f"plan {args.plan}",

@@ -31,8 +31,8 @@ def test_prompts_are_found_by_name_and_category(tokenizer: Any) -> None:
     code = [each.name for each in everything if each.category == "code"]
     assert [each.name for each in find_prompts(["code", code[0]], tokenizer)] == code, "each once"
     own = find_prompts(["demo"], tokenizer)
-    assert {each.category for each in own} == {"demo"} and own[0].name == "demo/01" and len(own) > 8
-    assert own[0].ends == {tokenizer.eos_token_id}
+    assert {each.category for each in own} == {"demo-edits", "demo-code"} and own[0].name == "demo-edits/01"
+    assert own[0].ends == {tokenizer.eos_token_id} and len(own) > 16
 
 
 def test_users_own_prompts_bear_their_files_name(tmp_path: Path, tokenizer: Any) -> None:

@@ -28,7 +28,7 @@ def test_written_records_are_read_again(tmp_path: Path) -> None:
 
 def test_committed_results_are_sound() -> None:
     found = read_results(records.RESULTS)
-    assert {"demo", "kinds", "demo-sweep", "synthetic-1b"} <= set(found.files)
+    assert {"demo-edits", "demo-code", "kinds", "demo-sweep", "synthetic-1b"} <= set(found.files)
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ def test_rows_where_drafting_loses_stay_in() -> None:
         make_line(make_speed()),
         make_line(make_speed(plan=(4, 3, 13), ratio=0.4)),
     ]
-    results = Results({"demo": records, "kinds": records}, [])
+    results = Results({"demo-edits": records, "kinds": records}, [])
     table = TABLES["demo"](results)
-    assert "| 1 x 3 | 1.98 | 150.00 | 1.50 (1.50 to 1.50) | 1 of 1 |" in table
-    assert "| 4 x 3 | 1.98 | 40.00 | 0.40 (0.40 to 0.40) | 1 of 1 |" in table
+    assert "| edits, greedy | 1 x 3 | 1.98 | 150.00 | 1.50 (1.50 to 1.50) | 1 of 1 |" in table
+    assert "| edits, greedy | 4 x 3 | 1.98 | 40.00 | 0.40 (0.40 to 0.40) | 1 of 1 |" in table
     assert "Some Chip" in table and "mlx 0.32.4" in table
     assert "| code (1) | 100.00 | 1.50 | 0.40 |" in TABLES["kinds"](results)
 
@@ -67,15 +67,21 @@ def test_nothing_exceeds_the_limit() -> None:
 def test_tables_take_results_of_any_contestants() -> None:
     others = [make_speed("mlx-lm", None, 0.9)], [make_speed(plan="auto", ratio=1.1)], []
     for records in ([make_line(make_costs())], *([PLAIN, *map(make_line, each)] for each in others)):
-        results = Results({"demo": records, "kinds": records, "synthetic-x": records}, [])
+        results = Results({"demo-code": records, "kinds": records, "synthetic-x": records}, [])
         assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
 
 
 def test_the_summary_is_of_the_demo_and_one_real_size() -> None:
     ours = make_line(make_speed(plan="auto", ratio=1.5))
     other = make_line(make_speed(plan="auto", ratio=2.5) | {"model": "large"})
-    table = TABLES["summary"](Results({"demo": [PLAIN, ours], "synthetic-8b": [other], "synthetic-1b": [ours]}, []))
-    assert table.count("| auto |") == 2 and "1.50 (1.50 to 1.50)" in table and "| large, 32 bits | auto |" in table
+    table = TABLES["summary"](
+        Results({"demo-code": [PLAIN, ours], "synthetic-8b": [other], "synthetic-1b": [ours]}, [])
+    )
+    assert (
+        table.count("| auto |") == 2
+        and "1.50 (1.50 to 1.50)" in table
+        and "| large, 32 bits | simulated | auto |" in table
+    )
 
 
 def test_contributions_stand_with_their_contributor() -> None:
@@ -90,7 +96,7 @@ def test_contributions_stand_with_their_contributor() -> None:
 
 
 def test_tables_are_placed_again_without_change() -> None:
-    results = Results({"demo": [make_line(make_speed())]}, [])
+    results = Results({"demo-edits": [make_line(make_speed())]}, [])
     text = f"# Title\n\n{make_place('demo', 'old' + chr(10))}\nbetween\n\n{make_place('contributed')}end\n"
     once = place_tables(text, results)
     assert "old" not in once and "| 1 x 3 |" in once and "None yet." in once

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from mlx_redrafter import GenerationResponse, generate_step, load
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
+from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.options import OPTION_FLAGS, Options
 
 Run = Any
@@ -50,6 +51,15 @@ def test_plain_and_drafted_text_are_equal(pair: Pair, run: Run) -> None:
     assert run(*common, "--verbose", "F") == (0, plain, "")
     common = ("generate", "--model", pair[0], "-m", "5", "--verbose", "F", "--prompt")
     assert run(*common, "-", stdin=b"a\nb") == run(*common, "a\\nb"), "the prompt may come from stdin"
+
+
+def test_the_demo_shows_an_edit_and_its_result(run: Run) -> None:
+    prompt = demo_prompts("edits")[0]
+    status, out, _ = run("generate", *PLAN)
+    assert status == 0 and out.startswith(prompt) and len(out) > 1.5 * len(prompt)
+    record = run_json(run, *PLAN)
+    assert out == prompt + record["text"] + "\n" and record["finish_reason"] == "stop"
+    assert run("generate", *PLAN, "-m", "5", "--verbose", "F")[1].count("\n") < 3, "the text alone, of five tokens"
 
 
 def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:

@@ -18,6 +18,7 @@ from selenium.webdriver.common.by import By
 from servers import Running, ScriptedEngine, ask, parse_flags, start_scripted, start_server, until
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.serving import race
 from mlx_redrafter.serving.process import load_service
 from mlx_redrafter.serving.race import PAGE, make_race_app, make_race_parser
@@ -65,6 +66,7 @@ def test_what_the_page_is_told_is_data(page_server: tuple[Running, ScriptedEngin
     reply = ask(page_server[0], "/?prompt=x&go=1")
     assert reply.status == 200 and reply.headers["content-type"] == "text/html; charset=utf-8"
     expected = {"model": "demo", "demo": True, "drafter": "demo", "chat": True, "plan": "plan auto"}
+    expected["example"] = demo_prompts("edits")[0]
     assert read_about(reply.body.decode()) == expected
     with start_scripted(chat_tokenizer, make=make_race_app, model_name=NASTY) as (server, _):
         told = ask(server, "/").body.decode()
