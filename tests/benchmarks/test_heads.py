@@ -26,7 +26,7 @@ def test_a_bigram_guesses_the_likeliest_successor() -> None:
 def test_a_small_comparison_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ("--iters", "2", "--texts", "30", "--text-tokens", "12", "--max-tokens", "4", "--prompts", "demo/01")
+    small = ("--iters", "2", "--texts", "30", "--text-tokens", "12", "--max-tokens", "4", "--prompts", "demo-code/01")
     words = (*small, "--output", str(tmp_path / "out"), "--results", str(tmp_path / "heads.jsonl"))
     args = parse_flags(heads, *words, "--kinds", "medusa", "--learning-rates", "1e-3")
     monkeypatch.setattr(heads, "HELD_OUT", 2)

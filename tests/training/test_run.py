@@ -50,7 +50,7 @@ runpy.run_module("mlx_redrafter.train", run_name="__main__")
 
 def prompts(directory: Path) -> Path:
     path = directory / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts()))
+    path.write_text("".join(json.dumps({"prompt": text[:60]}) + "\n" for text in demo_prompts("code")))
     return path
 
 
