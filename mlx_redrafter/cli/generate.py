@@ -85,7 +85,8 @@ def run() -> int:
         if verdict:
             print(describe(verdict, decoded.last), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
-            is_useless = last.drafted > last.context_drafted and last.accepted == last.context_accepted
+            # Where tokens of the context were accepted, the drafter may have had no chance.
+            is_useless = last.drafted > last.context_drafted and not last.accepted
             if drafter is not None and is_useless and rounds < USELESS_ROUNDS:
                 print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds a warning has said so
     return 0 if verdict is None or verdict["identical"] else 1
