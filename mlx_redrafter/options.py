@@ -331,5 +331,7 @@ def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """
     for name in given:
         if name not in known:
-            close = [ALIASES[name]] if ALIASES.get(name) in known else get_close_matches(name, known, 1)
-            raise TypeError(f"unknown option {name!r}" + (f": did you mean {close[0]}?" if close else ""))
+            names = {alias: option for alias, option in ALIASES.items() if option in known}
+            names |= {option: option for option in known}
+            close = get_close_matches(name, names, 1)
+            raise TypeError(f"unknown option {name!r}" + (f": did you mean {names[close[0]]}?" if close else ""))

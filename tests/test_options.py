@@ -88,6 +88,7 @@ def test_a_plan_in_part_is_taken_without_a_drafter(given: int) -> None:
     ("name", "message"),
     [
         ("temperature", "unknown option 'temperature': did you mean temp?"),
+        ("temprature", "unknown option 'temprature': did you mean temp?"),
         ("max_token", "unknown option 'max_token': did you mean max_tokens?"),
         ("max_new_tokens", "unknown option 'max_new_tokens': did you mean max_tokens?"),
         ("draft_model", "unknown option 'draft_model': did you mean drafter?"),
