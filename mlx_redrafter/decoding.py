@@ -19,7 +19,7 @@ from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
 from .engine.model_checks import check_draftable, check_verifiable, explain_chains
-from .engine.model_parts import check_states, model_name
+from .engine.model_parts import AFTER_NORM, StateName, find_taps, model_name
 from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import TokenChooser
@@ -100,14 +100,14 @@ def choose_sources(
     if drafter is not None:
         check_fit(drafter, model)
         source = source or drafter.open(model)
-        check_states(model, source.capture)
+        find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
     plan, shape = options.resolve_plan(drafter), options.plan_shape()
     if shape is None or options.max_tokens == 0:
         return [], Planner(None)
     is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
     context = _open_context(model, options, cache, default=(shape == AUTO or drafter is None) and not is_shared)
-    if plan == AUTO and isinstance(drafter, nn.Module) and not is_shared:
-        trees = check_draftable(model, tree=True, cache=cache) is None
+    if plan == AUTO and source is not None and isinstance(drafter, nn.Module) and not is_shared:
+        trees = check_draftable(model, tree=True, cache=cache, states=source.capture) is None
         try:
             planner = make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
         except Exception as error:  # while it was measured
@@ -116,7 +116,7 @@ def choose_sources(
             options.on_drafter_failure(error)
             drafter = None
         else:
-            return [*([source] if source and planner.plans else []), *context], planner
+            return [*([source] if planner.plans else []), *context], planner
     if drafter is None:
         if is_shared or not context or (options.context and shape != AUTO):
             return context, Planner(None)
@@ -126,7 +126,7 @@ def choose_sources(
     assert isinstance(plan, Plan)
     can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
     assert source is not None
-    return [source, *context], Planner(fit_plan(model, plan, cache), can_merge=can_merge)
+    return [source, *context], Planner(fit_plan(model, plan, cache, source.capture), can_merge=can_merge)
 
 
 def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: bool) -> list[Source]:
@@ -141,13 +141,16 @@ def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: 
     return [ContextSource()]
 
 
-def fit_plan(model: nn.Module, plan: Plan, cache: Cache = None) -> Plan:
+def fit_plan(model: nn.Module, plan: Plan, cache: Cache = None, states: Sequence[StateName] = (AFTER_NORM,)) -> Plan:
     """The plan, or its chain where the model takes no trees, with a warning that says why.
+
+    Args:
+        states: which hidden states the drafter reads.
 
     Raises:
         UnsupportedModelError: see `check_draftable`.
     """
-    reason = check_draftable(model, tree=plan.width > 1, cache=cache)
+    reason = check_draftable(model, tree=plan.width > 1, cache=cache, states=states)
     if reason is None:
         return plan
     # The line that is pointed to is the one that called a public function.
