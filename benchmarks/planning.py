@@ -83,7 +83,7 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
     mx.eval(hidden)
     for at in range(count):
         row, root = len(prompt) + at - 1, mx.array([text[at]])
-        source.keep(Kept(root, {name: states[row : row + 1] for name, states in hidden.items()}, root, None, 1, row))
+        source.keep(Kept(root, {name: states[row : row + 1] for name, states in hidden.items()}, None, 1, row))
         tree = source.propose(root[0], chain_plan(DEPTH), None, ordered=False)
         chain = cast(list[int], tree.tokens.tolist())[1:]
         ahead = text[at + 1 : at + 1 + DEPTH]

@@ -183,7 +183,7 @@ class ScriptedContext(Source):
         right: how often a proposed token is the right one.
     """
 
-    name, waits = "context", True
+    waits = True
 
     def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
         self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0

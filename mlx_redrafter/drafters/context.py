@@ -55,7 +55,6 @@ class ContextSource(Source):
     Appending and looking up take constant time on average.
     """
 
-    name = "context"
     waits = True
 
     def __init__(self) -> None:

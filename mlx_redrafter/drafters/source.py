@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 Adjust = Callable[[mx.array, int], mx.array]
 """(logits (W, V) of the tokens at depth d + 1, d) -> the same with the target's own filters and noise."""
-
-SourceName = Literal["drafter", "context"]
 
 
 class Forecast(NamedTuple):
@@ -51,14 +49,12 @@ class Source:
     """What drafts for one text.
 
     Attributes:
-        name: who is said to have drafted a token.
         waits: whether it proposes only after the round before was read.
         capture: which of the target's hidden states it reads.
         reads_all: whether it reads those of every position, the prompt's included; if not, of the last one alone.
         drafter: the weights that it uses; None for none.
     """
 
-    name: ClassVar[SourceName] = "drafter"
     waits: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     capture: tuple[StateName, ...] = ()

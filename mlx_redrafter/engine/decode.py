@@ -238,8 +238,7 @@ class Decoder:
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
                 if reads_all:
-                    following = prompt[done + 1 : done + size + 1]
-                    self._tell_drafter("keep", Kept(piece, hidden, following, None, size, position))
+                    self._tell_drafter("keep", Kept(piece, hidden, None, size, position))
                 self.target.evaluate()
                 mx.eval(self._drafter_state())
             done += size
@@ -263,7 +262,7 @@ class Decoder:
             self._tell_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
-            self._tell_drafter("keep", Kept(token, self.target.forward(token).hidden, None, None, 1, held))
+            self._tell_drafter("keep", Kept(token, self.target.forward(token).hidden, None, 1, held))
         self.target.finish(length, last_token)
         mx.eval(self._drafter_state())
 

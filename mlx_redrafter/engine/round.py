@@ -98,7 +98,7 @@ def verify(
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
     rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))
-    return Outcome(packed, rows, on_path[-1], Kept(tree.tokens, hidden, on_path, path, n_accepted + 1, position))
+    return Outcome(packed, rows, on_path[-1], Kept(tree.tokens, hidden, path, n_accepted + 1, position))
 
 
 def step(
@@ -117,7 +117,7 @@ def step(
     logprobs = log_softmax(logits)
     draws = chooser.sampler.draws(mx.array(position + 1), 1, logprobs.shape[-1])
     chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)
-    return Outcome(chosen, [logprobs[0]], chosen[0], Kept(token, hidden, chosen, None, 1, position))
+    return Outcome(chosen, [logprobs[0]], chosen[0], Kept(token, hidden, None, 1, position))
 
 
 def log_softmax(logits: mx.array) -> mx.array:

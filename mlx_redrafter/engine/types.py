@@ -67,7 +67,6 @@ class Kept(NamedTuple):
     Attributes:
         tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's one, or a piece of the prompt.
         hidden: the captured hidden states, each (N, D).
-        chosen: (R,) int32, what follows each position that stays; None for the last token of a text that ends there.
         path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
         n_kept: () int32 or a number, how many of the R stay: the first ones. The others repeat the last of them.
         position: of the first of them in the text.
@@ -75,7 +74,6 @@ class Kept(NamedTuple):
 
     tokens: mx.array
     hidden: dict[StateName, mx.array]
-    chosen: mx.array | None
     path: mx.array | None
     n_kept: mx.array | int
     position: int

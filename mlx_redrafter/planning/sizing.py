@@ -100,7 +100,7 @@ def draft_milliseconds(model: nn.Module, args: DrafterArgs, dtype: mx.Dtype, ste
     drafter.set_dtype(dtype)
     source = drafter.open(model)
     hidden = dict.fromkeys(source.capture, mx.zeros((1, args.hidden_size), dtype))
-    source.keep(Kept(token, hidden, token, None, 1, 0))
+    source.keep(Kept(token, hidden, None, 1, 0))
     mx.eval(drafter.parameters(), source.state)
     calls = {"draft": lambda: mx.eval(source.propose(token[0], plan, None, ordered=False))}
     calls["draft"]()
