@@ -25,8 +25,10 @@ from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.generate import generate_step
+from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, AutoPlanner
+from mlx_redrafter.planning.planner import AutoPlanner
+from mlx_redrafter.planning.simulation import simulate
 
 from .command import add_json, parse_above_zero, parse_positive
 from .models import add_workload, open_workload
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         right = count_right(workload.model, drafter, prompt.ids, args.max_tokens)
         planners = {f"1 x {depth}": Planner(chain_plan(depth)) for depth in range(1, 6)}
         planners["auto x"] = AutoPlanner(costs, acceptance)
-        made = {name: simulate(costs, planner, len(prompt.ids), right) for name, planner in planners.items()}
+        made = {name: simulate_chains(costs, planner, len(prompt.ids), right) for name, planner in planners.items()}
         rows.append({"text": prompt.name, **made})
     for name, mean in (("median", median), ("geometric mean", geometric_mean)):
         means = {each: mean(row[each] for row in rows[: len(workload.prompts)]) for each in planners}
@@ -91,14 +93,11 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
     return found
 
 
-def simulate(costs: CostTable, planner: Planner, length: int, right: list[int]) -> float:
-    """Speed against plain decoding, with the next plan chosen before a round or a step is read."""
-    made, took = 1, 0.0  # the prompt's own token
-    following = planner.next_plan(length)
-    while made < len(right):
-        plan, following = following, planner.next_plan(length + made)
-        accepted = 0 if plan is None else min(right[made - 1], plan.depth)
-        ms = costs.plain_ms(length + made) if plan is None else costs.round_ms(plan, length + made)
-        planner.observe(plan, accepted + 1, length + made, 0, ms)
-        made, took = made + accepted + 1, took + ms
-    return sum(costs.plain_ms(length + at) for at in range(1, made)) / took
+def simulate_chains(costs: CostTable, planner: Planner, length: int, right: list[int]) -> float:
+    """Speed against plain decoding after a prompt of `length` tokens; the context has no part in it.
+
+    Args:
+        right: how many tokens of a chain are right, drafted after each token of the text.
+    """
+    text = range(length, length + len(right))
+    return simulate(costs, planner, range(length), text, lambda plan, made: min(right[made - 1], plan.depth))

@@ -27,7 +27,7 @@ import numpy as np
 
 from mlx_redrafter.engine.plan import DRAFT_DEPTH, Plan
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning.planner import UNKNOWN_ACCEPTANCE, expected_tokens
+from mlx_redrafter.planning.acceptance import UNKNOWN_ACCEPTANCE, expected_tokens
 
 from .command import parse_above_zero
 from .tables import format_markdown

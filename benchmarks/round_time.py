@@ -19,7 +19,8 @@ from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.costs import CONTEXTS, CostTable, measure_costs
+from mlx_redrafter.planning.costs import CostTable
+from mlx_redrafter.planning.measure import CONTEXTS, measure_costs
 
 from .acceptance import add_plans
 from .command import add_json, parse_positive

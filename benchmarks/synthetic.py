@@ -27,8 +27,8 @@ from mlx_redrafter.cli.doctor import make_acceptance
 from mlx_redrafter.drafters import make_drafter
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.acceptance import AcceptanceTable
 from mlx_redrafter.planning.machine import memory_bytes
-from mlx_redrafter.planning.planner import Acceptance
 from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
 
 from .command import parse_plan, parse_positive
@@ -86,7 +86,7 @@ class Oracle(Sampler):
         seed: another seed, other draws.
     """
 
-    def __init__(self, acceptance: Acceptance, seed: int = 0) -> None:
+    def __init__(self, acceptance: AcceptanceTable, seed: int = 0) -> None:
         self.acceptance = [list(row) for row in acceptance]
         self._key = mx.random.key(seed)
         mx.eval(self._key)
@@ -122,14 +122,14 @@ class Oracle(Sampler):
         return mx.put_along_axis(rest, mx.broadcast_to(guesses, shape), named, axis=-1)
 
 
-def parse_rate(text: str) -> Acceptance:
+def parse_rate(text: str) -> AcceptanceTable:
     """The chance of a drafter's first guess; of its misses the others are right as often as is assumed of any."""
     if not 0 <= (rate := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return make_acceptance(rate)
 
 
-def build_workload(name: str, bits: int, *, layers: int, acceptance: Acceptance, seed: int = 0) -> Workload:
+def build_workload(name: str, bits: int, *, layers: int, acceptance: AcceptanceTable, seed: int = 0) -> Workload:
     """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
 
     Args:

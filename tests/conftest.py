@@ -10,7 +10,7 @@ import mlx_redrafter  # noqa: F401  before MLX: it loads the BLAS that the comma
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.planning import costs
+from mlx_redrafter.planning import measure
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,6 @@ def seeded() -> None:
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is measured of this machine goes to a folder of the tests, and is measured no longer than need be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "SECONDS", 0.3)
+        patch.setattr(measure, "SECONDS", 0.3)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield

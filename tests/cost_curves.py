@@ -7,9 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from mlx_redrafter.engine.plan import MAX_REPLAY, Plan
+from mlx_redrafter.engine.decode import Planner
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.planning import simulation
+from mlx_redrafter.planning.acceptance import expected_reach
 from mlx_redrafter.planning.costs import CostTable
-from mlx_redrafter.planning.planner import AutoPlanner, expected_reach
+from mlx_redrafter.planning.planner import AutoPlanner
 
 ACCEPTANCE = ((0.65, 0.15, 0.07, 0.04), (0.6, 0.15, 0.07, 0.04), (0.55, 0.15, 0.07, 0.04), (0.5, 0.15, 0.06, 0.04))
 CURVES: dict[str, Callable[[int], float]] = {
@@ -61,7 +64,7 @@ def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:
 
 
 def simulate(
-    planner: Any,
+    planner: Planner,
     costs: CostTable,
     scale: Callable[[int], float],
     tokens: int,
@@ -69,30 +72,22 @@ def simulate(
     *,
     stalls: float = 0.0,
 ) -> float:
-    """Speed over plain decoding's. The next plan is chosen before what is in flight is read, as decoding does.
+    """Speed over plain decoding's, of text that repeats nothing.
 
     Args:
         costs: what everything really takes.
         scale: of the acceptance, by how many tokens were made.
         stalls: how often the clock shows five times as long.
     """
-    generator, made, took, replayed = random.Random(seed), 0, 0.0, 0
-    following = planner.next_plan(START)
-    while made < tokens:
-        length, plan = START + made, following
-        following = planner.next_plan(length, replayed)
-        verified = plan is not None and replayed <= MAX_REPLAY
-        if plan is not None and verified:
-            ms = costs.round_ms(plan, length, replayed)
-            count = 1 + draw_accepted(plan, scale(made), generator)
-            left = replayed + count if costs.again and count <= plan.depth else 0
-        else:
-            ms = costs.step_ms(length, replayed) + (costs.draft_ms(plan) if plan else 0.0)
-            count, left = 1, 0
-        shown = ms * (5.0 if generator.random() < stalls else 1.0)
-        planner.observe(plan, count, length, replayed, shown, verified=verified)
-        made, took, replayed = made + count, took + ms, left
-    return sum(costs.plain_ms(START + at) for at in range(made)) / took
+    generator, clock = random.Random(seed), random.Random(seed)
+    return simulation.simulate(
+        costs,
+        planner,
+        range(START),
+        range(START, START + tokens),
+        lambda plan, made: draw_accepted(plan, scale(made), generator),
+        disturb=lambda ms: ms * (5.0 if clock.random() < stalls else 1.0),
+    )
 
 
 def simulate_auto(

@@ -26,19 +26,13 @@ from ..engine.model_parts import compute_dtype, find_parts, model_name
 from ..engine.plan import Plan, chain_plan
 from ..engine.target import Target
 from ..errors import RedrafterError
-from ..planning.costs import CostTable, is_disturbed, load_costs
+from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance
+from ..planning.costs import CostTable, is_disturbed
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
-from ..planning.planner import (
-    HYSTERESIS,
-    UNKNOWN_ACCEPTANCE,
-    Acceptance,
-    expected_tokens,
-    find_acceptance,
-    predict_all,
-    starting_plan,
-)
+from ..planning.planner import HYSTERESIS, predict_all, starting_plan
 from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
+from ..planning.store import load_costs
 from .arguments import make_parser
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
@@ -140,7 +134,7 @@ def find_overflow(model: nn.Module, drafter: Drafter) -> str | None:
     return find_not_finite(parts)
 
 
-def make_acceptance(rate: float) -> Acceptance:
+def make_acceptance(rate: float) -> AcceptanceTable:
     """Of a drafter whose first guess is right at that rate at every depth, and no other guess more often."""
     first, *others = UNKNOWN_ACCEPTANCE[0]
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
@@ -152,14 +146,16 @@ def find_break_even(costs: CostTable, context: int) -> float | None:
     return float(CHAIN_TOKENS[at]) if at < len(RATES) else None
 
 
-def find_plan_speed(costs: CostTable, acceptance: Acceptance, context: int, plan: Plan | None = None) -> dict[str, Any]:
+def find_plan_speed(
+    costs: CostTable, acceptance: AcceptanceTable, context: int, plan: Plan | None = None
+) -> dict[str, Any]:
     """What a plan (None: the fastest) brings; a round costs `plain_steps`, `ratio` is the speed over plain decoding."""
     plans = (found for found in predict_all(costs, acceptance, context) if plan in (None, found.plan))
     best = max(plans, key=lambda found: found.speedup)
     return {"plan": best.plan, "tokens_per_round": best.tokens, "plain_steps": best.steps, "ratio": best.speedup}
 
 
-def find_start(costs: CostTable, acceptance: Acceptance, context: int) -> dict[str, Any]:
+def find_start(costs: CostTable, acceptance: AcceptanceTable, context: int) -> dict[str, Any]:
     """What `auto` starts with: a plan, or None for plain decoding, and then the offer is that of the fastest plan."""
     plan = starting_plan(costs, acceptance, context)
     offer = find_plan_speed(costs, acceptance, context, plan)

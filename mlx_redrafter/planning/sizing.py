@@ -16,7 +16,8 @@ from ..drafters.trainable import TrainableArgs
 from ..engine.model_parts import model_sizes
 from ..engine.plan import DRAFT_DEPTH, chain_plan
 from ..engine.types import Kept
-from .costs import lower_quartile, time_calls
+from .costs import lower_quartile
+from .measure import time_calls
 
 CHEAP = 0.05
 """The share of a plain step that one draft step should cost at most."""

@@ -18,7 +18,7 @@ from ..engine.model_parts import model_name
 from ..engine.request_checks import check_prompt, check_request
 from ..engine.target import KVQuantization
 from ..errors import RedrafterError, one_line
-from ..planning.costs import digest_tensors
+from ..planning.store import digest_tensors
 from .chat_template import Message, parse_messages
 
 FORMAT = "1"

@@ -19,7 +19,8 @@ from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..errors import RedrafterError
-from ..planning.costs import lower_quartile, time_calls
+from ..planning.costs import lower_quartile
+from ..planning.measure import time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
 from .answers import AT_ONCE
 from .data import Text, collate

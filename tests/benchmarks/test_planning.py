@@ -8,7 +8,7 @@ import pytest
 from bench_records import parse_flags
 
 from benchmarks import planning
-from benchmarks.planning import count_right, make_costs, simulate
+from benchmarks.planning import count_right, make_costs, simulate_chains
 from mlx_redrafter import load_demo, stream_generate
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.engine.decode import Planner
@@ -25,7 +25,7 @@ def test_simulated_rounds_are_those_of_decoding(depth: int) -> None:
         ids = tokenizer.encode(text)
         *_, last = stream_generate(model, tokenizer, ids, drafter=drafter, draft_depth=depth, max_tokens=40)
         right = count_right(model, drafter, ids, 40)
-        speed = simulate(costs, Planner(chain_plan(depth)), len(ids), right)
+        speed = simulate_chains(costs, Planner(chain_plan(depth)), len(ids), right)
         assert speed == pytest.approx(last.tokens_per_round / costs.round_ms(chain_plan(depth), 64), rel=0.1)
 
 

@@ -21,7 +21,7 @@ from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
-from mlx_redrafter.planning.planner import Acceptance, expected_tokens
+from mlx_redrafter.planning.acceptance import AcceptanceTable, expected_tokens
 
 V = 512
 SIZES = (64, 2, 128, 4, 2, 16, V)
@@ -70,7 +70,7 @@ def count_rounds(oracle: Oracle, plan: tuple[int, ...], count: int) -> Stats:
         ([[0.6, 0.2, 0.1]], (3, 3, 6)),
     ],
 )
-def test_tokens_per_round_are_the_expected_ones(acceptance: Acceptance, plan: tuple[int, ...]) -> None:
+def test_tokens_per_round_are_the_expected_ones(acceptance: AcceptanceTable, plan: tuple[int, ...]) -> None:
     width, depth, *size = plan
     expected = expected_tokens(acceptance, Plan(width, depth, size[0] if size else 1 + width * depth))
     stats = count_rounds(Oracle(acceptance), plan, 400)

@@ -20,7 +20,7 @@ from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan
-from mlx_redrafter.planning import costs as cost_table
+from mlx_redrafter.planning import store
 from mlx_redrafter.planning.costs import CostTable
 
 GOOD = [[0.9, 0.02], [0.8, 0.03]]
@@ -42,7 +42,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     """Stands in for the measurement of any pair, with an empty cache directory, on a GPU that has no weaknesses."""
     found = Measured()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    monkeypatch.setattr(cost_table, "measure_costs", found.measure)
+    monkeypatch.setattr(store, "measure_costs", found.measure)
     set_machine(monkeypatch)
     return found
 

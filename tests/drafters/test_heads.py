@@ -20,7 +20,8 @@ from mlx_redrafter.engine.beam_search import Advance
 from mlx_redrafter.engine.model_parts import find_parts, model_sizes
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.options import default_depth
-from mlx_redrafter.planning.planner import candidate_plans, find_acceptance
+from mlx_redrafter.planning.acceptance import find_acceptance
+from mlx_redrafter.planning.planner import candidate_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 

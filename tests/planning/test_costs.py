@@ -19,16 +19,11 @@ from toys import make_model
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.planning import costs as costs_module
-from mlx_redrafter.planning.costs import (
-    CONTEXTS,
-    CostTable,
-    interpolate,
-    is_disturbed,
-    load_costs,
-    measure_costs,
-)
+from mlx_redrafter.planning import measure, store
+from mlx_redrafter.planning.costs import CostTable, interpolate, is_disturbed
+from mlx_redrafter.planning.measure import CONTEXTS, measure_costs
 from mlx_redrafter.planning.planner import make_planner
+from mlx_redrafter.planning.store import load_costs
 
 SMALL = CostTable((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
 Pair = tuple[Any, Drafter]
@@ -52,13 +47,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The measurements, whether with trees; the n-th finds plain steps of n milliseconds."""
     calls: list[bool] = []
 
-    def measure(model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
+    def measure_next(model: Any, drafter: Drafter, *, trees: bool) -> CostTable:
         calls.append(trees)
         count = len(calls)
         table = SMALL._replace(plain=(float(count),), verify=(tuple(count * ms for ms in SMALL.verify[0]),))
         return table if trees else table.chains_only()
 
-    monkeypatch.setattr(costs_module, "measure_costs", measure)
+    monkeypatch.setattr(store, "measure_costs", measure_next)
     return calls
 
 
@@ -115,7 +110,7 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
     assert (costs.again > 0) <= (name == "falcon_h1")
-    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
     assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
 
 
@@ -130,16 +125,16 @@ def test_slow_models_are_measured_in_a_number_of_plain_steps(
         return call(model, tokens, *args, **options)
 
     monkeypatch.setattr(type(pair[0]), "__call__", count)
-    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
     caplog.set_level("INFO")
     measure_costs(*pair, trees=True)
     assert caplog.messages == ["measuring this machine for these models: a few seconds"]
-    assert sum(rows) > 4 * costs_module.SLOW_STEPS, "as one that is not slow would be"
+    assert sum(rows) > 4 * measure.SLOW_STEPS, "as one that is not slow would be"
     rows.clear()
-    monkeypatch.setattr(costs_module, "time_step", lambda model: 1.5)
+    monkeypatch.setattr(measure, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
     assert caplog.messages[1:] == ["measuring this machine for these models: up to 51 seconds"]
-    assert 1 < sum(rows) <= costs_module.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
+    assert 1 < sum(rows) <= measure.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
     assert measure_costs(*pair, trees=False, contexts=(8, 16)).contexts == (8, 16), "who asks for more gets it"
 
 
@@ -184,7 +179,7 @@ def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], cac
 def test_a_disturbed_measurement_is_repeated_twice_at_most(
     measured: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs_module, "is_disturbed", lambda costs: True)
+    monkeypatch.setattr(store, "is_disturbed", lambda costs: True)
     pair = make_pair()
     assert load_costs(*pair, trees=True) is load_costs(*pair, trees=True)
     found = [load_costs(*forget(pair), trees=True).plain for _ in range(4)]
@@ -203,13 +198,13 @@ def test_an_unwritable_cache_folder_is_one_warning(
 def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measuring, counted, pair = threading.Event(), [], make_pair()
 
-    def measure(*args: Any, **options: Any) -> CostTable:
+    def measure_slowly(*args: Any, **options: Any) -> CostTable:
         counted.append(1)
         measuring.set()
         time.sleep(0.2)
         return SMALL
 
-    monkeypatch.setattr(costs_module, "measure_costs", measure)
+    monkeypatch.setattr(store, "measure_costs", measure_slowly)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(load_costs, *pair, trees=True)
         assert measuring.wait(60)

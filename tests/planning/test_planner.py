@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -18,24 +19,34 @@ from cost_curves import (
     simulate,
     simulate_auto,
 )
+from mlx.utils import tree_map
+from sessions import make_drafter
+from toys import make_model
 
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
+from mlx_redrafter.planning import simulation
+from mlx_redrafter.planning.acceptance import (
+    MAX_RATE,
+    UNKNOWN_ACCEPTANCE,
+    AcceptanceTable,
+    Counts,
+    expected_reach,
+    expected_tokens,
+)
 from mlx_redrafter.planning.planner import (
     MAX_LOSS,
-    MAX_RATE,
     PROBE_EVERY,
     WARM_UP,
     AutoPlanner,
     candidate_plans,
-    expected_reach,
     expected_replay,
-    expected_tokens,
     measured_plans,
     predict,
     predict_all,
     starting_plan,
 )
+from mlx_redrafter.planning.store import keep_counts, load_counts
 
 BOUNDS = {0.7: 1 - MAX_LOSS - 0.005, 1.0: 1 - MAX_LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
 """Least speed over plain decoding's, by how many times as long as the table says rounds really take."""
@@ -48,7 +59,8 @@ def test_expected_tokens_of_the_running_example() -> None:
     assert expected_tokens(table, Plan(2, 2, 5)) == pytest.approx(1 + 0.75 + 0.2 + 0.1)
     assert expected_tokens(table, Plan(2, 2, 4)) == pytest.approx(1 + 0.75 + 0.2)
     assert expected_tokens(table, Plan(1, 3, 4)) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 * 0.4), "as at depth 2"
-    assert expected_tokens(table, Plan(1, 2, 3), 2.0) == pytest.approx(1 + 2 * MAX_RATE / 3 * (1 + 2 * MAX_RATE / 3))
+    assert expected_tokens(table, Plan(1, 2, 3), 1.5) == pytest.approx(1 + 0.75 + 0.75 * 0.6)
+    assert expected_tokens(table, Plan(2, 1, 3), 9.0) == pytest.approx(1 + MAX_RATE + 0.25 * (1 - MAX_RATE) / 0.5)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +154,9 @@ def test_rounds_that_slow_down_are_noticed() -> None:
     for text in ("a third", "most"):
         assert simulate(AutoPlanner(costs, ACCEPTANCE), truth, TEXTS[text], 3000, 1) > BOUNDS[1.3]
     planner = AutoPlanner(costs, ACCEPTANCE)
-    assert simulate(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 2) < 0.9
-    simulate(planner, costs, TEXTS["all"], 600, 2)
-    assert simulate(planner, costs, TEXTS["all"], 600, 2) > 1.4, "drafting goes on once they are fast again"
+    assert simulate(planner, scale_rounds(costs, 9.0), TEXTS["all"], 60, 1) < 0.9
+    simulate(planner, costs, TEXTS["all"], 600, 1)
+    assert simulate(planner, costs, TEXTS["all"], 600, 1) > 1.4, "drafting goes on once they are fast again"
 
 
 def test_better_text_is_noticed_in_spite_of_stalls() -> None:
@@ -163,3 +175,51 @@ def test_the_pause_between_probes_doubles() -> None:
     assert pauses == sorted(pauses) and 2 * PROBE_EVERY < pauses[0] < pauses[-1] < 20 * PROBE_EVERY
     planner.observe(plans[probes[-1]], 2, START + 3000, 0, None)
     assert planner.next_plan(START + 3000) is not None, "a probe that was right is followed by another"
+
+
+@pytest.mark.parametrize(
+    "truth", [((0.88, 0.04),), ((0.7, 0.1), (0.4, 0.1), (0.15, 0.05), (0.05, 0.02))], ids=["flat", "steep"]
+)
+def test_what_texts_show_of_a_drafter_without_a_table_is_used_in_the_next_one(truth: AcceptanceTable) -> None:
+    """By depth, as drafters differ most in that."""
+    costs = make_costs("a step, a cliff at 16")
+
+    def decode_text(counts: Counts, seed: int) -> tuple[float, tuple[Plan, ...]]:
+        generator, planner = random.Random(seed), AutoPlanner(costs, UNKNOWN_ACCEPTANCE, counts=counts)
+
+        def draw(plan: Plan, made: int) -> int:
+            drawn = generator.random()
+            return sum(drawn < chance for chance in expected_reach(truth, plan)[1:])
+
+        return simulation.simulate(costs, planner, range(START), range(START, START + 256), draw), planner.plans
+
+    firsts, lasts = [], []
+    for seed in range(6):
+        counts = Counts()
+        speeds, plans = zip(*(decode_text(counts, 10 * seed + at) for at in range(5)), strict=True)
+        firsts.append(speeds[0])
+        lasts.append(fmean(speeds[2:]))
+        first, last, best = (max(plan.depth for plan in each) for each in (*plans[::4], candidate_plans(costs, truth)))
+        assert abs(last - best) <= max(3, abs(first - best) - 1), "the plans to choose from are those of its own table"
+    assert fmean(lasts) > fmean(firsts)
+
+
+def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = make_model()
+    drafter = make_drafter(model)
+    counts = load_counts(model, drafter)
+    assert load_counts(model, drafter) is counts and counts.scale == 1
+    for _ in range(40):
+        counts.add([0.5, 0.5], 1.0, 2)
+    keep_counts(model, drafter, counts)
+    same, other = make_drafter(model), make_drafter(model)
+    same.update(drafter.parameters())
+    other.update(tree_map(lambda array: array + 1, drafter.parameters()))
+    assert load_counts(model, same).by_depth == counts.by_depth
+    assert load_counts(model, other).scale == 1, "the same shapes, another drafter"
+    for file in tmp_path.rglob("*.json"):
+        file.write_text('{"overall": [1, "a"]}')
+    again = make_drafter(model)
+    again.update(drafter.parameters())
+    assert load_counts(model, again).scale == 1, "a damaged file is none"

@@ -1,0 +1,218 @@
+"""Measures the cost table of a pair of models, and the time of any calls.
+
+A cache filled with zeros stands for the text: a forward takes as long as after a real one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
+
+from ..drafters.protocol import Drafter
+from ..engine import kv_cache
+from ..engine.decode import Decoder, Planner, Rounds
+from ..engine.plan import Plan, chain_plan
+from ..engine.round import Draft, TokenChooser, step, verify
+from ..engine.sampling import make_sampler
+from ..engine.target import Target
+from ..engine.tree import chain
+from ..engine.types import Kept
+from ..engine.wired_limit import wired_limit
+from .costs import MEASURED_NODES, CostTable, lower_quartile
+
+K = TypeVar("K", bound=Hashable)
+_log = logging.getLogger(__name__)
+
+CONTEXTS = (64, 1024)  # context lengths at which is measured
+WIDTHS = (1, 2, 4)  # beam widths of a draft
+SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
+IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
+SLOW_STEP = 0.1  # seconds of a plain step from which on everything is run once, and after the first context alone
+SLOW_STEPS = 34  # plain steps that this takes, at most: where a forward of N nodes costs N of them
+
+
+def time_calls(
+    calls: Mapping[K, Callable[[], object]],
+    seconds: float,
+    *,
+    min_turns: int = 1,
+    max_turns: int | None = None,
+    before: Callable[[K], object] = lambda key: None,
+) -> dict[K, list[float]]:
+    """Milliseconds of every call, which take turns: a slow moment of the machine is one of them all.
+
+    Args:
+        calls: each returns when its work is done, evaluated. They should have run once before.
+        seconds: no turn begins later.
+        min_turns, max_turns: at least and at most this many turns, whatever the time.
+        before: is called with its key before each call, untimed.
+    """
+    times: dict[K, list[float]] = {key: [] for key in calls}
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < min_turns or (time.perf_counter() < end and (max_turns is None or turn < max_turns)):
+        for key, call in calls.items():
+            before(key)
+            started = time.perf_counter()
+            call()
+            times[key].append(1e3 * (time.perf_counter() - started))
+        turn += 1
+    return times
+
+
+def time_step(model: nn.Module) -> float:
+    """Seconds of a plain step, the second of two: the first compiles kernels."""
+    target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
+    calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
+    return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
+
+
+def time_parts(
+    model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, slow: bool
+) -> dict[tuple[str, int], float]:
+    """Milliseconds of the parts of decoding at a context length, each found by its name and a number.
+
+    ("plain", 1) is a plain step and ("round", width) a round of depth 2, both of a decoder, ("first", width) a draft of
+    one level, after a plain step that it takes in, ("level", width) each level more, ("verify", nodes) a forward, of
+    fewer nodes where models are slow.
+
+    Args:
+        slow: one run of a part may be enough, as what its kernels take to compile is little beside it.
+    """
+    in_a_row = 1 if slow else IN_A_ROW
+    after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
+    target = Target(model, capture=after_text.capture)
+    hidden = target.forward(mx.zeros((1,), mx.int32)).hidden
+    if after_text.reads_all:
+        states = {name: mx.zeros((context - 1, array.shape[-1]), array.dtype) for name, array in hidden.items()}
+        after_text.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
+    mx.eval(after_text.state)
+    for c in kv_cache.leaves(target.cache):
+        if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
+            rows: list[Any] = [c.keys, c.values]
+            c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
+    target.evaluate()
+    target.length, snapshot = context, kv_cache.snapshot(target.cache)
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
+    most = min(in_a_row, drafter.args.max_depth or in_a_row)
+    rounds: Rounds
+    source = after_text
+
+    def prepare(key: tuple[str, int]) -> None:
+        """Rewinds the target; decoding goes on until its rounds overlap."""
+        nonlocal rounds, source
+        (name, number), source = key, after_text.fork()
+        target.finish(target.length, 0)
+        kv_cache.restore(target.cache, snapshot)
+        target.length = context
+        if name in ("plain", "round"):
+            plan = None if name == "plain" else make_plan(number, 2)
+            sources = [source] if plan else []
+            decoder = Decoder(target, chooser, Planner(plan), sources, may_run_ahead=lambda: not slow)
+            rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
+            next(rounds)
+        elif name != "verify":
+            source.keep(step(target, tokens[:1], chooser, None).kept)
+            mx.eval(source.state)
+
+    def take_rounds() -> None:
+        for _ in range(in_a_row):
+            next(rounds)
+
+    def make_plan(width: int, depth: int) -> Plan:
+        depth = min(depth, drafter.args.max_depth or depth)
+        return Plan(width, depth, 1 + depth * width)
+
+    def draft(width: int, depth: int) -> None:
+        mx.eval(source.propose(tokens[0], make_plan(width, depth), None, ordered=False))
+
+    def run_forward(nodes: int) -> None:
+        if nodes == 1:
+            step(target, tokens[:1], chooser, None).read()
+        else:
+            verify(
+                target, Draft(chain(tokens[0], tokens[1:nodes]), None), chooser, None, chain_plan(nodes - 1), nodes
+            ).read()
+            target.keep_path([], [])
+
+    calls: dict[tuple[str, int], Callable[[], object]] = {("plain", 1): take_rounds}
+    calls |= {("round", width): take_rounds for width in widths[:2]}
+    calls |= {("first", width): partial(draft, width, 1) for width in widths}
+    calls |= {("level", width): partial(draft, width, most) for width in widths if most > 1}
+    calls |= {("verify", nodes): partial(run_forward, nodes) for nodes in range(1, MEASURED_NODES + 1)}
+    end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
+    parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
+    for key in parts:  # the first run compiles kernels
+        if key[0] == "verify" and key[1] > 5 and time.perf_counter() > end - seconds / 2:
+            del calls[key]
+        else:
+            first |= time_calls({key: calls[key]}, 0.0, before=prepare)
+    left = end - time.perf_counter()
+    times = time_calls(calls, left, min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
+    found = {key: lower_quartile(ms or first[key]) for key, ms in times.items()}
+    for name, number in found:
+        if name in ("plain", "round"):
+            found[name, number] /= in_a_row
+    for width in widths:
+        once = found["first", width]
+        found["level", width] = max((found["level", width] - once) / (most - 1), 0.01 * once) if most > 1 else once
+    return found
+
+
+def measure_costs(
+    model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] | None = None
+) -> CostTable:
+    """Measures a pair of models, in `SECONDS`; where they are slow, fewer nodes, and in about `SLOW_STEPS`.
+
+    Args:
+        trees: whether the model takes trees.
+        contexts: ascending context lengths, None for `CONTEXTS`, of which slow models get the first one; those that
+            the model has no positions for are left out.
+    """
+    with wired_limit(model), mx.stream(generation_stream):
+        step_seconds = time_step(model)
+    slow = step_seconds >= SLOW_STEP
+    length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if slow else "a few seconds"
+    _log.info("measuring this machine for these models: %s", length)
+    contexts = contexts or (CONTEXTS[:1] if slow else CONTEXTS)
+    limit = getattr(getattr(model, "args", None), "n_positions", None)  # of a table of learned positions
+    room = limit - MEASURED_NODES if isinstance(limit, int) else contexts[-1]
+    contexts = tuple(context for context in contexts if context <= room) or (max(1, room),)
+    widths = WIDTHS if trees else WIDTHS[:1]
+    with wired_limit(model), mx.stream(generation_stream):
+        times = [
+            time_parts(model, drafter, context, () if at else widths, SECONDS / len(contexts), slow=slow)
+            for at, context in enumerate(contexts)
+        ]
+    first, last = times[0], times[-1]
+    counts = tuple(number for name, number in last if name == "verify" and (name, number) in first)
+    depth = min(2, drafter.args.max_depth or 2)
+    rest = [
+        first["round", width]
+        - first["verify", 1 + depth * width]
+        - first["first", width]
+        - (depth - 1) * first["level", width]
+        for width in widths[:2]
+    ]
+    per_row = max(0.0, first["verify", counts[-1]] - first["verify", 1]) / (counts[-1] - 1)
+    must_replay = kv_cache.unknown_types(make_prompt_cache(model), kv_cache.TRIMMABLE)
+    return CostTable(
+        contexts=contexts,
+        counts=counts,
+        verify=tuple(tuple(ms["verify", nodes] for nodes in counts) for ms in times),
+        plain=tuple(ms["plain", 1] for ms in times),
+        widths=widths,
+        level=tuple(first["level", width] for width in widths),
+        rest=(rest[0], rest[-1]),
+        again=per_row if must_replay else 0.0,
+        first=tuple(first["first", width] for width in widths),
+    ).check()

@@ -1,0 +1,123 @@
+"""What is kept on disk of a pair of models: their cost table, and what texts have shown of the drafter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..atomic_files import write_text
+from ..drafters.protocol import Drafter
+from ..engine.model_parts import model_name
+from ..errors import one_line
+from .acceptance import Count, Counts
+from .costs import CostTable, is_disturbed, parse_costs
+from .machine import cache_directory, describe_machine
+from .measure import measure_costs
+
+MIN_NEW = 32
+"""Rounds whose counts are worth keeping."""
+
+_known_costs: dict[tuple[int, int, bool], CostTable] = {}
+_known_counts: dict[tuple[int, int], Counts] = {}
+_lock = Lock()
+
+
+def load_costs(
+    model: nn.Module,
+    drafter: Drafter,
+    *,
+    trees: bool,
+    refresh: bool = False,
+) -> CostTable:
+    """The cost table of a pair of models: of this process, else of the disk, else measured now and kept.
+
+    Args:
+        trees: whether the model takes trees; for chains alone see `CostTable.chains_only`.
+        refresh: measure again.
+    """
+    key = id(model), id(drafter), trees
+    with _lock:  # two measurements at once would disturb each other
+        if refresh or key not in _known_costs:
+            _known_costs[key] = _load_or_measure(model, drafter, trees, refresh)
+            for module in (model, drafter):
+                weakref.finalize(module, _known_costs.pop, key, None)  # another module may get its id
+        return _known_costs[key]
+
+
+def _load_or_measure(model: nn.Module, drafter: Drafter, trees: bool, refresh: bool) -> CostTable:
+    described = {"format": 6, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
+    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
+    file, tries = Path("costs", f"{name}.json"), 0
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # none yet, or damaged
+        found = {} if refresh else json.loads((cache_directory() / file).read_text(encoding="utf-8"))
+        kept, tries = parse_costs(found["costs"]), int(found["tries"])
+        if tries >= 3 or not is_disturbed(kept):
+            return kept
+    costs = measure_costs(model, drafter, trees=trees)
+    text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
+    try:
+        write_text(cache_directory() / file, text + "\n")
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"the measured costs cannot be kept: {one_line(error)}", stacklevel=2)
+    return costs
+
+
+def digest_tensors(module: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of its tensors."""
+    flat = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
+    described = sorted((name, list(array.shape), str(array.dtype)) for name, array in flat)
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def load_counts(model: nn.Module, drafter: Drafter) -> Counts:
+    """What earlier texts have shown of a drafter for a model: of this process, else of the disk, else nothing."""
+    key = id(model), id(drafter)
+    with _lock:
+        if key not in _known_counts:
+            counts = Counts()
+            with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # none yet, or damaged
+                kept = json.loads(_find_file(model, drafter).read_text(encoding="utf-8"))
+                counts = Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
+            _known_counts[key] = counts
+            for module in (model, drafter):
+                weakref.finalize(module, _known_counts.pop, key, None)  # another module may get its id
+        return _known_counts[key]
+
+
+def _parse(pair: list[float]) -> Count:
+    hits, expected = map(float, pair)
+    if not (0 <= hits < math.inf and 0 <= expected < math.inf):
+        raise ValueError("a count is no number of rounds")
+    return hits, expected
+
+
+def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
+    """Keeps them on disk for the next process, once there are enough new ones; where it cannot, it does not."""
+    if counts.n_new >= MIN_NEW:
+        counts.n_new = 0
+        with suppress(OSError, RuntimeError):
+            write_text(
+                _find_file(model, drafter), json.dumps({"overall": counts.overall, "by_depth": counts.by_depth}) + "\n"
+            )
+
+
+def _find_file(model: nn.Module, drafter: Drafter) -> Path:
+    """Beside the cost tables, by what both are: a sample of every tensor, as fine-tuned models have the same shapes."""
+    described = [model_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
+    arrays = (array for _, array in cast(Any, tree_flatten(drafter.parameters())))
+    sample = mx.concatenate([mx.zeros((1,)), *(array.reshape(-1)[:8].astype(mx.float32) for array in arrays)])
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + np.array(sample).tobytes())
+    return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"
