@@ -109,6 +109,9 @@ class Planner:
         """Called when the drafter has failed: the context alone drafts from then on."""
         self._plan = None
 
+    def finish(self) -> None:
+        """Called when decoding ends."""
+
     def observe(
         self,
         plan: Plan | None,
@@ -165,7 +168,7 @@ class Decoder:
 
     Args:
         target: captures what the sources read.
-        sources: what drafts: at most one that waits and one that does not.
+        sources: what drafts: at most one with a drafter, and one without, which forecasts what it will propose.
         planner: says what each round drafts.
         history: the tokens that the target's cache holds, for processors and sources.
         on_drafter_failure: see `Options`.
@@ -188,12 +191,12 @@ class Decoder:
         may_run_ahead: Callable[[], bool] | None = None,
     ) -> None:
         self.target, self._chooser, self._planner, self._history = target, chooser, planner, history
-        self._drafter = next((source for source in sources if not source.waits), None)
-        self._context = next((source for source in sources if source.waits), None)
+        self._drafter = next((source for source in sources if source.drafter is not None), None)
+        self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
         self._seen: mx.array | None = None  # the text before the next root, for the processors
-        self._root = 0
+        self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
         self._draft: Draft | None = None  # for the next round, as far as it needed no read
         self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
@@ -211,16 +214,19 @@ class Decoder:
             report: see `Report`.
         """
         yield from self.prefill(prompt, prefill_step_size, report)
-        for number in count(1):
-            started = perf_counter()
-            with on_stream():
-                pending = self._ahead or self._enqueue_round()
-                self._enqueue_next(pending)
-                path, tokens = pending.outcome.read()  # the one host read
-                done = self._commit(pending, path, tokens, 1e3 * (perf_counter() - started))
-            if number % CLEAR_EVERY == 0:
-                mx.clear_cache()
-            yield done
+        try:
+            for number in count(1):
+                started = perf_counter()
+                with on_stream():
+                    pending = self._ahead or self._enqueue_round()
+                    self._enqueue_next(pending)
+                    path, tokens = pending.outcome.read()  # the one host read
+                    done = self._commit(pending, path, tokens, 1e3 * (perf_counter() - started))
+                if number % CLEAR_EVERY == 0:
+                    mx.clear_cache()
+                yield done
+        finally:
+            self._planner.finish()
 
     def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
         """Reads the prompt in pieces, its last token alone, and enqueues the step that chooses the first token.
@@ -249,8 +255,10 @@ class Decoder:
             if self._chooser.processors and done:
                 self._seen = extend(self._seen, prompt[:done])
             self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
-            if self._context is not None:  # while that is being computed
-                self._context.read([*self._history, *cast(list[int], prompt.tolist())])
+            text = [*self._history, *cast(list[int], prompt.tolist())]
+            self._tell_drafter("read", text)  # while that is being computed
+            if self._context is not None:
+                self._context.read(text)
             outcome = self._ahead.outcome
             mx.eval(outcome.packed, outcome.logprobs, self.target.pending(), self._drafter_state())
             report(total, total)
@@ -272,6 +280,7 @@ class Decoder:
         length, replayed, drafter = target.length, target.replayed, self._drafter
         is_captured = drafter is not None and (drafter.reads_all or self._planner.may_draft)
         outcome = step(target, token, self._chooser, self._seen, want_hidden=is_captured)
+        self._vocab_size = outcome.logprobs[0].shape[-1]
         self._seen = extend(self._seen, token.astype(mx.int32)) if self._chooser.processors else None
         if is_captured:
             self._tell_drafter("keep", outcome.kept)
@@ -285,35 +294,34 @@ class Decoder:
             in_flight = pending.plan.context if pending.draft and pending.plan else 0
             forecast = self._context.forecast(1 + in_flight) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
-            if self._plan and self._plan.depth:
-                self._enqueue_draft(self._plan, pending)
+            if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
+                self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
         if self._plan is None and pending.draft is None and self._may_run_ahead():
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
-    def _enqueue_draft(self, plan: Plan, pending: Pending) -> None:
-        sampler, row = self._chooser.sampler, pending.outcome.logprobs[0]
-        draws = sampler.draws(pending.next_position, plan.depth + 1, row.shape[-1])
+    def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
+        """The drafter's tree below `root`, after which the token at `position` is chosen."""
+        sampler = self._chooser.sampler
+        draws = sampler.draws(position, plan.depth + 1, self._vocab_size)
         adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
         try:
             assert self._drafter is not None
             ordered = bool(self._chooser.processors)
-            self._draft = Draft(self._drafter.propose(pending.outcome.root, plan, adjust, ordered=ordered), draws)
+            self._draft = Draft(self._drafter.propose(root, plan, adjust, ordered=ordered), draws)
             mx.async_eval(self._draft)
         except Exception as error:
             self._drop_drafter(error)
 
     def _enqueue_round(self) -> Pending:
         """The round after all that is known: what was drafted and what had to wait for the read, else a plain step."""
-        target, plan, draft = self.target, self._plan, self._draft
+        target, plan = self.target, self._plan
         match = self._context.forecast(0) if self._context is not None else None
         if match is not None:
-            assert self._context is not None
             plan = self._planner.extend_plan(plan, match.reach, target.length, target.replayed)
-            if plan is not None and plan.context:
-                root = mx.array(self._root)
-                tree = self._context.propose(root, plan, None, ordered=True)
-                draft = Draft(merge([draft.tree, tree]), draft.draws) if draft and plan.depth else Draft(tree, None)
-        if not draft or not plan or target.replayed > MAX_REPLAY or not target.has_room(plan.rows):
+        draft = None
+        if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
+            draft = self._make_draft(plan)
+        if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
         length, replayed, room = target.length, target.replayed, target.until_quantized()
         limit = plan.max_depth if room is None else min(plan.max_depth, room - 1)
@@ -321,6 +329,17 @@ class Decoder:
         self._tell_drafter("keep", outcome.kept)
         self._enqueue(outcome, draft.tree)
         return Pending(outcome, length, replayed, plan, draft)
+
+    def _make_draft(self, plan: Plan) -> Draft | None:
+        """What the plan's sources propose, now that the round before is read."""
+        root = mx.array(self._root)
+        if plan.depth and self._drafter and self._drafter.waits:
+            self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
+        draft = self._draft if plan.depth else None
+        if plan.context and self._context:
+            tree = self._context.propose(root, plan, None, ordered=True)
+            draft = Draft(merge([draft.tree, tree]), draft.draws) if draft else Draft(tree, None)
+        return draft
 
     def _commit(self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float) -> Round:
         """Keeps what a round has made, now that it is read."""
@@ -359,7 +378,7 @@ class Decoder:
     def _drafter_state(self) -> Any:
         return None if self._drafter is None else self._drafter.state
 
-    def _tell_drafter(self, what: Literal["keep", "confirm", "rewind"], value: Any) -> None:
+    def _tell_drafter(self, what: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
         if self._drafter is None:
             return
         try:
