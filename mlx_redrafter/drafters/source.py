@@ -33,6 +33,11 @@ Adjust = Callable[[mx.array, int], mx.array]
 """(logits (W, V) of the tokens at depth d + 1, d) -> the same with the target's own filters and noise."""
 
 
+SHARPNESS = 1.25
+"""What a drafter's logits are multiplied by where no token is sampled: beams are to hold the target's likeliest token,
+which is a sharper question than what the target may say."""
+
+
 class Forecast(NamedTuple):
     """What a source that waits is likely to propose once the tokens that are being computed are known.
 
@@ -121,6 +126,7 @@ class StepwiseSource(Source):
         advance = self.drafter.begin(self._hidden, self._embed)
         if plan.width == 1:
             return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
+        adjust = adjust or (lambda logits, level: SHARPNESS * logits)
         beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
         tree = grow(root, beams)
         return tree if ordered else prune(tree, beams, plan.size)
