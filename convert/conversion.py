@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from huggingface_hub.utils import validate_repo_id
 from mlx_lm.utils import dequantize_model
 
@@ -255,12 +254,7 @@ def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
 
     The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, pooled over `PROMPTS`.
     """
-    draws = np.random.default_rng(0).normal(size=(2, 8, drafter.args.hidden_size)).astype(np.float32)
-    hidden, embedded = (mx.array(rows).astype(drafter.dtype) for rows in draws)
-    advance, tokens = drafter.begin(hidden, lambda tokens: embedded[tokens]), mx.arange(8) % drafter.args.vocab_size
-    logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
-    if "draft_ids" in drafter:
-        logits = logits[:, drafter.draft_ids]
+    logits = drafter.sample_logits()
     mx.eval(logits)
     if models is None:
         return logits, 0.0

@@ -14,10 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import check_fit, list_weights, load_drafter
-from mlx_redrafter.drafters import KINDS, arctic_lstm, medusa, recurrent
+from mlx_redrafter.drafters import KINDS, arctic_lstm, eagle, medusa, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import AFTER_NORM, find_parts
+from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_layer
 from mlx_redrafter.errors import CheckpointError
 
 from .layouts import find_drafter
@@ -77,6 +77,8 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     config = config | {"base_model": config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
     if kind == medusa.MODEL_TYPE:
         return Found(make_medusa(parts, config, where, model))
+    if kind == eagle.MODEL_TYPE:
+        return make_eagle(parts, config, where)
     return Found(make_speculator(kind, parts, config, where))
 
 
@@ -177,6 +179,80 @@ def make_speculator(kind: str, parts: Parts, config: dict[str, Any], where: str)
     return fill(drafter_class(derive_args(args_class, shapes, config | sizes, where)), parts, where)
 
 
+def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
+    """An EAGLE head; version 3 has norms before its attention. A copy of the target's embedding is left out."""
+    shapes, notes = join_shapes(parts, where), list[str]()
+    if others := sorted(name for name in parts if name.startswith("layers.")):
+        raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
+    version = 3 if "layer.hidden_norm.weight" in parts else 1
+    fc = need_matrix(shapes, "fc.weight", where)
+    width, hidden_size = fc[0], fc[1] // (2 if version == 1 else eagle.N_TAPS)
+    if version == 1:
+        parts.pop("embed_tokens.weight", None)
+        vocab_size = shapes.get("embed_tokens.weight", (config.get("vocab_size"),))[0]
+    else:
+        vocab_size = config.get("vocab_size")
+    given = dict[str, mx.array]()
+    if DRAFT_IDS in parts:
+        offsets = join_tensors(DRAFT_IDS, parts.pop(DRAFT_IDS), where, integers=True)
+        if shapes[DRAFT_IDS][0] != vocab_size or offsets.any().item():
+            given[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
+    if config.get("norm_output") is not None:
+        notes.append("config.json says norm_output, which projects read differently: it is ignored")
+    sizes = read_layer_sizes(config, shapes, "layer", where) | {
+        "width": width,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "version": version,
+        "qkv_bias": "layer.self_attn.q_proj.bias" in parts,
+        "fc_bias": "fc.bias" in parts,
+        "own_embedding": "embed_tokens.weight" in parts,
+        "fc_norm": "fc_norm.0.weight" in parts,
+        "norm_before_residual": config.get("norm_before_residual") is True,
+        "capture_layers": find_capture_layers(config) if version == 3 else None,
+    }
+    shapes = {name: shape for name, shape in shapes.items() if name in parts} | {
+        name: array.shape for name, array in given.items()
+    }
+    drafter = eagle.Drafter(derive_args(eagle.DrafterArgs, shapes, config | sizes, where))
+    return Found(fill(drafter, parts, where, given), notes=tuple(notes))
+
+
+def find_capture_layers(config: dict[str, Any]) -> list[int] | None:
+    """The layers whose outputs an EAGLE-3 head reads, as SpecForge and SGLang mean the key; None without the key."""
+    own = config.get("eagle_config")
+    layers = (own if isinstance(own, dict) else {}).get("eagle_aux_hidden_state_layer_ids")
+    return layers if layers is not None else config.get("eagle_aux_hidden_state_layer_ids")
+
+
+def read_layer_sizes(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], layer: str, where: str
+) -> dict[str, Any]:
+    """What `LayerArgs` says of a transformer layer: sizes from its tensors, the rest from a config of transformers.
+
+    Args:
+        layer: what stands before the names of its tensors.
+    """
+    width = need_matrix(shapes, f"{layer}.self_attn.o_proj.weight", where)[1]
+    heads = config.get("num_attention_heads")
+    head_dim = width // heads if type(heads) is int and heads > 0 else None
+    keys = need_matrix(shapes, f"{layer}.self_attn.k_proj.weight", where)[0]
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(key), dict):
+            rope |= config[key]
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return {
+        "head_dim": head_dim,
+        "num_key_value_heads": keys // head_dim if head_dim else None,
+        "intermediate_size": need_matrix(shapes, f"{layer}.mlp.gate_proj.weight", where)[0],
+        "rope_theta": theta,
+        "rope_scaling": None if is_plain else rope,
+        "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
+    }
+
+
 def join_shapes(parts: Parts, where: str) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor once it is joined of its parts.
 
@@ -227,8 +303,7 @@ def fill(drafter: Any, parts: Parts, where: str, given: Mapping[str, mx.array] |
 
 def find_output_matrix(model: nn.Module) -> mx.array:
     """(V, D) the matrix that makes a target's logits of its hidden states, dequantized."""
-    named = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    layer: Any = named[0] if named else find_parts(model).embedding
+    layer: Any = find_output_layer(model)
     if "scales" not in layer:
         return cast(mx.array, layer.weight)
     how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_redrafter.drafters import arctic_lstm, medusa, mlp_speculator, recurrent
+from mlx_redrafter.drafters import arctic_lstm, eagle, medusa, mlp_speculator, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS
 from mlx_redrafter.errors import CheckpointError
 
@@ -60,13 +60,21 @@ ARCTIC_LSTM: Renames = (
     (r"head\.0\.weight", "head.weight"),
 )
 
+EAGLE: Renames = (
+    (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
+    (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # which `make_eagle` refuses
+    (r"fc\.(?:weight|bias)|norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
+    ("d2t", DRAFT_IDS),
+    (r"t2d|(?:layer\.|layers\.0\.|midlayer\.)?.*\.rotary_emb\.inv_freq", ""),
+)
+"""The authors' names, SpecForge's and vLLM's."""
+
 OTHER_KINDS = (
     (
         r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
         "is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
     ),
     (r".*hydra.*", "holds Hydra heads, which are not supported"),
-    (r"(.*\.)?(fc\.weight|midlayer\..*|d2t|t2d)", "holds an EAGLE head, which is not supported"),
     (r"(.*\.)?(embed_tokens\.weight|layers\.\d+\.(self_attn|mlp|input_layernorm)\..*)", "is {model}, not a drafter"),
 )
 """(a tensor that tells what else it is, what to say); the first that fits."""
@@ -90,7 +98,7 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
     kind = config.get("model_type")
     says_other = isinstance(kind, str) and kind.isidentifier() and kind != recurrent.MODEL_TYPE
     for pattern, verdict in OTHER_KINDS:
-        if any(re.fullmatch(pattern, tail) for tail in tails.values()):
+        if "fc.weight" not in tails.values() and any(re.fullmatch(pattern, tail) for tail in tails.values()):
             raise CheckpointError(f"{where} {verdict.format(model=f'a {kind}' if says_other else 'a base model')}")
     if not inside and set(tails.values()) <= {HEAD}:
         raise CheckpointError(f"{where} holds no drafter: its tensors are {sorted(tails)}")
@@ -100,7 +108,7 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
         ours = rename(tail, renames)
         if ours is None:
             raise CheckpointError(f"{where} holds a tensor that no {model_type} has: {name!r}")
-        if ours == HEAD:
+        if ours == HEAD and model_type == recurrent.MODEL_TYPE:
             ours = f"lm_head.{sum(each.endswith('.linear.weight') for each in tails.values())}.weight"
         if ours in names:
             raise CheckpointError(f"{where} holds two drafters: {names[ours]!r} and {name!r}")
@@ -111,6 +119,8 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
 
 def find_kind(names: Collection[str], config: dict[str, Any]) -> tuple[str, Renames]:
     """(`model_type`, how its tensors are called) of the drafter with tensors of these names."""
+    if "fc.weight" in names:
+        return eagle.MODEL_TYPE, EAGLE
     if "forget_emb.0.weight" in names:
         return arctic_lstm.MODEL_TYPE, ARCTIC_LSTM
     if {"emb.0.weight", "emb.0.0.weight"} & set(names):

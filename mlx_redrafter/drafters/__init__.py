@@ -1,17 +1,18 @@
 """The kinds of drafters, one file each, and drafts from the context.
 
-What they share: config.py, what a config says; protocol.py, what decoding asks; trainable.py, what training asks.
+What they share: config.py, what a config says; protocol.py, what decoding asks; trainable.py, what training asks;
+source.py and cached.py, what they keep of a text.
 """
 
 from typing import Any
 
 from ..errors import CheckpointError
-from . import arctic_lstm, medusa, mlp_speculator, recurrent
+from . import arctic_lstm, eagle, medusa, mlp_speculator, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
 
-MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm)
+MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle)
 
 KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
     kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in MODULES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Any, Self, TypeVar
@@ -102,11 +103,63 @@ class DrafterArgs:
             most = MAX_SIZE if field.name.endswith(("_size", "_dim")) else MAX_COUNT
             if field.type == "int" and not (type(value) is int and 0 < value <= most):
                 raise CheckpointError(f"{where}/config.json: expected {field.name} from 1 to {most}, got {value!r:.40}")
-            if field.type in ("int", "bool"):
+            if field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise CheckpointError(
+                    f"{where}/config.json: expected {field.name} to be a number above 0, got {value!r:.40}"
+                )
+            if field.type in ("int", "bool", "float"):
                 sizes[field.name] = value
         if DRAFT_IDS in shapes:
             sizes["draft_vocab_size"] = shapes[DRAFT_IDS][0]
         return cls(**sizes)
+
+
+@dataclass(frozen=True)
+class LayerArgs(DrafterArgs):
+    """The sizes of a drafter that has transformer layers, in the names of their configs.
+
+    Attributes:
+        width: H, of its own rows.
+        rope_scaling: as mlx-lm's models take it; None for none.
+        rope_traditional: whether the rotation turns pairs of neighbours, not of halves.
+        capture_layers: the layers whose outputs it reads, in this order, from 0; None for what the kind's default is.
+    """
+
+    width: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    _: KW_ONLY
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_traditional: bool = False
+    rope_scaling: dict[str, Any] | None = None
+    capture_layers: list[int] | None = None
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from the config; see `DrafterArgs.derive`."""
+        args = super().derive(shapes, config, where)
+        scaling, layers = config.get("rope_scaling"), config.get("capture_layers")
+        if args.num_attention_heads % args.num_key_value_heads:
+            heads = f"{args.num_attention_heads} heads, {args.num_key_value_heads} of keys and values"
+            raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
+        if scaling is not None and not isinstance(scaling, dict):
+            raise CheckpointError(f"{where}/config.json: expected rope_scaling to be an object, got {scaling!r:.40}")
+        if layers is not None and not (isinstance(layers, list) and all(type(n) is int and n >= 0 for n in layers)):
+            raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
+        return replace(args, rope_scaling=scaling, capture_layers=layers)
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"width {self.width}, heads {self.num_attention_heads} of {self.head_dim}, MLP {self.intermediate_size}"
+
+    def for_mlx_lm(self) -> dict[str, Any]:
+        """The keys of a config that mlx-lm's layer classes ask for."""
+        names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+        own = {name: getattr(self, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
+        return own | {"hidden_size": self.width, "vocab_size": self.vocab_size, "num_hidden_layers": 1}
 
 
 Args = TypeVar("Args", bound=DrafterArgs)

@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine import beam_search
+from ..engine.beam_search import Advance
 from ..engine.model_parts import StateName, find_parts
 from ..engine.plan import Plan
 from ..engine.tree import chain, grow, prune
@@ -104,7 +105,7 @@ class Source:
 
 
 class StepwiseSource(Source):
-    """A drafter that reads token by token and begins from the last hidden state alone: beam search over it.
+    """A drafter that reads token by token: beam search over it. Here it begins from the last hidden state alone.
 
     Args:
         drafter: its weights.
@@ -120,10 +121,14 @@ class StepwiseSource(Source):
         """Keeps the last hidden state."""
         self._hidden = kept.last_hidden(self.capture[0])
 
+    def begin(self, root: mx.array) -> Advance:
+        """What reads the tokens of a draft, beginning with `root`, and guesses what follows them."""
+        assert self.drafter is not None and self._hidden is not None
+        return self.drafter.begin(self._hidden, self._embed)
+
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """See `Source.propose`."""
-        assert self.drafter is not None and self._hidden is not None
-        advance = self.drafter.begin(self._hidden, self._embed)
+        advance = self.begin(root)
         if plan.width == 1:
             return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
         adjust = adjust or (lambda logits, level: SHARPNESS * logits)
