@@ -56,7 +56,7 @@ def describe(done: Conversion) -> str:
     args = done.args
     lines = [
         f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}, "
-        f"{args.describe()}; reads the hidden state {'before' if args.before_norm else 'after'} the final norm",
+        f"{args.describe()}; reads {args.describe_states()}",
         f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
         "outputs: differ by at most {:.3g} (largest logit {:.3g}) on random inputs".format(*done.difference),

@@ -26,8 +26,8 @@ from mlx_redrafter.checkpoints import (
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
-from mlx_redrafter.generate import decode_prompts, encode_chat
 from mlx_redrafter.options import Options
+from mlx_redrafter.trial import try_drafter
 
 from .heads import read_checkpoint
 from .output import check_destination, make_card, new_directory, upload
@@ -36,15 +36,8 @@ from .sources import find_source
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """mode -> mlx-lm's default (group size, bits)."""
 
-PROMPTS = (
-    "Write a function that reverses a linked list.\n\ndef reverse(",
-    "Explain in three sentences why the sky is blue.",
-    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
-    "List the planets of the solar system, with one fact about each.",
-)
-"""What tokens per round are measured on, `NEW_TOKENS` for each."""
-
 NEW_TOKENS = 64
+"""Of each prompt that tokens per round are measured on."""
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -252,14 +245,11 @@ def quantize_layers(
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
     """(logits of its guesses after two tokens at random inputs, tokens per round with the base model or 0 without).
 
-    The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, pooled over `PROMPTS`.
+    The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, see `try_drafter`.
     """
     logits = drafter.sample_logits()
     mx.eval(logits)
     if models is None:
         return logits, 0.0
     model, tokenizer = models
-    prompts = [encode_chat(tokenizer, text) for text in PROMPTS]
-    options = Options(max_tokens=NEW_TOKENS, beam_width=1)
-    done = decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids))
-    return logits, done.stats.tokens_per_round
+    return logits, try_drafter(model, tokenizer, drafter, Options(max_tokens=NEW_TOKENS, beam_width=1)).tokens_per_round

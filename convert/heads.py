@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_layer
 from mlx_redrafter.errors import CheckpointError
 
 from .layouts import find_drafter
-from .sources import Source
+from .sources import Source, find_source
 from .tensors import Tensor, join_tensors, read_file
 
 Parts = dict[str, list[Tensor]]
@@ -50,6 +51,11 @@ class Found(NamedTuple):
     drafter: Drafter
     is_quantized: bool = False
     notes: tuple[str, ...] = ()
+
+
+def read_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Found:
+    """The drafter in a directory, a file or a hub repository; see `find_source` and `read_checkpoint`."""
+    return read_checkpoint(find_source(path_or_hf_repo), model)
 
 
 def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
-from .drafters import find_kind
+from .drafters import find_kind, is_converted
 from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from .drafters.protocol import Drafter
 from .engine.blas import choose_threads, warn_of_slow_blas
@@ -33,6 +35,7 @@ CHUNK = 1 << 21
 """How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
 
 Arrays = dict[str, mx.array]
+_log = logging.getLogger(__name__)
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -84,7 +87,7 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """A drafter, plain or quantized, with its weights evaluated.
+    """A drafter, plain or quantized, with its weights evaluated. A head as it was published is converted in memory.
 
     Args:
         path_or_hf_repo: a local directory or a hub id, as docs/checkpoints.md describes it.
@@ -94,6 +97,9 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
     """
     path = find_model(path_or_hf_repo)
+    has_config = (path / "config.json").is_file()
+    if has_config and not is_converted(read_object(path / "config.json")):
+        return convert_in_memory(path_or_hf_repo, model)
     config = check_directory(path)
     kind, args_class = find_kind(config, f"{path}")
     try:
@@ -118,6 +124,23 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     if model is not None:
         check_fit(drafter, model, f"{path}")
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
+    return drafter
+
+
+def convert_in_memory(path_or_hf_repo: str | Path, model: nn.Module | None) -> Drafter:
+    """The drafter that a directory or a hub repository has in the layout of its authors.
+
+    Raises:
+        CheckpointError: see `convert`.
+    """
+    convert: Any = import_module("mlx_redrafter.convert.heads")  # which needs this module
+    drafter, _, notes = convert.read_drafter(path_or_hf_repo, model)
+    _log.info("%s is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result", path_or_hf_repo)
+    for note in notes:
+        _log.info("note: %s", note)
+    if model is not None:
+        check_fit(drafter, model, f"{path_or_hf_repo}")
+        evaluate(model)  # see `load_drafter`
     return drafter
 
 

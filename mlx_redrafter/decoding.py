@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from .checkpoints import check_fit
+from .drafters.cached import CachedSource
 from .drafters.context import ContextSource
 from .drafters.protocol import Drafter
 from .drafters.source import Source
@@ -100,6 +101,8 @@ def choose_sources(
     if drafter is not None:
         check_fit(drafter, model)
         source = source or drafter.open(model)
+        if isinstance(source, CachedSource):
+            source.max_rows = options.max_kv_size
         find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
     plan, shape = options.resolve_plan(drafter), options.plan_shape()
     if shape is None or options.max_tokens == 0:

@@ -381,11 +381,9 @@ def explain_useless(drafter: Drafter | Source, rounds: int) -> str:
     """What may be wrong with a drafter that has guessed nothing right in so many rounds."""
     weights = drafter.drafter if isinstance(drafter, Source) else drafter
     assert weights is not None
-    given, other = ("before", "after") if weights.args.before_norm else ("after", "before")
     return (
         f"the drafter has guessed no token right in {rounds} rounds. Is it trained for this model, and are its weights "
-        f"sound in this dtype? It was given the hidden state {given} the final norm: if it was trained on the one "
-        f"{other} it, its config.json must say hidden_state {other}_norm"
+        f"sound in this dtype? It reads {weights.args.describe_states()}: mlx_redrafter.doctor tries others"
     )
 
 

@@ -43,6 +43,12 @@ def find_kind(config: dict[str, Any], where: str) -> tuple[type[Drafter], type[D
     return KINDS[model_type]
 
 
+def is_converted(config: dict[str, Any]) -> bool:
+    """Whether a config is that of a drafter in our format, not in that of its authors."""
+    model_type = config.get("model_type", recurrent.MODEL_TYPE)
+    return model_type in KINDS and (model_type == recurrent.MODEL_TYPE or "hidden_size" in config)
+
+
 def make_drafter(args: DrafterArgs) -> Drafter:
     """An untrained drafter of these sizes, of their kind."""
     return KINDS[args.model_type][0](args)

@@ -192,6 +192,11 @@ class CachedSource(StepwiseSource):
         return other
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes that its caches take for a position; 0 before the first."""
+        return sum(cache.nbytes // cache.keys.shape[2] for cache in self._caches if cache.keys is not None)
+
+    @property
     def state(self) -> Any:
         """Its caches, and the rows that are not in them."""
         return [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None], self._rows

@@ -72,6 +72,19 @@ class DrafterArgs:
         """Its own sizes, in a few words."""
         raise NotImplementedError
 
+    def describe_states(self) -> str:
+        """Which of the target's hidden states it reads."""
+        return f"the hidden state {'before' if self.before_norm else 'after'} the final norm"
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """The same with other hidden states: what to record -> the arguments.
+
+        Args:
+            n_layers: of the target.
+        """
+        other = AFTER_NORM if self.before_norm else BEFORE_NORM
+        return {f"hidden_state {other}": replace(self, hidden_state=other)}
+
     def to_dict(self) -> dict[str, Any]:
         """The keys of a `config.json` that have a value."""
         return {key: value for key, value in vars(self).items() if value is not None}
@@ -150,6 +163,23 @@ class LayerArgs(DrafterArgs):
         if layers is not None and not (isinstance(layers, list) and all(type(n) is int and n >= 0 for n in layers)):
             raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
         return replace(args, rope_scaling=scaling, capture_layers=layers)
+
+    def describe_states(self) -> str:
+        """See `DrafterArgs.describe_states`."""
+        if self.capture_layers is None:
+            return super().describe_states()
+        return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """See `DrafterArgs.try_others`: layers that are one lower or higher, as projects count them differently."""
+        if self.capture_layers is None:
+            return super().try_others(n_layers)
+        shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
+        return {
+            f"capture_layers {layers}": replace(self, capture_layers=layers)
+            for layers in shifted
+            if min(layers) >= 0 and max(layers) < n_layers
+        }
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""

@@ -19,7 +19,7 @@ its own: SpecForge. Tensors are called as there, but for the one layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Self, cast
 
 import mlx.core as mx
@@ -76,9 +76,26 @@ class DrafterArgs(LayerArgs):
             )
         return args
 
+    def describe_states(self) -> str:
+        """See `DrafterArgs.describe_states`."""
+        if self.version == 3 and self.capture_layers is None:
+            return f"the outputs of {N_TAPS} layers, at its default places"
+        return super().describe_states()
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """See `DrafterArgs.try_others`."""
+        if self.version == 3 and self.capture_layers is None:
+            return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
+        return super().try_others(n_layers)
+
     def describe(self) -> str:
         """Its own sizes, in a few words."""
         return f"EAGLE-{self.version}, {super().describe()}"
+
+
+def default_layers(n_layers: int) -> list[int]:
+    """The layers whose outputs EAGLE-3 reads where its config does not say: what enters the layers 2, n / 2, n - 3."""
+    return [1, n_layers // 2 - 1, n_layers - 4]
 
 
 class Layer(nn.Module):
@@ -127,11 +144,10 @@ class Drafter(PairDrafter):
         return self.args.hidden_size * (1 if self.args.version == 1 else N_TAPS)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`. Without `capture_layers` EAGLE-3 reads what enters the layers 2, n / 2 and n - 3 of n."""
+        """See `Drafter.open`."""
         if self.args.version == 1:
             return PairSource(self, model, [self.args.state_name])
-        count = len(model.layers)
-        return PairSource(self, model, self.args.capture_layers or [1, count // 2 - 1, count - 4])
+        return PairSource(self, model, self.args.capture_layers or default_layers(len(model.layers)))
 
     def project(self, states: mx.array) -> mx.array:
         """See `PairDrafter.project`."""
