@@ -69,6 +69,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "medusa": {"num_draft_layers": 1, "untied": False},
     "mlp_speculator": {"inner_dim": 376, "untied": False},
     "arctic_lstm": {"inner_dim": 298},
+    "eagle": {"intermediate_size": 1196},
 }
 """Those at which the kinds have the same number of weights for the demo, within 1%."""
 

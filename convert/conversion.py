@@ -194,6 +194,8 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     Raises:
         CheckpointError: it can guess some tokens only already.
     """
+    if not drafter.output_layers:
+        raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
     if drafter.args.draft_vocab_size is not None:
         raise CheckpointError(f"the drafter can guess {drafter.args.draft_vocab_size} tokens only already")
     for layer in drafter.output_layers:

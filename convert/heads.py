@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ from mlx_redrafter.checkpoints import check_fit, list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, eagle, medusa, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_layer
+from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix
 from mlx_redrafter.errors import CheckpointError
 
 from .layouts import find_drafter
@@ -305,15 +305,6 @@ def fill(drafter: Any, parts: Parts, where: str, given: Mapping[str, mx.array] |
         check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, where)
     drafter.load_weights(list(arrays.items()))
     return drafter
-
-
-def find_output_matrix(model: nn.Module) -> mx.array:
-    """(V, D) the matrix that makes a target's logits of its hidden states, dequantized."""
-    layer: Any = find_output_layer(model)
-    if "scales" not in layer:
-        return cast(mx.array, layer.weight)
-    how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
 
 def find_last(names: Iterable[str], pattern: str) -> int:

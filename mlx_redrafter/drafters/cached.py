@@ -218,7 +218,7 @@ class PairSource(CachedSource):
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """See `CachedSource.take_in`: (R, H), the head's output."""
         features = self.drafter.project(states)
-        return self.drafter.read(features, tokens, self._embed, self._at(position), "causal")
+        return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), "causal")
 
     def _at(self, position: mx.array | int) -> list[LayerCache]:
         return [LayerCache(cache, position) for cache in self._caches]
@@ -252,7 +252,7 @@ class PairSource(CachedSource):
         mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)[None, None]
 
         def read(_: list[Any]) -> mx.array:
-            return self.drafter.read(features, tokens, self._embed, self._at(position), mask)
+            return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), mask)
 
         if width == 1:
             return read([]), ancestors

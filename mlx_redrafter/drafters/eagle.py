@@ -26,11 +26,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 
-from ..errors import CheckpointError
+from ..engine.beam_search import State
+from ..engine.model_parts import find_output_matrix
+from ..errors import CheckpointError, RedrafterError
 from .cached import LayerCache, PairSource
 from .config import LayerArgs
 from .protocol import Embed, Head, PairDrafter
 from .source import Source
+from .trainable import Project, TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "eagle"
 
@@ -39,7 +42,7 @@ N_TAPS = 3
 
 
 @dataclass(frozen=True)
-class DrafterArgs(LayerArgs):
+class DrafterArgs(LayerArgs, TrainableArgs):
     """What the `config.json` of an EAGLE head says.
 
     Attributes:
@@ -58,6 +61,20 @@ class DrafterArgs(LayerArgs):
     fc_norm: bool = False
     norm_before_residual: bool = False
     model_type: str = field(default=MODEL_TYPE)
+
+    SIZES = ("intermediate_size",)
+
+    @classmethod
+    def for_training(
+        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+    ) -> Self:
+        """The sizes of an EAGLE-1 head to train, see `TrainableArgs.for_training`."""
+        if draft_vocab_size is not None:
+            raise RedrafterError("an EAGLE-1 head uses the target's output matrix: leave out draft_vocab_size")
+        heads = next(count for count in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * count) == 0)
+        inner = sizes["intermediate_size"] or 2 * hidden_size
+        head_dim = hidden_size // heads
+        return cls(hidden_size, vocab_size, hidden_size, inner, heads, heads, head_dim, version=1, fc_bias=True)
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
@@ -118,8 +135,11 @@ class Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
 
-class Drafter(PairDrafter):
-    """An EAGLE head."""
+class Drafter(PairDrafter, TrainableDrafter):
+    """An EAGLE head. Version 1 can be trained, on its own features at each depth as it drafts.
+
+    Source of that: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1; the loss is that of the tokens alone.
+    """
 
     args: DrafterArgs
 
@@ -159,10 +179,10 @@ class Drafter(PairDrafter):
             states = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
         return self.fc(states)
 
-    def read(
+    def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """See `PairDrafter.read`."""
+        """See `PairDrafter.read_pairs`."""
         embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(self.dtype)
         layer, (cache,) = self.layer, caches
         if self.args.version == 1:
@@ -186,11 +206,74 @@ class Drafter(PairDrafter):
         dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
         return dtype
 
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """(feature, rows of its cache by depth), of version 1; see `TrainableDrafter.read`.
+
+        At depth d the token at column c stands in the draft after column c - d. It sees the pairs of the text before
+        that draft, which are the rows of depth 0, and for each depth since the row of the draft's own token: columns
+        that have moved on with the draft, and stand where the token itself does.
+
+        Args:
+            tokens, hidden: (B, T), (B, T, D).
+        """
+        features, rows = (hidden.astype(self.dtype), []) if state is None else state
+        x = self.fc(mx.concatenate([embed(tokens).astype(self.dtype), features], axis=-1))
+        attention: Any = self.layer.self_attn
+        queries, keys, values = (
+            layer(x).reshape(*x.shape[:2], -1, self.args.head_dim).swapaxes(1, 2)
+            for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        queries, keys = attention.rope(queries), attention.rope(keys)
+        rows = [*rows, (keys.swapaxes(1, 2), values.swapaxes(1, 2))]
+        x = x + attention.o_proj(attend(queries, rows, attention.scale).swapaxes(1, 2).flatten(2))
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x)), rows
+
+    def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., H) what the target's output matrix is applied to."""
+        return cast(mx.array, state[0])
+
+    def share(self, model: nn.Module) -> None:
+        """Takes the target's output matrix."""
+        layer = nn.Linear(1, 1, bias=False)
+        layer.weight = find_output_matrix(model).astype(mx.float32)
+        self._shared = [layer]
+
+    def start_from(self, project: Project) -> None:
+        """It begins as the identity on the target's states, which its output matrix reads."""
+        width, near = self.args.width, 0.1
+        weight = mx.eye(width)
+        self.fc.weight = mx.concatenate([near * self.fc.weight[:, :width], weight], axis=1)
+        for layer in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            layer.weight = near * layer.weight
+
     @property
     def output_layers(self) -> list[nn.Module]:
-        """See `Drafter.output_layers`."""
-        return [self.lm_head] if "lm_head" in self else []
+        """See `Drafter.output_layers`; while it is trained the target's, see `share`."""
+        return [self.lm_head] if "lm_head" in self else list(getattr(self, "_shared", []))
 
     def part_of(self, name: str) -> str:
         """See `Drafter.part_of`."""
         return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
+
+
+def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
+    """(B, heads, T, head_dim) attention of a draft's tokens, see `Drafter.read`.
+
+    Args:
+        queries: (B, heads, T, head_dim).
+        rows: by depth, (B, T, heads of keys and values, head_dim) each.
+    """
+    depth, (count, size) = len(rows) - 1, queries.shape[1:3]
+    repeats = count // rows[0][0].shape[2]
+    moved = [tuple(mx.repeat(array.swapaxes(1, 2), repeats, axis=1) for array in row) for row in rows]
+    (keys, values), own = moved[0], moved[1:]
+    column = mx.arange(size)
+    # No state stands before the first column, and the columns that have left the text's end are at its beginning.
+    sees = (column <= column[:, None]) & ((column > depth) | (column == column[:, None]))
+    scores = mx.where(sees, queries @ keys.swapaxes(2, 3), -mx.inf)
+    scores = mx.concatenate([scores, *((queries * key).sum(axis=-1, keepdims=True) for key, _ in own)], axis=-1)
+    weights = mx.softmax(scale * scores, axis=-1)
+    out = weights[..., :size] @ values
+    for at, (_, value) in enumerate(own, size):
+        out = out + weights[..., at : at + 1] * value
+    return out

@@ -106,7 +106,7 @@ class PairDrafter(Drafter):
         """(T, H) the target's states (T, X) as the head reads them."""
         raise NotImplementedError
 
-    def read(
+    def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
         """(T, H) what the head makes of pairs, and the feature that stands for the state of the next position.
@@ -121,7 +121,7 @@ class PairDrafter(Drafter):
         raise NotImplementedError
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """(T, V) float32 logits of the token that follows, from what `read` gives.
+        """(T, V) float32 logits of the token that follows, from what `read_pairs` gives.
 
         Args:
             head: the target's output matrix; None where `needs_head` is False.
@@ -135,7 +135,7 @@ class PairDrafter(Drafter):
         states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)
         caches = [LayerCache(KVCache(), 0) for _ in range(self.n_layers)]
         tokens = mx.arange(8) % self.args.vocab_size
-        features = self.read(self.project(states), tokens, lambda tokens: embedded[tokens], caches, "causal")
+        features = self.read_pairs(self.project(states), tokens, lambda tokens: embedded[tokens], caches, "causal")
         if self.needs_head:
             return features.astype(mx.float32)
         logits = self.guess(features, None)

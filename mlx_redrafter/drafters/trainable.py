@@ -98,6 +98,9 @@ class TrainableDrafter(Drafter):
         layers = self.output_layers
         return layers[min(depth, len(layers) - 1)]
 
+    def share(self, model: nn.Module) -> None:
+        """Takes what it uses of the target while it is trained, and does not train; most kinds use nothing."""
+
     def start_from(self, project: Project) -> None:
         """Lets an untrained drafter know from the target's embedding which tokens are alike.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -97,6 +97,15 @@ def find_output_layer(model: nn.Module) -> nn.Module:
         if is_matrix and module.weight.shape[0] == embedding.weight.shape[0]:
             return module
     return embedding
+
+
+def find_output_matrix(model: nn.Module) -> mx.array:
+    """(V, D) the matrix of `find_output_layer`, dequantized."""
+    layer: Any = find_output_layer(model)
+    if "scales" not in layer:
+        return cast(mx.array, layer.weight)
+    how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
 
 def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
