@@ -1,14 +1,15 @@
 """A source drafts for one text: what follows it may be a drafter's guess, or what followed the same tokens earlier.
 
-It belongs to its text as a KV cache does; the weights that it uses are shared. In each round it is asked and told::
+It belongs to its text as a KV cache does; the weights that it uses are shared. The order of a text is `keep` for each
+piece of the prompt, `read`, `keep` for the prompt's last token, and then in each round::
 
-    propose     the tree that it drafts below the round's root. A source that `waits` is asked once the round before is
-                read, the others while it is being computed
-    keep        which positions of the round's forward stay, as arrays: before the read
-    confirm     the same tokens as numbers: after the read
+    propose     the tree that it drafts below the next round's root, while the round before it is being computed; a
+                source that `waits` is asked after `confirm`
+    confirm     the tokens of the round before, which is read now
+    keep        which positions of the round's forward stay, as arrays: it is enqueued, not read
 
 A position that it was never told about, as of a prompt that another text has read, is a hole: it drafts worse, never
-wrongly. No token depends on a source.
+wrongly. No token depends on what a source guesses; the tree's shape must be true, see `propose`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,11 @@ class Source:
         """Called with the text that decoding goes on from: the prompt, and all that stands before it."""
 
     def keep(self, kept: Kept) -> None:
-        """Called when a round's forward is enqueued, and for the prompt's forwards as far as `reads_all` asks."""
+        """Called when a round's forward is enqueued, and for the prompt's forwards as far as `reads_all` asks.
+
+        Plain steps of a pause, in which nothing is drafted, are told only where `reads_all` asks. What it does is paid
+        for whether or not a draft follows: take rows in when they are needed, or many at once.
+        """
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Called with what a round has made, or the first token after the prompt, once it is read."""
@@ -88,6 +93,10 @@ class Source:
             adjust: where tokens are sampled: hypotheses are ranked by what it returns, so that they guess the draw
                 itself rather than the likeliest token.
             ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
+
+        Returns:
+            A tree whose node 0 is the root and whose parents, depths and ancestors fit each other, with ids of the
+            target's vocabulary: `engine.tree` makes such trees. It has the plan's N nodes, or with `ordered` 1 + W * K.
         """
         raise NotImplementedError
 

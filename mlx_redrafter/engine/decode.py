@@ -321,6 +321,8 @@ class Decoder:
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
+            if plan.depth and self._drafter is None:  # it has failed just now
+                plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
         length, replayed, room = target.length, target.replayed, target.until_quantized()
