@@ -21,7 +21,6 @@ from .drafters import find_kind
 from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from .drafters.protocol import Drafter
 from .engine.blas import choose_threads, warn_of_slow_blas
-from .engine.model_parts import model_sizes
 from .errors import CheckpointError, one_line
 
 WEIGHTS = "model*.safetensors"
@@ -116,21 +115,9 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     if DRAFT_IDS in drafter:
         check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
     if model is not None:
-        check_fit(drafter, model, f"{path}")
+        drafter.check_fit(model, f"{path}")
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
     return drafter
-
-
-def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> None:
-    """Compares a drafter's sizes with a target's.
-
-    Raises:
-        CheckpointError: they differ.
-    """
-    own = drafter.args.hidden_size, drafter.args.vocab_size
-    for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
-        if expected != got:
-            raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
 
 
 def save_drafter(

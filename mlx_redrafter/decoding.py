@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from .checkpoints import check_fit
 from .drafters.context import ContextSource
 from .drafters.protocol import Drafter
 from .drafters.source import Source
@@ -98,7 +97,7 @@ def choose_sources(
     if drafter is not None and not hasattr(drafter, "open"):
         raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
     if drafter is not None:
-        check_fit(drafter, model)
+        drafter.check_fit(model)
         source = source or drafter.open(model)
         find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
     plan, shape = options.resolve_plan(drafter), options.plan_shape()

@@ -15,6 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import Advance
+from ..engine.model_parts import model_sizes
+from ..errors import CheckpointError
 from .config import DrafterArgs
 from .source import Source, StepwiseSource
 
@@ -37,6 +39,24 @@ class Drafter(nn.Module):
     def open(self, model: nn.Module) -> Source:
         """A source of drafts for a text of this target's; its weights are shared."""
         return StepwiseSource(self, model)
+
+    def check_fit(self, model: nn.Module, name: str = "the drafter") -> None:
+        """Compares its sizes with a target's.
+
+        Args:
+            name: its own, for the error.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        own = self.args.hidden_size, self.args.vocab_size
+        for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
+            if expected != got:
+                raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
+
+    def explain_chains(self) -> str | None:
+        """Why it drafts chains only; None where it drafts trees."""
+        return None
 
     @property
     def dtype(self) -> mx.Dtype:
