@@ -137,7 +137,7 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
     options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
     found = options.resolve_plan(drafter)
     if isinstance(found, Plan):
-        plan = list(fit_plan(workload.model, found).shape)
+        plan = list(fit_plan(workload.model, found, drafter).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         for step in decode_tokens(prompt, workload.model, drafter, replace(options, max_tokens=max_tokens)):

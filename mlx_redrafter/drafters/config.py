@@ -71,6 +71,15 @@ class DrafterArgs:
         """Its own sizes, in a few words."""
         raise NotImplementedError
 
+    def explain_useless(self) -> str:
+        """What to look at where it guesses nothing right."""
+        given, other = ("before", "after") if self.before_norm else ("after", "before")
+        return (
+            f"Is it trained for this model, and are its weights sound in this dtype? It was given the hidden state "
+            f"{given} the final norm: if it was trained on the one {other} it, its config.json must say hidden_state "
+            f"{other}_norm"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The keys of a `config.json` that have a value."""
         return {key: value for key, value in vars(self).items() if value is not None}

@@ -36,6 +36,11 @@ class Drafter(nn.Module):
         super().__init__()
         self.args = args
 
+    @property
+    def weights(self) -> nn.Module:
+        """The module that is the same as long as the drafter is: what was measured of it is found by that."""
+        return self
+
     def open(self, model: nn.Module) -> Source:
         """A source of drafts for a text of this target's; its weights are shared."""
         return StepwiseSource(self, model)
