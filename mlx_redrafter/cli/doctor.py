@@ -18,13 +18,14 @@ import numpy as np
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, find_not_finite, list_weights
-from ..command_models import is_quantized, load_pair
+from ..command_models import find_drafter_name, is_quantized, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
-from ..engine.model_parts import compute_dtype, find_parts, model_name
+from ..engine.model_parts import compute_dtype, model_name
 from ..engine.plan import Plan, chain_plan
 from ..engine.target import Target
+from ..engine.types import Kept
 from ..errors import RedrafterError
 from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance
 from ..planning.costs import CostTable, is_disturbed
@@ -55,7 +56,7 @@ def run() -> int:
         check_plot(args.plot)
     model, _, drafter = load_pair(args, args.model, args.drafter)
     report = diagnose(model, drafter, refresh=args.refresh)
-    demo = {} if args.model else {"model": "demo", "drafter": args.drafter or "demo"}
+    demo = {} if args.model else {"model": "demo", "drafter": find_drafter_name(args) or "demo"}
     print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report))
     if args.plot is not None:
         draw_plot(args.plot, report)
@@ -69,12 +70,14 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         UnsupportedModelError: the model cannot be drafted for.
     """
     no_trees, stand_in = check_draftable(model, tree=True), None
+    can_merge = no_trees is None
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
+    no_trees = no_trees or drafter.explain_chains()
     mx.reset_peak_memory()
     args, not_finite = drafter.args, find_overflow(model, drafter)
     costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
@@ -91,8 +94,8 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
             "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
         },
         "speeds": {
-            "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=no_trees is None),
-            "no_drafter": predict_speeds(costs, None, trees=no_trees is None),
+            "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=can_merge),
+            "no_drafter": predict_speeds(costs, None, trees=can_merge),
         },
         "not_finite": not_finite,
         "trees": no_trees is None,
@@ -126,12 +129,18 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
 
 def find_overflow(model: nn.Module, drafter: Drafter) -> str | None:
     """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
-    name, tokens = drafter.args.state_name, mx.arange(16) % drafter.args.vocab_size
-    hidden = Target(model, capture=[name]).forward(tokens).hidden[name]
-    advance = drafter.begin(hidden, find_parts(model).embedding)
-    guesses, _ = advance(tokens, advance(tokens, None)[1])
-    parts = {"target": hidden, "drafter": mx.maximum(guesses, 0)}  # a token that is never guessed may have -inf
-    return find_not_finite(parts)
+    source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
+
+    def record(logits: mx.array, level: int) -> mx.array:
+        guesses.append(mx.maximum(logits, 0))  # a token that is never guessed may have -inf
+        return logits
+
+    target = Target(model, capture=source.capture)
+    logits, hidden = target.forward(mx.array(text))
+    source.keep(Kept(mx.array(text), hidden, None, len(text), 0))
+    source.read([*text, 0])
+    source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, ordered=False)
+    return find_not_finite({"target": next(iter(hidden.values()), logits), "drafter": mx.concatenate(guesses)})
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
