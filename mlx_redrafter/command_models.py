@@ -61,7 +61,7 @@ def load_pair(
     """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
 
     Args:
-        args: see `load_target`; where it has a `no_drafter` that is set no drafter is loaded, with a `draft_model` that.
+        args: see `load_target`; a `no_drafter` that is set loads none, a `draft_model` is loaded instead of a drafter.
         drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
         name, tokenizer_config: see `load_target`.
 
