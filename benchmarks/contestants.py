@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.decoding import fit_plan
+from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
@@ -25,7 +26,18 @@ from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
 
 from .models import Prompt, Workload
-from .tables import BOTH, CONTEXT, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN, RANDOM, label
+from .tables import (
+    BOTH,
+    CONTEXT,
+    DRAFT_MODEL,
+    DRAFT_MODEL_BOTH,
+    DRAFTED,
+    MLX_LM,
+    MLX_LM_DRAFT,
+    PLAIN,
+    RANDOM,
+    label,
+)
 
 WARM_UP = 16  # tokens that every contestant decodes before anything counts
 NUM_DRAFT_TOKENS = 3  # in mlx-lm's own speculation, its command's default
@@ -106,6 +118,9 @@ def make_contestants(
 ) -> list[Contestant]:
     """Plain decoding, mlx-lm's, the context alone, each plan of the drafter, and `auto` with both; none of them twice.
 
+    Where mlx-lm's own speculation takes part, its draft model does in our loop as well: at the same depth, and with the
+    context and plan "auto".
+
     Args:
         plans: "auto", (W, K) or (W, K, N).
         mlx_lm: whether mlx-lm's own take part.
@@ -120,6 +135,10 @@ def make_contestants(
         found.append(Contestant(MLX_LM, None, make_mlx_lm(workload, settings)))
     if mlx_lm and workload.draft_model is not None:
         found.append(Contestant(MLX_LM_DRAFT, None, make_draft_model(workload, workload.draft_model, settings)))
+        own, chain = DraftModel(workload.draft_model), (1, NUM_DRAFT_TOKENS)
+        found.append(make_ours(workload, own, chain, settings, DRAFT_MODEL))
+        if context:
+            found.append(make_ours(workload, own, "auto", settings, DRAFT_MODEL_BOTH))
     if context:
         found.append(make_ours(workload, None, "auto", settings, CONTEXT))
     if workload.drafter is not None:
@@ -133,11 +152,11 @@ def make_contestants(
 
 def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str) -> Contestant:
     """Our loop, with a plan; the chain of it where the model takes no trees."""
-    context, temp = kind in (CONTEXT, BOTH), 0.0 if workload.sampler else settings.temp
+    context, temp = kind in (CONTEXT, BOTH, DRAFT_MODEL_BOTH), 0.0 if workload.sampler else settings.temp
     options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
     found = options.resolve_plan(drafter)
     if isinstance(found, Plan):
-        plan = list(fit_plan(workload.model, found).shape)
+        plan = list(fit_plan(workload.model, found, drafter).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         for step in decode_tokens(prompt, workload.model, drafter, replace(options, max_tokens=max_tokens)):

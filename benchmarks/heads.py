@@ -56,7 +56,7 @@ from .records import Record, Results, read_records, stamp, write_records
 from .tables import (
     CONTEXT,
     DRAFTED,
-    MLX_LM,
+    MLX_LM_DRAFT,
     PLAIN,
     Row,
     describe_machine,
@@ -230,7 +230,8 @@ def decode(
         return read_records(file)
     settings, sides = Settings(max_tokens=max_tokens, temp=temp, repeats=1), list[Contestant]()
     if workload.drafter is None:
-        sides = [side for side in make_contestants(workload, [], settings, context=True) if side.kind != MLX_LM]
+        wanted = (PLAIN, MLX_LM_DRAFT, CONTEXT)
+        sides = [side for side in make_contestants(workload, [], settings, context=True) if side.kind in wanted]
     else:
         sides = [make_ours(workload, None, "off", settings, PLAIN)]
         sides += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in shapes]

@@ -126,7 +126,7 @@ def add_workload(
     add("--model", help="a directory or hub id; the packaged demo when not given")
     add("--drafter", help="the drafter that was trained for it")
     if draft_model:
-        add("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation")
+        add("--draft-model", help="a smaller model of the same vocabulary, for mlx-lm's own speculation and ours")
     if prompts:
         help = f"names or categories of prompts, 'all', 'demo', or files (default: {' '.join(prompts)})"
         add("--prompts", nargs="+", metavar="NAME", help=help)

@@ -16,8 +16,9 @@ from .records import Record, stamp
 PLAIN, MLX_LM, MLX_LM_DRAFT = "plain", "mlx-lm", "mlx-lm draft model"
 DRAFTED, RANDOM = "drafted", "drafted, random drafter"
 CONTEXT, BOTH = "context", "drafter + context"
-"""The contestants of records: plain, mlx-lm's own, our drafter, the context, and both. Others get a name here and in
-`record.schema.json`."""
+DRAFT_MODEL, DRAFT_MODEL_BOTH = "draft model", "draft model + context"
+"""The contestants of records: plain, mlx-lm's own, our drafter, the context, both, and mlx-lm's draft model in our
+loop, without the context and with it. Others get a name here and in `record.schema.json`."""
 
 Row = dict[str, Any]
 
@@ -90,7 +91,9 @@ def describe_setting(records: Iterable[Record]) -> str:
 def label(kind: str, plan: Any) -> str:
     """A contestant's name in tables: `1 x 3`, `4 x 3, 9 nodes`, `auto`, `plain`, ..."""
     name = describe_plan(Plan(*plan)) if isinstance(plan, list) else "auto" if plan == "auto" else kind
-    return {CONTEXT: kind, BOTH: f"{name} + context", RANDOM: f"{name}, random drafter"}.get(kind, name)
+    labels = {CONTEXT: kind, BOTH: f"{name} + context", RANDOM: f"{name}, random drafter"}
+    labels |= {DRAFT_MODEL: f"draft model, {name}", DRAFT_MODEL_BOTH: f"draft model, {name} + context"}
+    return labels.get(kind, name)
 
 
 def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:

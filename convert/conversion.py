@@ -15,7 +15,6 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import (
     DTYPES,
-    check_fit,
     dtype_name,
     find_not_finite,
     list_weights,
@@ -132,7 +131,7 @@ def convert(
     args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
     Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # refuses one that it cannot draft
     if models is not None:
-        check_fit(drafter, models[0], str(source.path))
+        drafter.check_fit(models[0], str(source.path))
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.checkpoints import check_fit, list_weights, load_drafter
+from mlx_redrafter.checkpoints import list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, eagle, medusa, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
@@ -154,7 +154,7 @@ def make_medusa(parts: Parts, config: dict[str, Any], where: str, model: nn.Modu
     }
     drafter = medusa.Drafter(derive_args(medusa.DrafterArgs, shapes, config | sizes, where))
     if tied and model is not None:
-        check_fit(drafter, model, where)
+        drafter.check_fit(model, where)
     if not any(name.endswith(".bias") for name in parts):  # vLLM's layout may have none
         given |= {name: mx.zeros(shape) for name, shape in list_shapes(drafter).items() if name.endswith(".bias")}
     return fill(drafter, parts, where, given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .engine.blas import load_openblas
 
 if TYPE_CHECKING:
-    from .checkpoints import load, load_drafter
+    from .checkpoints import load, load_draft_model, load_drafter
     from .demo import load_demo
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
     from .generate import GenerationResponse, generate, generate_step, stream_generate
@@ -29,6 +29,7 @@ _HOMES = {
     "generate_step": "generate",
     "load": "checkpoints",
     "load_demo": "demo",
+    "load_draft_model": "checkpoints",
     "load_drafter": "checkpoints",
     "stream_generate": "generate",
 }
@@ -44,6 +45,7 @@ __all__ = [
     "generate_step",
     "load",
     "load_demo",
+    "load_draft_model",
     "load_drafter",
     "stream_generate",
 ]

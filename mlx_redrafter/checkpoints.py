@@ -21,9 +21,9 @@ from mlx_lm.utils import _download, load_model
 from .atomic_files import replace_file
 from .drafters import find_kind, is_converted
 from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
+from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
 from .engine.blas import choose_threads, warn_of_slow_blas
-from .engine.model_parts import model_sizes
 from .errors import CheckpointError, one_line
 
 WEIGHTS = "model*.safetensors"
@@ -122,7 +122,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     if DRAFT_IDS in drafter:
         check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
     if model is not None:
-        check_fit(drafter, model, f"{path}")
+        drafter.check_fit(model, f"{path}")
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
     return drafter
 
@@ -139,21 +139,32 @@ def convert_in_memory(path_or_hf_repo: str | Path, model: nn.Module | None) -> D
     for note in notes:
         _log.info("note: %s", note)
     if model is not None:
-        check_fit(drafter, model, f"{path_or_hf_repo}")
+        drafter.check_fit(model, f"{path_or_hf_repo}")
         evaluate(model)  # see `load_drafter`
     return drafter
 
 
-def check_fit(drafter: Drafter, model: nn.Module, name: str = "the drafter") -> None:
-    """Compares a drafter's sizes with a target's.
+def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None) -> DraftModel:
+    """A smaller model of mlx-lm that drafts for another one, with every array evaluated.
+
+    Args:
+        path_or_hf_repo: a local directory or a hub id.
+        model: the target; the sizes of the vocabularies are compared.
+        tokenizer: the target's; None does not compare it.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: see `load`; or its vocabulary is another one.
+        UnsupportedModelError: see `DraftModel`.
     """
-    own = drafter.args.hidden_size, drafter.args.vocab_size
-    for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
-        if expected != got:
-            raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
+    loaded, own = load(path_or_hf_repo)
+    set_blas_threads(model)  # which has more to compute
+    if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
+        sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
+        raise CheckpointError(f"{path_or_hf_repo} cannot be the draft model: it has {sizes}")
+    found = DraftModel(loaded)
+    found.check_fit(model, str(path_or_hf_repo))
+    evaluate(model, loaded)  # see `load_drafter`
+    return found
 
 
 def save_drafter(

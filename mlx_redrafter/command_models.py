@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checkpoints import dtype_name, list_weights, load, load_drafter
+from .checkpoints import dtype_name, evaluate, list_weights, load, load_draft_model, load_drafter
 from .demo import load_demo
 from .drafters.protocol import Drafter
 from .errors import RedrafterError
@@ -24,6 +24,12 @@ def check_demo_flags(name: str | None, args: Any) -> None:
     for flag in ("adapter_path", "quantize_activations"):
         if name is None and getattr(args, flag, None):
             raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
+
+
+def find_drafter_name(args: Any) -> str | None:
+    """What the flags name as a drafter: a head, or a draft model."""
+    name: str | None = args.drafter or getattr(args, "draft_model", None)
+    return name
 
 
 def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
@@ -55,15 +61,15 @@ def load_pair(
     """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
 
     Args:
-        args: see `load_target`; no drafter is loaded where it has a `no_drafter` that is set.
+        args: see `load_target`; a `no_drafter` that is set loads none, a `draft_model` is loaded instead of a drafter.
         drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
         name, tokenizer_config: see `load_target`.
 
     Raises:
-        RedrafterError: see `load_target` and `load_drafter`.
+        RedrafterError: see `load_target`, `load_drafter` and `load_draft_model`.
     """
-    without = getattr(args, "no_drafter", False)
-    if name is None and not without:
+    without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
+    if name is None and not without and draft_model is None:
         check_demo_flags(name, args)
         return load_demo(drafter_name)
     model, tokenizer = load_target(args, name, tokenizer_config)
@@ -73,6 +79,12 @@ def load_pair(
     if mx.default_device().type == mx.cpu and kind != "float32":
         advice = f"mlx_lm.convert {flags} makes a larger, faster copy"
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
+    if draft_model is not None:
+        loaded = load_draft_model(draft_model, model, tokenizer)
+        if name is None:  # as the demo's own
+            loaded.set_dtype(mx.float32)
+            evaluate(loaded)
+        return model, tokenizer, loaded
     if name is None or drafter_name is None or without:
         return model, tokenizer, None
     drafter = load_drafter(drafter_name, model)

@@ -11,8 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from .checkpoints import check_fit
-from .drafters.cached import CachedSource
 from .drafters.context import ContextSource
 from .drafters.protocol import Drafter
 from .drafters.source import Source
@@ -97,12 +95,12 @@ def choose_sources(
     source = drafter if isinstance(drafter, Source) else None
     drafter = source.drafter if source is not None else cast(Drafter | None, drafter)
     if drafter is not None and not hasattr(drafter, "open"):
-        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}")
+        advice = "; a language model is given as draft_model" if isinstance(drafter, nn.Module) else ""
+        raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}")
     if drafter is not None:
-        check_fit(drafter, model)
+        drafter.check_fit(model)
         source = source or drafter.open(model)
-        if isinstance(source, CachedSource):
-            source.max_rows = options.max_kv_size
+        source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
         find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
     plan, shape = options.resolve_plan(drafter), options.plan_shape()
     if shape is None or options.max_tokens == 0:
@@ -129,7 +127,7 @@ def choose_sources(
     assert isinstance(plan, Plan)
     can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
     assert source is not None
-    return [source, *context], Planner(fit_plan(model, plan, cache, source.capture), can_merge=can_merge)
+    return [source, *context], Planner(fit_plan(model, plan, drafter, cache, source.capture), can_merge=can_merge)
 
 
 def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: bool) -> list[Source]:
@@ -144,8 +142,14 @@ def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: 
     return [ContextSource()]
 
 
-def fit_plan(model: nn.Module, plan: Plan, cache: Cache = None, states: Sequence[StateName] = (AFTER_NORM,)) -> Plan:
-    """The plan, or its chain where the model takes no trees, with a warning that says why.
+def fit_plan(
+    model: nn.Module,
+    plan: Plan,
+    drafter: Drafter | None = None,
+    cache: Cache = None,
+    states: Sequence[StateName] = (AFTER_NORM,),
+) -> Plan:
+    """The plan, or its chain where the model or the drafter takes no trees, with a warning that says why.
 
     Args:
         states: which hidden states the drafter reads.
@@ -154,6 +158,8 @@ def fit_plan(model: nn.Module, plan: Plan, cache: Cache = None, states: Sequence
         UnsupportedModelError: see `check_draftable`.
     """
     reason = check_draftable(model, tree=plan.width > 1, cache=cache, states=states)
+    if reason is None and drafter is not None and plan.width > 1:
+        reason = drafter.explain_chains()
     if reason is None:
         return plan
     # The line that is pointed to is the one that called a public function.

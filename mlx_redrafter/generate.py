@@ -23,6 +23,7 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoding import draw_seed, open_decoder
+from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
 from .drafters.source import Source
 from .engine.decode import on_stream
@@ -96,7 +97,13 @@ ROUND_FIELDS = tuple(each.name for each in fields(GenerationResponse) if hasattr
 
 @takes_options
 def generate_step(
-    prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | Source | None = None, **options: Any
+    prompt: Sequence[int] | mx.array,
+    model: nn.Module,
+    drafter: Drafter | Source | None = None,
+    *,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+    **options: Any,
 ) -> Generator[tuple[int, mx.array, bool], None, None]:
     """Yields (token, log-probabilities (V,), whether it was drafted), as mlx-lm's `speculative_generate_step`.
 
@@ -107,12 +114,15 @@ def generate_step(
         model: a model as `mlx_lm.load` returns it.
         drafter: as `load_drafter` returns it, or one that `Drafter.open` has opened for this text and that goes on from
             what it keeps; None decodes plainly.
+        draft_model: a smaller model with the same tokenizer instead, as `mlx_lm.load` or `load_draft_model` returns it.
+        num_draft_tokens: mlx-lm's name of `draft_depth`.
         options: see `Options`.
 
     Raises:
         RedrafterError: on the first `next`: an option out of range, an unsupported model, a drafter of another size.
     """
-    with closing(decode_tokens(prompt, model, drafter, Options(**options))) as steps:
+    drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
+    with closing(decode_tokens(prompt, model, drafter, parsed)) as steps:
         for step in steps:
             yield step.token, step.logprobs, step.from_draft
 
@@ -124,6 +134,8 @@ def stream_generate(
     prompt: Prompt,
     *,
     drafter: Drafter | Source | None = None,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
@@ -137,6 +149,7 @@ def stream_generate(
         prompt: text, token ids, or an array of them.
         drafter: as `load_drafter` returns it, or one that `Drafter.open` has opened for this text and that goes on from
             what it keeps; None decodes plainly.
+        draft_model, num_draft_tokens: see `generate_step`.
         stop: strings that end the text.
         options: see `Options`.
 
@@ -147,7 +160,8 @@ def stream_generate(
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    parsed = Options(**options).require_tokens()
+    drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
+    parsed = parsed.require_tokens()
     ids = encode(tokenizer, prompt)
     stops = make_stop_strings(stop)
     detokenizer = tokenizer.detokenizer
@@ -217,6 +231,8 @@ def generate(
     prompt: Prompt,
     *,
     drafter: Drafter | Source | None = None,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
     verbose: bool = False,
     **options: Any,
@@ -226,13 +242,39 @@ def generate(
     See `stream_generate`.
     """
     text = ""
-    for response in stream_generate(model, tokenizer, prompt, drafter=drafter, stop=stop, **options):
+    drafting: dict[str, Any] = {"drafter": drafter, "draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
+    for response in stream_generate(model, tokenizer, prompt, stop=stop, **drafting, **options):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
     if verbose:
         print("\n" + "=" * 10 + "\n" + summary(response))
     return text
+
+
+def choose_drafter(
+    drafter: Drafter | Source | None,
+    draft_model: nn.Module | None,
+    num_draft_tokens: int | None,
+    options: dict[str, Any],
+) -> tuple[Drafter | Source | None, Options]:
+    """(what drafts, the options), of mlx-lm's keywords and ours.
+
+    Raises:
+        RedrafterError: two of them say the same thing, an option is out of its range, or the draft model is none.
+    """
+    if num_draft_tokens is not None:
+        if options.get("draft_depth") is not None:
+            raise RedrafterError("give either num_draft_tokens or draft_depth, got both")
+        options = options | {"draft_depth": num_draft_tokens}
+    parsed = Options(**options)
+    if draft_model is None:
+        return drafter, parsed
+    if drafter is not None:
+        raise RedrafterError("give either drafter or draft_model, got both")
+    if not isinstance(draft_model, nn.Module):
+        raise RedrafterError(f"draft_model must be what mlx_lm.load returns, got {type(draft_model).__name__}")
+    return draft_model if isinstance(draft_model, Drafter) else DraftModel(draft_model), parsed
 
 
 def decode_tokens(
@@ -381,10 +423,7 @@ def explain_useless(drafter: Drafter | Source, rounds: int) -> str:
     """What may be wrong with a drafter that has guessed nothing right in so many rounds."""
     weights = drafter.drafter if isinstance(drafter, Source) else drafter
     assert weights is not None
-    return (
-        f"the drafter has guessed no token right in {rounds} rounds. Is it trained for this model, and are its weights "
-        f"sound in this dtype? It reads {weights.args.describe_states()}: mlx_redrafter.doctor tries others"
-    )
+    return f"the drafter has guessed no token right in {rounds} rounds. {weights.args.explain_useless()}"
 
 
 class _CallableModule(ModuleType):

@@ -281,20 +281,8 @@ def _checked(flag: OptionFlag, value: Any) -> Any:
     return number
 
 
-class _DraftModel(argparse.Action):
-    """mlx-lm's flag, which is refused."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        parser.error(
-            "--draft-model: a second language model cannot draft yet; use --drafter, which takes a small head trained "
-            "on the hidden states of --model (docs/training.md), or neither: the context drafts without one"
-        )
-
-
 def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
     """Adds the flags of the options, but those named in `without`, to a parser or a group of one."""
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--draft-model", action=_DraftModel, nargs="?", default=hidden, help=hidden)
     for flag in OPTION_FLAGS:
         if flag.name in without:
             continue

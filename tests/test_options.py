@@ -91,7 +91,6 @@ def test_a_plan_in_part_is_taken_without_a_drafter(given: int) -> None:
         ("temprature", "unknown option 'temprature': did you mean temp?"),
         ("max_token", "unknown option 'max_token': did you mean max_tokens?"),
         ("max_new_tokens", "unknown option 'max_new_tokens': did you mean max_tokens?"),
-        ("draft_model", "unknown option 'draft_model': did you mean drafter?"),
         ("n", "unknown option 'n'"),
     ],
 )

@@ -22,7 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_redrafter.drafters.protocol import Embed
+from mlx_redrafter.drafters.protocol import Drafter, Embed
 from mlx_redrafter.drafters.recurrent import DrafterArgs
 from mlx_redrafter.drafters.source import Adjust, Forecast, Source, StepwiseSource
 from mlx_redrafter.engine import kv_cache
@@ -128,7 +128,7 @@ class Scripted:
         hidden: (T, D) the hidden states of `text`; None runs the model on all of it.
     """
 
-    dtype = mx.float32
+    dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
 
     def __init__(
         self, model: nn.Module, text: Sequence[int], ranks: Sequence[int], width: int, hidden: mx.array | None = None
@@ -226,7 +226,7 @@ class CachingDrafter:
         layers: whose outputs its sources read, besides the last hidden state.
     """
 
-    dtype = mx.float32
+    dtype, check_fit, explain_chains = mx.float32, Drafter.check_fit, Drafter.explain_chains
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..command_models import load_pair
+from ..command_models import find_drafter_name, load_pair
 from ..drafters.protocol import Drafter
 from ..errors import Parser, RedrafterError
 from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options
@@ -20,7 +20,9 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
     parser = Parser(prog=f"mlx_redrafter.{command}", description=about)
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
-    add("--drafter", help=f"local directory or Hugging Face repo of its drafter; {without_drafter} if not given")
+    drafters = parser.add_mutually_exclusive_group().add_argument
+    drafters("--drafter", help=f"local directory or Hugging Face repo of its drafter; {without_drafter} if not given")
+    drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--quantize-activations", "-qa", action="store_true", help="quantize activations as the layers are")
@@ -34,6 +36,7 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
     add_options(parser, without)
+    add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
     return parser
 
 
@@ -68,7 +71,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS}
     checked = Options(**options).require_tokens()
-    if args.no_drafter and (args.drafter is not None or checked.plan_shape() not in (AUTO, None)):
-        drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", *PLAN_OPTIONS[1:]))
+    if args.no_drafter and (find_drafter_name(args) is not None or checked.plan_shape() not in (AUTO, None)):
+        drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", "draft_model", *PLAN_OPTIONS[1:]))
         raise RedrafterError(f"--no-drafter takes none of {drafting}")
     return options

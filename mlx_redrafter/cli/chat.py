@@ -11,6 +11,7 @@ from mlx_lm.cli_ui import ChatUI, _make_theme, print_chat_help, print_header_pan
 from rich.console import Console
 from rich.markup import escape
 
+from ..command_models import find_drafter_name
 from ..errors import Parser, RedrafterError, one_line
 from ..generate import GenerationResponse
 from ..session.session import Session
@@ -117,7 +118,7 @@ class Screen(ChatUI):
     def show_header(self, session: Session) -> None:
         """What is loaded, and the commands."""
         args, demo = self._args, "the packaged demo"
-        drafter = "none" if session.drafter is None else args.drafter or f"{demo}'s"
+        drafter = "none" if session.drafter is None else find_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
         rows = {"model": args.model or demo, "drafter": drafter, "max tokens": limit, "system": args.system_prompt}
         given = [(name, escape(text)) for name, text in rows.items() if text]

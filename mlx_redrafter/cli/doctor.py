@@ -19,7 +19,7 @@ import numpy as np
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
 from ..checkpoints import dtype_name, find_not_finite, list_weights
-from ..command_models import is_quantized, load_pair
+from ..command_models import find_drafter_name, is_quantized, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
@@ -67,7 +67,7 @@ def run() -> int:
         check_plot(args.plot)
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
     report = diagnose(model, drafter, tokenizer, refresh=args.refresh)
-    demo = {} if args.model else {"model": "demo", "drafter": args.drafter or "demo"}
+    demo = {} if args.model else {"model": "demo", "drafter": find_drafter_name(args) or "demo"}
     print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report))
     if args.plot is not None:
         draw_plot(args.plot, report)
@@ -86,12 +86,14 @@ def diagnose(
         UnsupportedModelError: the model cannot be drafted for.
     """
     no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
+    can_merge = no_trees is None
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
         mx.eval(drafter.parameters())
+    no_trees = no_trees or drafter.explain_chains()
     mx.reset_peak_memory()
     args, (not_finite, row_bytes) = drafter.args, probe_drafter(model, drafter)
     costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
@@ -116,8 +118,8 @@ def diagnose(
             "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
         },
         "speeds": {
-            "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=no_trees is None),
-            "no_drafter": predict_speeds(costs, None, trees=no_trees is None),
+            "drafter": None if stand_in else predict_speeds(costs, acceptance, trees=can_merge),
+            "no_drafter": predict_speeds(costs, None, trees=can_merge),
         },
         "not_finite": not_finite,
         "trees": no_trees is None,
@@ -151,20 +153,21 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
 
 
 def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
-    """(which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None; bytes that the
-    drafter's cache takes for a token)."""
-    source: Any = drafter.open(model)
-    tokens = mx.arange(16) % drafter.args.vocab_size
-    hidden = Target(model, capture=source.capture).forward(tokens).hidden
-    source.keep(Kept(tokens, hidden, None, len(tokens), 0))
-    advance = source.begin(tokens[0])
-    guesses, state = advance(tokens[:1], None)
-    guesses, _ = advance(tokens[1:2], state)
-    parts = {
-        "target": mx.concatenate([mx.zeros((1, 1)), *(states.reshape(1, -1) for states in hidden.values())], axis=1)
-    }
-    parts["drafter"] = mx.maximum(guesses, 0)  # a token that is never guessed may have -inf
-    return find_not_finite(parts), getattr(source, "row_bytes", 0)
+    """(which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None; bytes that a cache
+    of the drafter's own takes for a token, as far as it says)."""
+    source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
+
+    def record(logits: mx.array, level: int) -> mx.array:
+        guesses.append(mx.maximum(logits, 0))  # a token that is never guessed may have -inf
+        return logits
+
+    target = Target(model, capture=source.capture)
+    logits, hidden = target.forward(mx.array(text))
+    source.keep(Kept(mx.array(text), hidden, None, len(text), 0))
+    source.read([*text, 0])
+    source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, ordered=False)
+    states = mx.concatenate([states.reshape(-1) for states in hidden.values()]) if hidden else logits
+    return find_not_finite({"target": states, "drafter": mx.concatenate(guesses)}), getattr(source, "row_bytes", 0)
 
 
 def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, Any]:
@@ -208,7 +211,8 @@ def correct_acceptance(table: AcceptanceTable, shares: Sequence[float]) -> Accep
 def describe_trial(report: dict[str, Any]) -> list[str]:
     """What the drafter is for, and what it made of the prompts it was tried on."""
     drafter, trial = report["drafter"], report["drafter"]["trial"]
-    lines = [f"It reads {drafter['states']} of {drafter['base_model'] or 'its target, which its config does not name'}"]
+    made_for = f"it was made for {drafter['base_model']}" if drafter["base_model"] else "its config names no target"
+    lines = [f"It reads {drafter['states']}; {made_for}"]
     if size := report["memory"]["drafter_cache_bytes"]:
         lines.append(f"Its cache takes {size / 1e6:,.0f} MB after {LONG_CONTEXT:,} tokens")
     if trial:

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__
+from ..command_models import find_drafter_name
 from ..decoding import draw_seed
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
@@ -55,7 +56,7 @@ def run() -> int:
     if args.compare:
         if args.plan == OFF:
             raise RedrafterError("--compare needs something that drafts: leave out --plan off")
-        if args.context is False and (args.no_drafter or (args.model and not args.drafter)):
+        if args.context is False and (args.no_drafter or (args.model and not find_drafter_name(args))):
             raise RedrafterError("--compare needs something that drafts: leave out --no-context, or give a drafter")
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
@@ -327,7 +328,7 @@ def make_record(args: argparse.Namespace, drafter: Drafter | None, decoded: Deco
         for k, v in vars(decoded.last).items()
         if k not in ("text", "token", "logprobs", "from_draft", "draft_source")
     }
-    names = {"model": args.model or "demo", "drafter": None if drafter is None else args.drafter or "demo"}
+    names = {"model": args.model or "demo", "drafter": None if drafter is None else find_drafter_name(args) or "demo"}
     return {
         "text": decoded.text,
         "tokens": decoded.tokens,

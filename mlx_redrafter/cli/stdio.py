@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
+from ..command_models import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, one_line
 from ..generate import GenerationResponse
@@ -63,7 +64,7 @@ def run() -> int:
             return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)
 
         server = SessionServer(stdout, make_session)
-        drafter = None if models[2] is None else args.drafter or "demo"
+        drafter = None if models[2] is None else find_drafter_name(args) or "demo"
         model = args.model or "demo"
         server.write("ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter)
         # Not sys.stdin: Python cannot end while a thread reads from that.

@@ -33,7 +33,7 @@ MAX_WAITING = 64
 """The most rows of plain steps that wait to be taken in together."""
 
 MAX_EXCESS = 256
-"""By how many rows a cache may be longer than `max_rows` before its oldest rows are dropped."""
+"""By how many rows a cache may be longer than `max_kv_size` before its oldest rows are dropped."""
 
 
 class Rows(NamedTuple):
@@ -76,9 +76,6 @@ class CachedSource(StepwiseSource):
         model: the target.
         capture: which of its hidden states the drafter reads, side by side.
         n_layers: how many caches it has.
-
-    Attributes:
-        max_rows: how many of the last positions it keeps at least; None for all.
     """
 
     reads_all = True
@@ -86,7 +83,6 @@ class CachedSource(StepwiseSource):
     def __init__(self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1) -> None:
         self.drafter, self.capture = drafter, tuple(capture)
         self._embed = find_parts(model).embedding
-        self.max_rows: int | None = None
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # in the caches, for good
         self._rows: list[Rows] = []  # after those; of the last ones it is not known yet how many stay
@@ -119,7 +115,7 @@ class CachedSource(StepwiseSource):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        most, count = self.max_rows, self._n_rows
+        most, count = self.max_kv_size, self._n_rows
         if most is not None and count > most + MAX_EXCESS:
             for cache in self._caches:
                 keys, values = cast(mx.array, cache.keys), cast(mx.array, cache.values)

@@ -76,6 +76,13 @@ class DrafterArgs:
         """Which of the target's hidden states it reads."""
         return f"the hidden state {'before' if self.before_norm else 'after'} the final norm"
 
+    def explain_useless(self) -> str:
+        """What to look at where it guesses nothing right."""
+        return (
+            "Is it trained for this model, and are its weights sound in this dtype? It reads "
+            f"{self.describe_states()}: mlx_redrafter.doctor tries others"
+        )
+
     def try_others(self, n_layers: int) -> dict[str, Self]:
         """The same with other hidden states: what to record -> the arguments.
 

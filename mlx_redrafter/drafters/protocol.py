@@ -17,6 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from ..engine.beam_search import Advance
+from ..engine.model_parts import model_sizes
+from ..errors import CheckpointError
 from .cached import LayerCache
 from .config import DrafterArgs
 from .source import Source, StepwiseSource
@@ -41,9 +43,32 @@ class Drafter(nn.Module):
         super().__init__()
         self.args = args
 
+    @property
+    def weights(self) -> nn.Module:
+        """The module that is the same as long as the drafter is: what was measured of it is found by that."""
+        return self
+
     def open(self, model: nn.Module) -> Source:
         """A source of drafts for a text of this target's; its weights are shared."""
         return StepwiseSource(self, model)
+
+    def check_fit(self, model: nn.Module, name: str = "the drafter") -> None:
+        """Compares its sizes with a target's.
+
+        Args:
+            name: its own, for the error.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        own = self.args.hidden_size, self.args.vocab_size
+        for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
+            if expected != got:
+                raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
+
+    def explain_chains(self) -> str | None:
+        """Why it drafts chains only; None where it drafts trees."""
+        return None
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -60,12 +60,16 @@ class Source:
         capture: which of the target's hidden states it reads.
         reads_all: whether it reads those of every position, the prompt's included; if not, of the last one alone.
         drafter: the weights that it uses; None for none.
+        max_kv_size: about the most rows of a cache of its own, as far as it is free to choose; None for any number.
+        prefill_step_size: the most tokens that it reads at once.
     """
 
     waits: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     capture: tuple[StateName, ...] = ()
     drafter: Drafter | None = None
+    max_kv_size: int | None = None
+    prefill_step_size: int = 2048
 
     def read(self, tokens: Sequence[int]) -> None:
         """Called with the text that decoding goes on from: the prompt, and all that stands before it."""
@@ -113,6 +117,16 @@ class Source:
         return None
 
 
+def draft(advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+    """The tree that a beam search over `advance` finds; see `Source.propose`."""
+    if plan.width == 1:
+        return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
+    adjust = adjust or (lambda logits, level: SHARPNESS * logits)
+    beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
+    tree = grow(root, beams)
+    return tree if ordered else prune(tree, beams, plan.size)
+
+
 class StepwiseSource(Source):
     """A drafter that reads token by token: beam search over it. Here it begins from the last hidden state alone.
 
@@ -137,13 +151,7 @@ class StepwiseSource(Source):
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """See `Source.propose`."""
-        advance = self.begin(root)
-        if plan.width == 1:
-            return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
-        adjust = adjust or (lambda logits, level: SHARPNESS * logits)
-        beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
-        tree = grow(root, beams)
-        return tree if ordered else prune(tree, beams, plan.size)
+        return draft(self.begin(root), root, plan, adjust, ordered=ordered)
 
     @property
     def state(self) -> Any:

@@ -91,10 +91,14 @@ def time_parts(
     in_a_row = 1 if slow else IN_A_ROW
     after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
     target = Target(model, capture=after_text.capture)
-    hidden = target.forward(mx.zeros((1,), mx.int32)).hidden
+    logits, hidden = target.forward(mx.zeros((1,), mx.int32))
     if after_text.reads_all:
         states = {name: mx.zeros((context - 1, array.shape[-1]), array.dtype) for name, array in hidden.items()}
         after_text.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
+    text = [0] * context
+    after_text.read([*text, 0])
+    if after_text.waits:  # it has read the text when it drafts
+        mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, ordered=False))
     mx.eval(after_text.state)
     for c in kv_cache.leaves(target.cache):
         if isinstance(c, kv_cache.TRIMMABLE) and c.keys is not None:
@@ -102,7 +106,7 @@ def time_parts(
             c.update_and_fetch(*(mx.zeros((*x.shape[:2], context - 1, x.shape[3]), x.dtype) for x in rows))
     target.evaluate()
     target.length, snapshot = context, kv_cache.snapshot(target.cache)
-    tokens = (mx.arange(MEASURED_NODES) * 7919) % drafter.args.vocab_size  # experts differ by token
+    tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # experts differ by token; the first one is 0
     most = min(in_a_row, drafter.args.max_depth or in_a_row)
     rounds: Rounds
     source = after_text
@@ -117,11 +121,15 @@ def time_parts(
         if name in ("plain", "round"):
             plan = None if name == "plain" else make_plan(number, 2)
             sources = [source] if plan else []
-            decoder = Decoder(target, chooser, Planner(plan), sources, may_run_ahead=lambda: not slow)
+            decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not slow)
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
+            if source.waits:  # what a fork shares is copied by its first draft
+                source.confirm([0])
+                mx.eval(source.propose(tokens[0], chain_plan(1), None, ordered=False))
+            source.confirm([0])
             mx.eval(source.state)
 
     def take_rounds() -> None:

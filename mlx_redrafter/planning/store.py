@@ -44,14 +44,15 @@ def load_costs(
     """The cost table of a pair of models: of this process, else of the disk, else measured now and kept.
 
     Args:
-        trees: whether the model takes trees; for chains alone see `CostTable.chains_only`.
+        trees: whether the model takes trees, as the drafter may not; for chains alone see `CostTable.chains_only`.
         refresh: measure again.
     """
-    key = id(model), id(drafter), trees
+    trees = trees and drafter.explain_chains() is None
+    key = id(model), id(drafter.weights), trees
     with _lock:  # two measurements at once would disturb each other
         if refresh or key not in _known_costs:
             _known_costs[key] = _load_or_measure(model, drafter, trees, refresh)
-            for module in (model, drafter):
+            for module in (model, drafter.weights):
                 weakref.finalize(module, _known_costs.pop, key, None)  # another module may get its id
         return _known_costs[key]
 
@@ -84,7 +85,7 @@ def digest_tensors(module: nn.Module) -> str:
 
 def load_counts(model: nn.Module, drafter: Drafter) -> Counts:
     """What earlier texts have shown of a drafter for a model: of this process, else of the disk, else nothing."""
-    key = id(model), id(drafter)
+    key = id(model), id(drafter.weights)
     with _lock:
         if key not in _known_counts:
             counts = Counts()
@@ -92,7 +93,7 @@ def load_counts(model: nn.Module, drafter: Drafter) -> Counts:
                 kept = json.loads(_find_file(model, drafter).read_text(encoding="utf-8"))
                 counts = Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
             _known_counts[key] = counts
-            for module in (model, drafter):
+            for module in (model, drafter.weights):
                 weakref.finalize(module, _known_counts.pop, key, None)  # another module may get its id
         return _known_counts[key]
 

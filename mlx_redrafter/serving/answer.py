@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from mlx_lm.server import convert_chat
 
+from ..command_models import find_drafter_name
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
@@ -213,7 +214,7 @@ class Answer(ABC, Generic[AnyBody]):
         """
         engine, args, body = self.service.engine, self.service.args, self.body
         most, drafters = args.max_completion_tokens, [name for name in (self.service.drafter_name, PLAIN) if name]
-        if body.draft_model not in (None, DEFAULT_MODEL, args.drafter, *drafters):
+        if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
             expected = " or ".join(drafters)
             raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
         if most is not None and (body.max_tokens or 0) > most:

@@ -35,6 +35,7 @@ def make_parser() -> Parser:
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
     drafters = parser.add_mutually_exclusive_group().add_argument
     drafters("--drafter", help="local directory or Hugging Face repo of its drafter; without one the context drafts")
+    drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     drafters("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..command_models import load_pair
+from ..command_models import find_drafter_name, load_pair
 from ..errors import RedrafterError, one_line
 from .answer import Service
 from .app import make_app
@@ -59,7 +59,7 @@ def load_service(args: argparse.Namespace) -> Service:
         prompt_cache_bytes=args.prompt_cache_bytes,
     )
     engine.start()
-    drafter_name = None if drafter is None else show_name(args.drafter)
+    drafter_name = None if drafter is None else show_name(find_drafter_name(args))
     return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
 
 

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 from ..atomic_files import replace_file
-from ..checkpoints import check_fit, evaluate
+from ..checkpoints import evaluate
 from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
@@ -55,7 +55,7 @@ def train_drafter(
         RedrafterError: a loss that is not a number.
         UnsupportedModelError: see `find_parts`.
     """
-    check_fit(drafter, model)
+    drafter.check_fit(model)
     evaluate(model, drafter)  # read by another thread, which could not evaluate them
     draft_ids = drafter.get("draft_ids")  # not the drafter's own later on: an update replaces all of its arrays
     return fit(

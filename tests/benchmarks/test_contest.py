@@ -18,7 +18,7 @@ from benchmarks.contest import describe_runs, hold_contest
 from benchmarks.contestants import Contestant, Run, Settings, make_contestants, make_random_drafter
 from benchmarks.models import Prompt, Workload, count_bytes
 from benchmarks.records import find_problem, read_records
-from benchmarks.tables import CONTEXT, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
+from benchmarks.tables import CONTEXT, DRAFT_MODEL, DRAFTED, MLX_LM, MLX_LM_DRAFT, PLAIN
 from mlx_redrafter.engine.plan import chain_plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -123,10 +123,10 @@ def test_contestants_decode_plain_decodings_text(temp: float) -> None:
     model = small_llama()
     settings = Settings(max_tokens=10, temp=temp, seed=3, repeats=1)
     found = hold(make_workload(model=model, draft_model=model), settings)
-    assert [each["contestant"] for each in found] == [PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFTED, DRAFTED] * 2
-    assert [each["plan"] for each in found[:5]] == ["off", None, None, [1, 2, 3], [2, 2, 5]]
+    assert [each["contestant"] for each in found] == [PLAIN, MLX_LM, MLX_LM_DRAFT, DRAFT_MODEL, DRAFTED, DRAFTED] * 2
+    assert [each["plan"] for each in found[:6]] == ["off", None, None, [1, 3, 4], [1, 2, 3], [2, 2, 5]]
     theirs = None if temp else True  # mlx-lm draws other samples
-    assert [each["same_tokens"] for each in found] == [None, theirs, theirs, True, True] * 2
+    assert [each["same_tokens"] for each in found] == [None, theirs, theirs, True, True, True] * 2
     assert {find_problem(each) for each in found} == {None}
     assert all(each["tokens"] == 10 and each["prompt_tokens"] in (3, 4) for each in found)
 
@@ -134,10 +134,21 @@ def test_contestants_decode_plain_decodings_text(temp: float) -> None:
 def test_a_target_drafting_for_itself_keeps_everything() -> None:
     model = small_llama()
     settings = Settings(max_tokens=1 + 19, repeats=1)
-    third = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2]
+    third, ours = hold(make_workload(model=model, draft_model=model, drafter=False), settings)[2:4]
     # 19 tokens after the first: four rounds of 4, and one of the 3 that are left.
-    assert third["rounds"] == 5 and third["tokens_per_round"] == pytest.approx(1 + (4 * 3 + 3) / 5)
-    assert third["num_draft_tokens"] == 3 and third["same_tokens"] is True
+    assert third["rounds"] == ours["rounds"] == 5
+    assert third["tokens_per_round"] == ours["tokens_per_round"] + 0.2 == pytest.approx(1 + (4 * 3 + 3) / 5)
+    assert third["num_draft_tokens"] == 3 and third["same_tokens"] is ours["same_tokens"] is True
+
+
+def test_a_draft_model_takes_part_in_our_loop() -> None:
+    model = small_llama()
+    workload = make_workload(model=model, draft_model=model, drafter=False)
+    sides = make_contestants(workload, ["auto"], Settings(), context=True)
+    assert [side.label for side in sides[2:]] == [
+        MLX_LM_DRAFT, "draft model, 1 x 3", "draft model, auto + context", CONTEXT,
+    ]  # fmt: skip
+    assert len(make_contestants(workload, [], Settings(), context=True, mlx_lm=False)) == 2
 
 
 def test_mlx_lms_first_round_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

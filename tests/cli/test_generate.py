@@ -32,7 +32,7 @@ def run_json(run: Run, *flags: str) -> dict[str, Any]:
 
 def test_flags_have_mlx_lms_names_and_defaults() -> None:
     ours, theirs = vars(make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
-    missing = {"draft_model", "num_draft_tokens", "image", "use_default_chat_template"}
+    missing = {"num_draft_tokens", "image", "use_default_chat_template"}  # the first one sets draft_depth
     assert missing == set(theirs) - set(ours)
     assert {name: ours[name] for name in ours if name in theirs} == {
         name: theirs[name] for name in theirs if name in ours
@@ -193,7 +193,7 @@ def test_bad_input_is_refused_in_one_line(pair: Pair, run: Run, flags: tuple[str
     [
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--compare", "--no-drafter", "--no-context"), "--compare needs something that drafts"),
-        (("--no-drafter", "--draft-depth", "3"), "--no-drafter takes none of --drafter, --beam-width"),
+        (("--no-drafter", "--draft-depth", "3"), "--no-drafter takes none of --drafter, --draft-model, --beam-width"),
     ],
 )
 def test_flags_the_demo_cannot_take_are_refused(run: Run, flags: tuple[str, ...], reason: str) -> None:

@@ -34,11 +34,11 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
         *(([command, "--help"], 0, f"usage: mlx_redrafter.{command}") for command in cli.COMMANDS),
         *(
             (
-                [command, "--draft-model", "small"],
+                [command, "--draft-model", "small", "--drafter", "head"],
                 2,
-                "a second language model cannot draft yet; use --drafter, which takes",
+                "argument --drafter: not allowed with argument --draft-model",
             )
-            for command in ("generate", "chat", "server")
+            for command in ("generate", "chat", "server", "doctor", "stdio")
         ),
     ],
 )

@@ -56,7 +56,10 @@ class Watched:
     """A drafter whose sources note each draft, and the text before its root."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.args, self._drafter, self.drafts = drafter.args, drafter, list[tuple[int, Plan, mx.array]]()
+        self._drafter, self.drafts = drafter, list[tuple[int, Plan, mx.array]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
 
     def open(self, model: Any) -> Source:
         """A source of the drafter's own class that notes its drafts."""
@@ -134,7 +137,7 @@ def test_a_hole_and_a_window_leave_it_the_last_positions(kind: str) -> None:
     drafter, size = fit(kind, model), MAX_EXCESS + 200
     tokens = mx.array(make_prompt(size, vocab=FEW))
     source: Any = drafter.open(model)
-    source.max_rows = 20
+    source.max_kv_size = 20
     hidden = Target(model, capture=source.capture).forward(tokens).hidden
 
     def tell(start: int, stop: int) -> None:

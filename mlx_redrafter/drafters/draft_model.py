@@ -1,0 +1,220 @@
+"""Any smaller model of mlx-lm as a drafter, as in mlx-lm's own speculation.
+
+It reads the text, over a prompt cache of its own, and no hidden state of the target; it runs unmodified. A draft of K
+tokens is K forwards: the first one reads what was accepted, and after the last one the cache is rolled back to the
+text's end. In a chain the others have one row each. In a tree each of them reads the W hypotheses so far side by side,
+as paths that see the text and themselves: no row of the cache is ever moved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from ..engine import kv_cache
+from ..engine.beam_search import State
+from ..engine.model_checks import explain_chains
+from ..engine.model_parts import compute_dtype, find_parts, model_name, model_sizes
+from ..engine.plan import Plan, chain_plan
+from ..engine.supported_models import REFUSED
+from ..engine.tree_attention import Nodes, build_with_nodes
+from ..engine.types import Tree
+from ..errors import CheckpointError, UnsupportedModelError
+from .config import DrafterArgs
+from .protocol import Drafter
+from .source import Adjust, Source, draft
+
+MAX_PADDING = 1024
+"""By how many rows the heads of two models with the same tokenizer may differ, as vocabularies are padded."""
+
+MAX_ROWS = 32
+"""The most tokens that are read by the forward whose logits are wanted: of more the last one is read alone."""
+
+
+@dataclass(frozen=True)
+class DraftModelArgs(DrafterArgs):
+    """The sizes of a draft model: its own hidden size, and the rows of its head.
+
+    Attributes:
+        name: of its module in `mlx_lm.models`.
+    """
+
+    model_type: str = field(default="draft_model", kw_only=True)
+    name: str = field(default="", kw_only=True)
+
+    def describe(self) -> str:
+        """See `DrafterArgs.describe`."""
+        return f"draft model, {self.name}"
+
+    def describe_states(self) -> str:
+        """See `DrafterArgs.describe_states`."""
+        return "the text alone, no hidden state"
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """See `DrafterArgs.try_others`: there are none."""
+        return {}
+
+    def explain_useless(self) -> str:
+        """See `DrafterArgs.explain_useless`."""
+        return "Do the draft model and the model have the same tokenizer, and are its weights sound in this dtype?"
+
+
+class DraftModel(Drafter):
+    """A language model that drafts for another one.
+
+    Args:
+        model: as `mlx_lm.load` returns it.
+
+    Raises:
+        UnsupportedModelError: see `find_parts`; or it cannot read several tokens at once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if reason := REFUSED.get(model_name(model)):
+            raise UnsupportedModelError(f"{model_name(model)} cannot be a draft model: {reason}")
+        super().__init__(DraftModelArgs(*model_sizes(model), name=model_name(model)))
+        self.model, self._chains = model, explain_chains(model)
+
+    @property
+    def weights(self) -> nn.Module:
+        """See `Drafter.weights`."""
+        return self.model
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See `Drafter.dtype`."""
+        return compute_dtype(self.model)
+
+    def open(self, model: nn.Module) -> DraftModelSource:
+        """See `Drafter.open`."""
+        return DraftModelSource(self, model_sizes(model)[1])
+
+    def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
+        """Compares the vocabularies, padding aside; see `Drafter.check_fit`."""
+        own, other = self.args.vocab_size, model_sizes(model)[1]
+        if abs(own - other) > MAX_PADDING:
+            raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")
+
+    def explain_chains(self) -> str | None:
+        """See `Drafter.explain_chains`."""
+        return self._chains and f"the draft model takes chains only, {self._chains}"
+
+
+@lru_cache(maxsize=64)
+def path_constants(width: int, length: int) -> tuple[mx.array, mx.array]:
+    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes: W paths of L, one after the other."""
+    nodes = [divmod(node, length) for node in range(width * length)]
+    ancestors = [[path == other and place >= at for other, at in nodes] for path, place in nodes]
+    return mx.array([place for _, place in nodes], mx.int32), mx.array(ancestors)
+
+
+class DraftModelSource(Source):
+    """What a draft model has read of a text: a prefix of it, which `read` compares with the text before each decode.
+
+    Nothing is computed before the first draft. With a draft model that takes chains only a wider plan gives the chain
+    of its depth.
+
+    Args:
+        vocab_size: V, the target's.
+    """
+
+    waits = True
+
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
+        self.drafter, self._model, self._vocab_size = drafter, drafter.model, vocab_size
+        self._takes_trees = drafter.explain_chains() is None
+        self._n_embedded: int = find_parts(drafter.model).embedding.weight.shape[0]
+        self._text: list[int] = []
+        self._cache: kv_cache.Cache = []  # none yet
+        self._held = 0  # tokens of the text that are in it
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Goes on from what the text and the cache share."""
+        pairs = zip(self._text[: self._held], tokens, strict=False)
+        self._trim(next((at for at, (old, new) in enumerate(pairs) if old != new), len(tokens)))
+        self._text = list(tokens)
+
+    def confirm(self, tokens: Sequence[int]) -> None:
+        """Appends the tokens, which the next draft reads."""
+        self._text += tokens
+
+    def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
+        """See `Source.propose`; the root is the last token of the text."""
+        self._trim(len(self._text) - 1)
+        # Until the end an error leaves a cache that is none.
+        cache, self._cache = self._cache or make_prompt_cache(self._model, self.max_kv_size), []
+        logits = self._read_text(cache)
+        plan = plan if self._takes_trees else chain_plan(plan.depth)
+        states = kv_cache.snapshot_rows(cache)
+
+        def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
+            """The state of a hypothesis is its path (L,), the root included."""
+            if paths is None:
+                return logits, tokens[:, None]
+            paths = mx.concatenate([paths, tokens[:, None]], axis=1)
+            return self._fit(self._run(tokens, cache) if plan.width == 1 else self._read_paths(paths, cache)), paths
+
+        tree = draft(advance, root, plan, adjust, ordered=ordered)
+        kv_cache.restore(cache, states)
+        self._cache, self._held = cache, len(self._text)
+        return tree
+
+    def fork(self) -> DraftModelSource:
+        """See `Source.fork`."""
+        other = copy.copy(self)
+        other._text, other._cache = list(self._text), copy.deepcopy(self._cache)
+        return other
+
+    @property
+    def state(self) -> Any:
+        """The arrays of its cache."""
+        return [vars(c) for c in kv_cache.leaves(self._cache)]
+
+    def _trim(self, count: int) -> None:
+        """Drops what the cache holds beyond the first `count` tokens, or all of it where that cannot be done."""
+        beyond = self._held - count if self._cache else 0
+        if beyond > 0 and can_trim_prompt_cache(self._cache):
+            trim_prompt_cache(self._cache, beyond)
+        elif beyond > 0:
+            self._cache = []
+        self._held = min(self._held, count) if self._cache else 0
+
+    def _read_text(self, cache: kv_cache.Cache) -> mx.array:
+        """(1, V) the logits after the text, the rest of which is read, in pieces that are evaluated."""
+        tokens = mx.array(self._text[self._held :], mx.int32)
+        while tokens.shape[0] > MAX_ROWS:
+            size = min(self.prefill_step_size, tokens.shape[0] - 1)
+            self._run(tokens[:size], cache)
+            mx.eval([vars(c) for c in kv_cache.leaves(cache)])
+            mx.clear_cache()
+            tokens = tokens[size:]
+        return self._fit(self._run(tokens, cache)[-1:])
+
+    def _read_paths(self, paths: mx.array, cache: kv_cache.Cache) -> mx.array:
+        """(W, V') the model's own logits after each of `paths` (W, 1 + L), of which the cache holds the first token."""
+        width, length, states = paths.shape[0], paths.shape[1] - 1, kv_cache.snapshot(cache)
+        nodes = Nodes(len(self._text), *path_constants(width, length), branched=True)
+        tokens = paths[:, 1:].reshape(-1)
+        logits = build_with_nodes(cache, nodes, lambda views: self._run(tokens, views)).result
+        kv_cache.restore(cache, states)
+        return logits.reshape(width, length, -1)[:, -1]
+
+    def _run(self, tokens: mx.array, cache: kv_cache.Cache) -> mx.array:
+        """(T, V') the model's own logits after each of `tokens` (T,); of one without a row it reads the last."""
+        if self._n_embedded < self._vocab_size:
+            tokens = mx.minimum(tokens, self._n_embedded - 1)
+        logits: mx.array = self._model(tokens[None], cache=cache)
+        return logits[0]
+
+    def _fit(self, logits: mx.array) -> mx.array:
+        """(W, V) float32 of (W, V'), cut or filled up with what is impossible."""
+        logits = logits[:, : self._vocab_size].astype(mx.float32)
+        missing = self._vocab_size - logits.shape[1]
+        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits

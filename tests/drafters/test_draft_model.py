@@ -1,0 +1,319 @@
+"""A language model that drafts for another one: the text is plain decoding's, and its cache follows the text."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from cost_curves import make_costs
+from families import make_family
+from mlx_lm.models.cache import make_prompt_cache
+from sessions import FAMILIES, chat_tokenizer
+from sessions import make_model as make_shared
+from small import save_target, small_llama
+from toys import (
+    ScriptedContext,
+    assert_same_cache,
+    assert_same_steps,
+    ids,
+    make_model,
+    make_prompt,
+    make_tokenizer,
+    run,
+)
+
+from mlx_redrafter import (
+    CheckpointError,
+    RedrafterError,
+    Session,
+    UnsupportedModelError,
+    decoding,
+    generate,
+    generate_step,
+    load_draft_model,
+    stream_generate,
+)
+from mlx_redrafter.drafters.draft_model import DraftModel, DraftModelSource
+from mlx_redrafter.generate import decode_tokens
+from mlx_redrafter.options import Options
+from mlx_redrafter.planning import store
+from mlx_redrafter.planning.measure import measure_costs
+
+CLASSES = ["llama", "gemma3_text", "llama4_text", "deepseek_v32", "mamba", "qwen3_5", "recurrent_gemma", "gpt2"]
+"""KV caches, rings, chunks, lists of caches, states, states beside KV caches and rings; chains over KV caches."""
+
+TREES = {"llama", "gemma3_text", "llama4_text", "deepseek_v32"}
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+
+class Counting(nn.Module):
+    """A draft model that keeps the shapes of what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.layers, self.sizes = model.model, model.layers, [0]
+        self._whole = model
+        self.sizes.clear()
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        self.sizes.append(tokens.shape[1])
+        return self._whole(tokens, cache=cache)
+
+
+def random_text(vocab: int, size: int) -> list[int]:
+    generator = random.Random(size)
+    return [generator.randrange(vocab) for _ in range(size)]
+
+
+def vocab_of(model: nn.Module) -> int:
+    return min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_target_itself_is_nearly_always_right(name: str, temp: float) -> None:
+    """With prompts shorter and longer than windows and chunks of 8, read in pieces: its cache is that of the text."""
+    model = make_family(name)
+    for size in (3, 50):
+        prompt, options = random_text(vocab_of(model), size), {"temp": temp, "seed": 3, "prefill_step_size": 9}
+        plain = run(model, prompt, max_tokens=25, **options)
+        for plan in ((1, 3), (2, 3), (3, 3, 7)):
+            cache, expected = make_prompt_cache(model), make_prompt_cache(model)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                steps = run(model, prompt, DraftModel(model), max_tokens=25, plan=plan, prompt_cache=cache, **options)
+            assert_same_steps(steps, plain, tolerance=2e-3)
+            # The likeliest path is not always that of the likeliest tokens.
+            assert steps[-1].stats.accepted >= (18 if plan[0] == 1 else 13), (size, plan)
+            assert bool(caught) is (name not in TREES and plan[0] > 1), "chains where the model takes no trees"
+            run(model, [*prompt, *ids(plain)], max_tokens=0, prompt_cache=expected)
+            assert_same_cache(cache, expected, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("name", CLASSES)
+def test_any_draft_model_leaves_the_text(name: str, temp: float) -> None:
+    target, drafter = make_model(), DraftModel(make_family(name))
+    prompt = make_prompt(12)
+    plain = run(target, prompt, max_tokens=40, temp=temp, seed=5)
+    for plan in ((1, 4), (2, 2)):
+        with warnings.catch_warnings(action="ignore"):
+            steps = run(target, prompt, drafter, max_tokens=40, temp=temp, seed=5, plan=plan)
+        assert_same_steps(steps, plain)
+        assert steps[-1].stats.drafted and steps[-1].stats.accepted < 20, "it knows nothing of this target"
+
+
+def test_chains_of_a_model_without_trees_for_a_target_with_them() -> None:
+    target, drafter = make_model(), DraftModel(make_family("mamba"))
+    with pytest.warns(UserWarning, match="drafting chains, not trees, for llama: the draft model takes chains only"):
+        steps = run(target, make_prompt(5), drafter, max_tokens=12, plan=(2, 3))
+    assert ids(steps) == ids(run(target, make_prompt(5), max_tokens=12))
+    source = drafter.open(target)
+    source.read([1, 2])
+    assert source.propose(mx.array(2), decoding.Plan(2, 3, 7), None, ordered=True).tokens.shape == (4,)
+
+
+@pytest.mark.parametrize("taken", range(1, 12))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_goes_on_where_its_text_was_left(family: str, taken: int) -> None:
+    """Early in a round, late in it, and with a fork whose text goes another way."""
+    model = make_shared(family)
+    prompt = random_text(50, 11)
+    text = [*prompt, *ids(run(model, prompt, max_tokens=50))]
+    cache, drafter = make_prompt_cache(model), DraftModel(model)
+    source = drafter.open(model)
+    steps = decode_tokens(prompt, model, source, Options(prompt_cache=cache, plan=(1, 3), max_tokens=40))
+    assert [next(steps).token for _ in range(taken)] == text[11 : 11 + taken]
+    steps.close()
+    left, fork = text[: 11 + taken], source.fork()
+    other_prompt = [*left, 7, 9, 11]
+    other = run(model, other_prompt, fork, max_tokens=20, plan=(1, 3))
+    assert ids(other) == ids(run(model, other_prompt, max_tokens=20)) and other[-1].stats.accepted >= 14
+    rest = run(model, text[len(left) : len(left) + 2], source, max_tokens=20, plan=(1, 3),
+               prompt_cache=cache, history=left)  # fmt: skip
+    assert ids(rest) == text[len(left) + 2 : len(left) + 22] and rest[-1].stats.accepted >= 14
+    # A text that has nothing of the last one.
+    fresh = run(model, prompt[::-1], source, max_tokens=20, plan=(1, 3))
+    assert ids(fresh) == ids(run(model, prompt[::-1], max_tokens=20)) and fresh[-1].stats.accepted >= 14
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sessions_carry_it_on(family: str) -> None:
+    model, turns = make_shared(family), ("abc", "de", "fghij")
+    plain = Session(model, chat_tokenizer(), plan="off", max_tokens=12)
+    session = Session(model, chat_tokenizer(), DraftModel(model), plan=(1, 3), max_tokens=12, prefill_step_size=3)
+    for turn in turns:
+        plain.send(turn)
+        fork = session.fork()
+        answers = [each.send(turn) for each in (session, fork)]
+        assert session.tokens == fork.tokens == plain.tokens
+        for answer in answers:
+            assert answer.last is not None and answer.last.accepted >= (answer.last.generation_tokens - 1) / 2
+
+
+def test_it_reads_each_token_once_and_nothing_before_it_drafts() -> None:
+    model = make_model()
+    counting = Counting(model)
+    drafter = DraftModel(counting)
+    prompt = make_prompt(90)
+    plain = run(model, prompt, max_tokens=20)
+    counting.sizes.clear()
+    source = drafter.open(model)
+    run(model, prompt, source, max_tokens=0)
+    steps = run(model, prompt, source, max_tokens=1, plan=(1, 3))
+    assert ids(steps) == ids(plain[:1]) and counting.sizes == [], "a text that is not drafted costs nothing"
+    steps = run(model, prompt, source, max_tokens=20, plan=(1, 3), prefill_step_size=40)
+    assert ids(steps) == ids(plain)
+    assert counting.sizes[:6] == [40, 40, 11, 1, 1, 4], "prompt and first token, two levels, what was accepted"
+
+
+def test_width_one_reads_a_row_a_level_and_trees_their_paths() -> None:
+    model, prompt = make_model(), make_prompt(5)
+    counting = Counting(model)
+    source = DraftModelSource(DraftModel(counting), 40)
+    source._takes_trees = True  # its module is none of mlx-lm's
+    source.read(prompt)
+    source.confirm([3])
+    counting.sizes.clear()
+    source.propose(mx.array(3), decoding.Plan(3, 4, 13), None, ordered=True)
+    assert counting.sizes == [6, 3, 6, 9]
+    source.confirm([4, 5])
+    source.propose(mx.array(5), decoding.Plan(1, 4, 5), None, ordered=True)
+    assert counting.sizes[4:] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_context_drafts_beside_it(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other, prompt = make_model(), make_model(seed=2), make_prompt(9)
+    plain = run(model, prompt, max_tokens=60)
+    monkeypatch.setattr(decoding, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
+    for draft in (model, other):
+        steps = run(model, prompt, DraftModel(draft), max_tokens=50, plan=(width, 3), context=True)
+        assert_same_steps(steps, plain[:50])
+        stats = steps[-1].stats
+        assert stats.context_accepted and (stats.accepted > stats.context_accepted) is (draft is model)
+
+
+@pytest.mark.parametrize("vocab", [32, 48])
+def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
+    """Also with tokens that the draft model has no embedding for."""
+    model, draft, prompt = make_model(), make_model(vocab=vocab), make_prompt(30)
+    assert vocab > 40 or max(prompt) >= vocab
+    for options in ({}, {"temp": 0.8, "top_p": 0.9, "min_p": 0.01, "top_k": 20, "seed": 2}):
+        plain = run(model, prompt, max_tokens=30, **options)
+        for plan in ((1, 3), (2, 3)):
+            steps = run(model, prompt, DraftModel(draft), max_tokens=30, plan=plan, **options)
+            assert_same_steps(steps, plain)
+    source = DraftModel(draft).open(model)
+    source.read(prompt)
+    found: list[mx.array] = []
+    source.propose(mx.array(prompt[-1]), decoding.Plan(2, 2, 5), lambda x, _: found.append(x) or x, ordered=True)
+    own = draft(mx.minimum(mx.array(prompt), vocab - 1)[None])[0, -1:]
+    assert [row.shape[-1] for row in found] == [40, 40]
+    assert mx.allclose(found[0][:, : min(vocab, 40)], own[:, :40], rtol=1e-3, atol=1e-3)
+    assert (found[0][:, vocab:] == -mx.inf).all()
+
+
+def test_max_kv_size_bounds_its_cache() -> None:
+    model, prompt = make_model("qwen3"), make_prompt(60)
+    source = DraftModel(model).open(model)
+    plain = run(model, prompt, max_tokens=40, max_kv_size=16)
+    steps = run(model, prompt, source, max_tokens=40, max_kv_size=16, plan=(1, 3))
+    assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 15
+    assert {(type(c).__name__, c.max_size) for c in source._cache} == {("RotatingKVCache", 16)}
+
+
+def test_an_error_in_a_draft_leaves_a_source_that_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt, errors = make_model(), make_prompt(9), list[Exception]()
+    source = DraftModel(model).open(model)
+    plain = run(model, prompt, max_tokens=30)
+    run(model, prompt, source, max_tokens=10, plan=(1, 3))
+
+    def fail(*args: Any) -> None:
+        raise ValueError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "_fit", fail)
+        steps = run(model, prompt, source, max_tokens=30, plan=(1, 3), on_drafter_failure=errors.append)
+        assert ids(steps) == ids(plain) and [str(each) for each in errors] == ["no more"]
+    steps = run(model, prompt, source, max_tokens=30, plan=(1, 3))
+    assert ids(steps) == ids(plain) and steps[-1].stats.accepted > 20
+
+
+def test_mlx_lms_keywords() -> None:
+    model, tokenizer, prompt = make_model(), make_tokenizer(), make_prompt(9)
+    expected = [
+        (step.token, step.from_draft) for step in run(model, prompt, DraftModel(model), max_tokens=20, plan=(1, 3))
+    ]
+    options: dict[str, Any] = {"draft_model": model, "num_draft_tokens": 3, "max_tokens": 20}
+    found = list(stream_generate(model, tokenizer, prompt, **options))
+    assert [(each.token, each.from_draft) for each in found] == expected
+    assert [(token, drafted) for token, _, drafted in generate_step(prompt, model, **options)] == expected
+    assert generate(model, tokenizer, prompt, **options) == "".join(each.text for each in found)
+    assert {each.draft_source for each in found} == {None, "drafter"}
+    options["draft_model"] = DraftModel(model)
+    assert [each.token for each in stream_generate(model, tokenizer, prompt, **options)] == [t for t, _ in expected]
+    without = stream_generate(model, tokenizer, prompt, num_draft_tokens=3, max_tokens=20, context=False)
+    assert [each.token for each in without] == [t for t, _ in expected], "nothing is drafted, as in mlx-lm"
+    for wrong, message in (
+        ({"drafter": DraftModel(model)}, "give either drafter or draft_model, got both"),
+        ({"draft_depth": 3}, "give either num_draft_tokens or draft_depth, got both"),
+        ({"draft_model": "small"}, "draft_model must be what mlx_lm.load returns, got str"),
+        ({"num_draft_tokens": 0}, "draft_depth must be from 1 to 256, got 0"),
+    ):
+        with pytest.raises(RedrafterError, match=message):
+            next(generate_step(prompt, model, **options | wrong))
+
+
+def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
+    target = small_llama(vocab=53, hidden=64)
+    for name, vocab in (("same", 53), ("other", 40)):
+        save_target(tmp_path / name, small_llama(vocab=53), make_tokenizer(vocab=vocab)._tokenizer)
+    found = load_draft_model(tmp_path / "same", target, make_tokenizer(vocab=53))
+    assert found.args.vocab_size == 53 and found.args.hidden_size == 32
+    assert ids(run(target, [1, 2], found, max_tokens=9, plan=(1, 2))) == ids(run(target, [1, 2], max_tokens=9))
+    with pytest.raises(
+        CheckpointError, match="other cannot be the draft model: it has a tokenizer of 40 tokens, the target's"
+    ):
+        load_draft_model(tmp_path / "other", target, make_tokenizer(vocab=53))
+    with pytest.raises(CheckpointError, match="same cannot draft: it has a vocabulary of 53 tokens, the target"):
+        load_draft_model(tmp_path / "same", small_llama(vocab=2000))
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "gemma3_text"])
+def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter, reads = make_model(), DraftModel(make_family(name)), list[int]()
+    costs = measure_costs(target, drafter, trees=name != "mamba", contexts=(20, 60))
+    assert costs.contexts == (20, 60) and costs.widths == ((1,) if name == "mamba" else (1, 2, 4))
+    flat = make_costs()
+    monkeypatch.setattr(
+        store, "measure_costs", lambda *pair, trees: reads.append(trees) or (flat if trees else flat.chains_only())
+    )
+    prompt = make_prompt(12)
+    plain = run(target, prompt, max_tokens=120)
+    for draft in (drafter, DraftModel(target)):
+        steps = run(target, prompt, draft, max_tokens=120, context=False)
+        assert_same_steps(steps, plain)
+        assert steps[-1].stats.drafter_rounds
+    assert reads[0] is (name != "mamba"), "trees only where both take them"
+    again = DraftModel(drafter.model)
+    assert store.load_costs(target, again, trees=True) is store.load_costs(target, drafter, trees=True)
+    assert store.load_counts(target, again) is store.load_counts(target, drafter), (
+        "a model wrapped anew is the same one"
+    )
+
+
+def test_what_cannot_draft_is_refused() -> None:
+    with pytest.raises(RedrafterError, match="draft: it has a vocabulary of 2000 tokens, the target of 40"):
+        run(make_model(), [1, 2], DraftModel(make_model(vocab=2000)), max_tokens=2)
+    with pytest.raises(RedrafterError, match="got Model; a language model is given as draft_model"):
+        run(make_model(), [1, 2], make_model(), max_tokens=2)
+    with pytest.raises(UnsupportedModelError, match="olmo cannot be a draft model: it cannot read several tokens"):
+        DraftModel(type("Model", (nn.Module,), {"__module__": "mlx_lm.models.olmo"})())
