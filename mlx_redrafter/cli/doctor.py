@@ -153,8 +153,8 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
 
 
 def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
-    """(which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None; bytes that a cache
-    of the drafter's own takes for a token, as far as it says)."""
+    """(which of the two makes numbers that are not finite in its dtype, "target", "drafter" or None; bytes that the
+    drafter keeps for each token)."""
     source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
 
     def record(logits: mx.array, level: int) -> mx.array:
@@ -167,7 +167,7 @@ def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
     source.read([*text, 0])
     source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, ordered=False)
     states = mx.concatenate([states.reshape(-1) for states in hidden.values()]) if hidden else logits
-    return find_not_finite({"target": states, "drafter": mx.concatenate(guesses)}), getattr(source, "row_bytes", 0)
+    return find_not_finite({"target": states, "drafter": mx.concatenate(guesses)}), source.row_bytes
 
 
 def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, Any]:

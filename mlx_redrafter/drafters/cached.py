@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from ..engine import kv_cache
 from ..engine.beam_search import Advance, State
 from ..engine.model_parts import StateName, find_head, find_parts
 from ..engine.tree_attention import Nodes, build_with_nodes
@@ -189,8 +190,8 @@ class CachedSource(StepwiseSource):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that its caches take for a position; 0 before the first."""
-        return sum(cache.nbytes // cache.keys.shape[2] for cache in self._caches if cache.keys is not None)
+        """See `Source.row_bytes`."""
+        return kv_cache.row_bytes(self._caches)
 
     @property
     def state(self) -> Any:

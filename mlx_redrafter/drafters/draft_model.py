@@ -173,6 +173,11 @@ class DraftModelSource(Source):
         return other
 
     @property
+    def row_bytes(self) -> int:
+        """See `Source.row_bytes`."""
+        return kv_cache.row_bytes(self._cache)
+
+    @property
     def state(self) -> Any:
         """The arrays of its cache."""
         return [vars(c) for c in kv_cache.leaves(self._cache)]

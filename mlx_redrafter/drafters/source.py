@@ -112,6 +112,11 @@ class Source:
         return copy.copy(self)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes that it keeps for each token of the text, once it has drafted; 0 where that is none to speak of."""
+        return 0
+
+    @property
     def state(self) -> Any:
         """The arrays that it keeps, a tree: evaluated with every round, as another thread may take the next one."""
         return None
