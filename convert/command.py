@@ -16,7 +16,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `python -m mlx_redrafter.convert`; each flag is a parameter of `convert`."""
     parser = argparse.ArgumentParser(
         prog="mlx_redrafter.convert",
-        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators.",
+        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
+        "EAGLE, DFlash or DSpark.",
     )
     add = parser.add_argument
     add("--hf-path", "--model", required=True, help="the drafter: a directory, a file or a Hugging Face repo")

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from small import randomised, small_llama
 
-from mlx_redrafter.drafters import eagle
+from mlx_redrafter.drafters import dflash, dspark, eagle
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.types import Kept
@@ -66,13 +66,39 @@ def tell(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> N
     source.keep(Kept(tokens.astype(mx.int32), states, None, len(tokens), position))
 
 
-CACHED_KINDS = ("eagle 1", "eagle 3")
+BLOCK_KINDS = ("dflash", "sliding dflash", "dflash 2", "dspark", "dspark with its own head", "dspark gemma")
+
+CACHED_KINDS = ("eagle 1", "eagle 3", *BLOCK_KINDS)
 
 
 def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2) -> Drafter:
     """A head of random weights for a target of these sizes."""
     sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    block: dict[str, Any] = {
+        "num_layers": 2,
+        "block_size": 6,
+        "mask_token_id": vocab - 1,
+        "capture_layers": [layers - 1, 0],
+    }
+
+    def make_dflash(**options: Any) -> Drafter:
+        return dflash.Drafter(dflash.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options))
+
+    def make_dspark(**options: Any) -> Drafter:
+        args = dspark.DrafterArgs(hidden, vocab, hidden, **sizes, **block, from_anchor=True, **options)
+        return dspark.Drafter(args)
+
     made: dict[str, Any] = {
+        "dflash": make_dflash,
+        "sliding dflash": lambda: make_dflash(layer_windows=[5, 0], layer_causal=[True, False]),
+        "dflash 2": lambda: make_dflash(
+            layer_windows=[7, 5], conv_kernel_size=2, conv_group_size=8, selector_rank=32, selector_top_k=5
+        ),
+        "dspark": lambda: make_dspark(markov_rank=32),
+        "dspark with its own head": lambda: make_dspark(
+            markov_rank=4, own_embedding=True, own_head=True, draft_vocab_size=(vocab + 1) // 2
+        ),
+        "dspark gemma": lambda: make_dspark(markov_rank=4, gemma=True, embedding_scale=8.0),
         "eagle 1": lambda: eagle.Drafter(
             eagle.DrafterArgs(hidden, vocab, width=hidden, version=1, fc_bias=True, **sizes)
         ),
@@ -83,4 +109,6 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
         ),
     }
     drafter: Drafter = randomised(made[kind](), 0)
+    if "draft_ids" in drafter:
+        drafter.draft_ids = 2 * mx.arange(len(drafter.draft_ids), dtype=mx.int32)
     return drafter
