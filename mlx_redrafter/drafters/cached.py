@@ -132,7 +132,9 @@ class CachedSource(StepwiseSource):
             return
         last = self._rows[-1]
         n_kept, is_in_flight, self._is_in_flight = position - last.position, self._is_in_flight, False
-        if not 0 < n_kept <= len(last.tokens):
+        if n_kept == 0 and not is_in_flight:  # a plain step that did not stay
+            self._rows.pop()
+        elif not 0 < n_kept <= len(last.tokens):
             self._rows = []  # a hole follows, and which token the last row's next one was is not known
         elif is_in_flight:
             self._rows = []
