@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checkpoints import dtype_name, list_weights, load, load_drafter
+from .checkpoints import dtype_name, list_weights, load, load_drafter, refuse_builtin
 from .demo import load_demo
 from .drafters.protocol import Drafter
 from .errors import RedrafterError
@@ -63,6 +63,7 @@ def load_pair(
         RedrafterError: see `load_target` and `load_drafter`.
     """
     without = getattr(args, "no_drafter", False)
+    refuse_builtin(None if without else drafter_name)
     if name is None and not without:
         check_demo_flags(name, args)
         return load_demo(drafter_name)

@@ -63,6 +63,11 @@ class LayerCache:
     def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
         self._cache, self.offset = cache, offset
 
+    @property
+    def n_rows(self) -> int:
+        """How many rows it has."""
+        return self._cache.offset
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """All keys and all values, these ones at the end."""
         return self._cache.update_and_fetch(keys, values)
