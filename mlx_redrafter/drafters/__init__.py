@@ -7,12 +7,12 @@ source.py and cached.py, what they keep of a text.
 from typing import Any
 
 from ..errors import CheckpointError
-from . import arctic_lstm, eagle, medusa, mlp_speculator, recurrent
+from . import arctic_lstm, eagle, medusa, mlp_speculator, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
 
-MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle)
+MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle, mtp)
 
 KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
     kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in MODULES
