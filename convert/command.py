@@ -17,7 +17,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_redrafter.convert",
         description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
-        "EAGLE heads, multi-token-prediction layers.",
+        "EAGLE, DFlash or DSpark heads, multi-token-prediction layers.",
     )
     add = parser.add_argument
     origin = parser.add_mutually_exclusive_group(required=True)

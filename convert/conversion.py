@@ -131,6 +131,8 @@ def convert(
     source = find_source(origin, revision) if from_base is None else find_base(origin, revision)
     models = load(base_model) if base_model is not None else None
     drafter, is_quantized, notes = read_checkpoint(source, models[0] if models else None)
+    if dtype == "float16" and not drafter.takes_float16:
+        raise RedrafterError(f"the range of float16 is too small for a {drafter.args.model_type}: give bfloat16")
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize:

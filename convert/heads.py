@@ -15,12 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
-from mlx_redrafter.drafters import KINDS, arctic_lstm, eagle, medusa, mtp, recurrent
+from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, medusa, mtp, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix
+from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
 from mlx_redrafter.errors import CheckpointError
 
+from .block_configs import read_block_config
 from .layouts import find_drafter
 from .mtp import Layers, find_layers, read_layer
 from .sources import Source, describe_base, describe_missing, find_source
@@ -63,7 +64,7 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     """The drafter in a source.
 
     Args:
-        model: the target, whose output matrix some Medusa heads use.
+        model: the target, whose output matrix some Medusa heads use, and whose vocabulary some configs do not say.
 
     Raises:
         CheckpointError: damaged, not one drafter, or of shapes that do not fit each other.
@@ -93,6 +94,8 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
         return Found(make_medusa(parts, config, where, model))
     if kind == eagle.MODEL_TYPE:
         return make_eagle(parts, config, where)
+    if kind in (dflash.MODEL_TYPE, dspark.MODEL_TYPE):
+        return make_block(kind, parts, config, where, model)
     return Found(make_speculator(kind, parts, config, where))
 
 
@@ -206,11 +209,7 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         vocab_size = shapes.get("embed_tokens.weight", (config.get("vocab_size"),))[0]
     else:
         vocab_size = config.get("vocab_size")
-    given = dict[str, mx.array]()
-    if DRAFT_IDS in parts:
-        offsets = join_tensors(DRAFT_IDS, parts.pop(DRAFT_IDS), where, integers=True)
-        if shapes[DRAFT_IDS][0] != vocab_size or offsets.any().item():
-            given[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
+    given = read_draft_ids(parts, vocab_size, where)
     if config.get("norm_output") is not None:
         notes.append("config.json says norm_output, which projects read differently: it is ignored")
     sizes = read_layer_sizes(config, shapes, "layer", where) | {
@@ -225,9 +224,7 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         "norm_before_residual": config.get("norm_before_residual") is True,
         "capture_layers": find_capture_layers(config) if version == 3 else None,
     }
-    shapes = {name: shape for name, shape in shapes.items() if name in parts} | {
-        name: array.shape for name, array in given.items()
-    }
+    shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
     drafter = eagle.Drafter(derive_args(eagle.DrafterArgs, shapes, config | sizes, where))
     return Found(fill(drafter, parts, where, given), notes=tuple(notes))
 
@@ -242,6 +239,63 @@ def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) 
     sizes = said | {"hidden_size": need_matrix(shapes, "fc.weight", where)[0], "hidden_state": AFTER_NORM}
     drafter = mtp.Drafter(derive_args(mtp.DrafterArgs, shapes, sizes, where))
     return Found(fill(drafter, parts, where), notes=tuple(notes))
+
+
+def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, model: nn.Module | None) -> Found:
+    """A DFlash or DSpark head. One in float16 is read as bfloat16, see `BlockDrafter`."""
+    shapes = join_shapes(parts, where)
+    config = read_block_config(config, kind, 1 + find_last(parts, r"layers\.(\d+)\..*"), where)
+    fc, n_states = need_matrix(shapes, "fc.weight", where), len(config["capture_layers"])
+    if fc[1] % n_states:
+        raise CheckpointError(f"{where}: expected fc.weight to read {n_states} states side by side, got shape {fc}")
+    rows = ("embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight")
+    vocab_size = next((shapes[name][0] for name in rows if name in shapes), config.get("vocab_size"))
+    if vocab_size is None:
+        if model is None:
+            raise CheckpointError(f"{where}/config.json does not say vocab_size: give --base-model")
+        vocab_size = model_sizes(model)[1]
+    given = read_draft_ids(parts, vocab_size, where)
+    sizes: dict[str, Any] = {
+        "width": fc[0],
+        "hidden_size": fc[1] // n_states,
+        "vocab_size": vocab_size,
+        "own_embedding": "embed_tokens.weight" in parts,
+        "own_head": "lm_head.weight" in parts,
+    }
+    sizes |= read_layer_sizes(config, shapes, "layers.0", where)
+    if kind == dspark.MODEL_TYPE:
+        sizes["markov_rank"] = shapes.get("markov_w1.weight", (0, None))[1]
+    else:
+        kernel = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
+        groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (kernel[1] or 1))
+        rank = shapes.get("selector.predecessor.weight", (0, None))[1]
+        sizes |= {
+            "conv_kernel_size": kernel[1],
+            "conv_group_size": fc[0] // groups if groups else None,
+            "selector_rank": rank,
+            "selector_top_k": config["selector_top_k"] if rank else None,
+        }
+    drafter_class, args_class = KINDS[kind]
+    shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
+    drafter = fill(drafter_class(derive_args(args_class, shapes, config | sizes, where)), parts, where, given)
+    if not any(array.dtype == mx.float16 for array in list_weights(drafter).values()):
+        return Found(drafter)
+    drafter.set_dtype(mx.bfloat16)
+    return Found(drafter, notes=("it is stored in float16, whose range may be too small for it: read as bfloat16",))
+
+
+def read_draft_ids(parts: Parts, vocab_size: Any, where: str) -> dict[str, mx.array]:
+    """The tokens that a head can guess, taken out of `parts`, where their distances from its rows are stored.
+
+    Returns:
+        {"draft_ids": (V',) int32}; nothing where it can guess all tokens.
+    """
+    if DRAFT_IDS not in parts:
+        return {}
+    offsets = join_tensors(DRAFT_IDS, parts.pop(DRAFT_IDS), where, integers=True)
+    if len(offsets) == vocab_size and not offsets.any().item():
+        return {}
+    return {DRAFT_IDS: mx.arange(len(offsets), dtype=mx.int32) + offsets}
 
 
 def find_capture_layers(config: dict[str, Any]) -> list[int] | None:

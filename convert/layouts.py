@@ -13,6 +13,8 @@ from mlx_redrafter.drafters import arctic_lstm, eagle, medusa, mlp_speculator, r
 from mlx_redrafter.drafters.config import DRAFT_IDS
 from mlx_redrafter.errors import CheckpointError
 
+from .block_configs import find_block_kind
+
 T = TypeVar("T")
 
 Renames = Sequence[tuple[str, str]]
@@ -69,6 +71,24 @@ EAGLE: Renames = (
 )
 """The authors' names, SpecForge's and vLLM's."""
 
+BLOCK: Renames = (
+    (r"(?:encoder\.)?fc\.weight", "fc.weight"),
+    (r"hidden_norm\.weight|encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
+    (r"norm\.weight|lm_head\.weight|embed_tokens\.weight", r"\g<0>"),
+    (r"(?:midlayer|layers\.0)\.(.*)", r"layers.0.\1"),
+    (r"layers\.\d{1,3}\..*", r"\g<0>"),
+    (r"candidate_selector\.(predecessor|successor)_codebook(?:\.weight)?", r"selector.\1.weight"),
+    (r"candidate_selector\.hidden_projection\.weight", "selector.hidden_projection.weight"),
+    (r"(?:logit_head\.)?(?:markov_head\.)?(markov_w[12])\.weight", r"\1.weight"),
+    (r"(?:logit_head\.)?confidence_head\..*", ""),  # see `drafters.dspark`
+    ("d2t", DRAFT_IDS),
+    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
+)
+"""The names of DFlash's authors, and those of Muse's; DSpark's authors', and SpecForge's older ones."""
+
+BLOCK_NAMES = {"hidden_norm.weight", "encoder.fc.weight", "encoder.output_norm_enc.weight"}
+"""What a block drafter has, and no other kind: EAGLE's norm of this name is in its layer."""
+
 OTHER_KINDS = (
     (
         r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
@@ -98,11 +118,13 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
     kind = config.get("model_type")
     says_other = isinstance(kind, str) and kind.isidentifier() and kind != recurrent.MODEL_TYPE
     for pattern, verdict in OTHER_KINDS:
-        if "fc.weight" not in tails.values() and any(re.fullmatch(pattern, tail) for tail in tails.values()):
+        if not {"fc.weight", *BLOCK_NAMES} & set(tails.values()) and any(
+            re.fullmatch(pattern, tail) for tail in tails.values()
+        ):
             raise CheckpointError(f"{where} {verdict.format(model=f'a {kind}' if says_other else 'a base model')}")
     if not inside and set(tails.values()) <= {HEAD}:
         raise CheckpointError(f"{where} holds no drafter: its tensors are {sorted(tails)}")
-    model_type, renames = find_kind(tails.values(), config)
+    model_type, renames = find_kind(tails.values(), config, where)
     names: dict[str, str] = {}
     for name, tail in sorted(tails.items()):
         ours = rename(tail, renames)
@@ -117,8 +139,14 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
     return model_type, {ours: tensors[name] for ours, name in names.items()}
 
 
-def find_kind(names: Collection[str], config: dict[str, Any]) -> tuple[str, Renames]:
-    """(`model_type`, how its tensors are called) of the drafter with tensors of these names."""
+def find_kind(names: Collection[str], config: dict[str, Any], where: str) -> tuple[str, Renames]:
+    """(`model_type`, how its tensors are called) of the drafter with tensors of these names.
+
+    Raises:
+        CheckpointError: see `find_block_kind`.
+    """
+    if BLOCK_NAMES & set(names):
+        return find_block_kind(config, where, has_markov_head=any("markov_w1" in name for name in names)), BLOCK
     if "fc.weight" in names:
         return eagle.MODEL_TYPE, EAGLE
     if "forget_emb.0.weight" in names:

@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from small import randomised, small_llama
 
-from mlx_redrafter.drafters import eagle, mtp
+from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.types import Kept
@@ -150,7 +150,9 @@ def save_tensors(file: Path, arrays: Arrays) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-CACHED_KINDS = ("eagle 1", "eagle 3", *LAYERS)
+BLOCK_KINDS = ("dflash", "sliding dflash", "dflash 2", "dspark", "dspark with its own head", "dspark gemma")
+
+CACHED_KINDS = ("eagle 1", "eagle 3", *LAYERS, *BLOCK_KINDS)
 
 
 def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2) -> Drafter:
@@ -160,7 +162,31 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
         layer: Drafter = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
         return layer
     sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    block: dict[str, Any] = {
+        "num_layers": 2,
+        "block_size": 6,
+        "mask_token_id": vocab - 1,
+        "capture_layers": [layers - 1, 0],
+    }
+
+    def make_dflash(**options: Any) -> Drafter:
+        return dflash.Drafter(dflash.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options))
+
+    def make_dspark(**options: Any) -> Drafter:
+        args = dspark.DrafterArgs(hidden, vocab, hidden, **sizes, **block, from_anchor=True, **options)
+        return dspark.Drafter(args)
+
     made: dict[str, Any] = {
+        "dflash": make_dflash,
+        "sliding dflash": lambda: make_dflash(layer_windows=[5, 0], layer_causal=[True, False]),
+        "dflash 2": lambda: make_dflash(
+            layer_windows=[7, 5], conv_kernel_size=2, conv_group_size=8, selector_rank=32, selector_top_k=5
+        ),
+        "dspark": lambda: make_dspark(markov_rank=32),
+        "dspark with its own head": lambda: make_dspark(
+            markov_rank=4, own_embedding=True, own_head=True, draft_vocab_size=(vocab + 1) // 2
+        ),
+        "dspark gemma": lambda: make_dspark(markov_rank=4, gemma=True, embedding_scale=8.0),
         "eagle 1": lambda: eagle.Drafter(
             eagle.DrafterArgs(hidden, vocab, width=hidden, version=1, fc_bias=True, **sizes)
         ),
@@ -171,4 +197,6 @@ def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2
         ),
     }
     drafter: Drafter = randomised(made[kind](), 0)
+    if "draft_ids" in drafter:
+        drafter.draft_ids = 2 * mx.arange(len(drafter.draft_ids), dtype=mx.int32)
     return drafter

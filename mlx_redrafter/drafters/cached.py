@@ -89,6 +89,7 @@ class CachedSource(StepwiseSource):
     def __init__(self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1) -> None:
         self.drafter, self.capture = drafter, tuple(capture)
         self._embed = find_parts(model).embedding
+        self._window: int | None = None  # how many of the last positions the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # in the caches, for good
         self._rows: list[Rows] = []  # after those; of the last ones it is not known yet how many stay
@@ -121,7 +122,7 @@ class CachedSource(StepwiseSource):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        most, count = self.max_kv_size, self._n_rows
+        most, count = min(filter(None, (self.max_kv_size, self._window)), default=None), self._n_rows
         if most is not None and count > most + MAX_EXCESS:
             for cache in self._caches:
                 keys, values = cast(mx.array, cache.keys), cast(mx.array, cache.values)
@@ -227,7 +228,7 @@ class PairSource(CachedSource):
     def _at(self, position: mx.array | int) -> list[LayerCache]:
         return [LayerCache(cache, position) for cache in self._caches]
 
-    def begin(self, root: mx.array) -> Advance:
+    def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """See `StepwiseSource.begin`."""
         feature, sees, position = self.take_in_flight(root)
 

@@ -120,9 +120,12 @@ class DrafterArgs:
                 raise CheckpointError(f"{where}/config.json does not say {field.name}: {advice}")
             if field.type == "bool" and type(value) is not bool:
                 raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
-            most = MAX_SIZE if field.name.endswith(("_size", "_dim")) else MAX_COUNT
-            if field.type == "int" and not (type(value) is int and 0 < value <= most):
-                raise CheckpointError(f"{where}/config.json: expected {field.name} from 1 to {most}, got {value!r:.40}")
+            least = 0 if field.name.endswith("_id") else 1
+            most = MAX_SIZE if field.name.endswith(("_size", "_dim", "_id", "width", "rank")) else MAX_COUNT
+            if field.type == "int" and not (type(value) is int and least <= value <= most):
+                raise CheckpointError(
+                    f"{where}/config.json: expected {field.name} from {least} to {most}, got {value!r:.40}"
+                )
             if field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise CheckpointError(
                     f"{where}/config.json: expected {field.name} to be a number above 0, got {value!r:.40}"

@@ -10,6 +10,7 @@ that keeps something opens a source of its own, see `Drafter.open`; `PairDrafter
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,7 +38,10 @@ class Drafter(nn.Module):
     Attributes:
         args: what its config says.
         draft_ids: (V',) int32, the token of each row of its head; only where it can guess some tokens alone.
+        takes_float16: whether the range of float16 is enough for what it computes.
     """
+
+    takes_float16: ClassVar[bool] = True
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()

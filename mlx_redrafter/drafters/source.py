@@ -153,14 +153,18 @@ class StepwiseSource(Source):
         """Keeps the last hidden state."""
         self._hidden = kept.last_hidden(self.capture[0])
 
-    def begin(self, root: mx.array) -> Advance:
-        """What reads the tokens of a draft, beginning with `root`, and guesses what follows them."""
+    def begin(self, root: mx.array, depth: int = 1) -> Advance:
+        """What reads the tokens of a draft, beginning with `root`, and guesses what follows them.
+
+        Args:
+            depth: how many tokens are drafted, one after the other; some drafters guess them together.
+        """
         assert self.drafter is not None and self._hidden is not None
         return self.drafter.begin(self._hidden, self._embed)
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """See `Source.propose`."""
-        return draft(self.begin(root), root, plan, adjust, ordered=ordered)
+        return draft(self.begin(root, plan.depth), root, plan, adjust, ordered=ordered)
 
     @property
     def state(self) -> Any:
