@@ -82,9 +82,7 @@ def test_quantized_layers_guess_alike(name: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"quantize": True, "q_bits": 8, "q_group_size": 32}
     done = convert(from_base=directory, mlx_path=tmp_path / "out", **how)
     difference, largest = done.difference
-    assert 0 < difference < (1.0 if "experts" in done.args.describe() else 0.1) * largest, (
-        "another expert may be chosen"
-    )
+    assert 0 < difference < 0.3 * largest  # another expert may be chosen
     found = tensors(load_drafter(done.path))
     packed = {key.removesuffix(".scales") for key in found if key.endswith(".scales")}
     matrices = {key.removesuffix(".weight") for key, array in tensors(layer).items() if array.ndim > 1}
