@@ -25,7 +25,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
 from ..engine.model_parts import StateName
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, RedrafterError, one_line
 from .cached import LayerCache, PairSource
 from .config import DrafterArgs as BaseArgs
 from .protocol import Embed, Head, PairDrafter
@@ -89,6 +89,11 @@ class DrafterArgs(BaseArgs):
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
 
 
+def is_cpu() -> bool:
+    """Whether arrays are computed on a CPU when nothing else is asked for."""
+    return mx.default_device().type == mx.cpu
+
+
 def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """The keys of a target's config that its layers' arguments have; `model_type` is one of `LAYERS`."""
     names = {each.name for each in fields(_find_class(model_type, 1))}
@@ -121,7 +126,14 @@ class Drafter(PairDrafter):
         self.layer = make_layer(args.layer_config)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
+        """See `Drafter.open`.
+
+        Raises:
+            RedrafterError: MLX does not compute its experts on this device in their dtype.
+        """
+        experts = self.layer.mlp.get("switch_mlp", {}).get("gate_proj", {})
+        if experts and "scales" not in experts and experts.weight.dtype != mx.float32 and is_cpu():
+            raise RedrafterError("MLX computes experts on a CPU in float32 only: convert with --dtype float32, or -q")
         states: list[StateName] = [self.args.state_name]
         return PairSource(self, model, states)
 
