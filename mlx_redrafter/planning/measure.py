@@ -38,7 +38,7 @@ WIDTHS = (1, 2, 4)  # beam widths of a draft
 SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
 IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
 SLOW_STEP = 0.1  # seconds of a plain step from which on everything is run once, and after the first context alone
-SLOW_STEPS = 34  # plain steps that this takes, at most: where a forward of N nodes costs N of them
+SLOW_STEPS = 36  # plain steps that this takes, at most: where a forward of N nodes costs N of them
 
 
 def time_calls(
@@ -107,7 +107,7 @@ def time_parts(
     target.evaluate()
     target.length, snapshot = context, kv_cache.snapshot(target.cache)
     tokens = (mx.arange(MEASURED_NODES) * 7919) % logits.shape[-1]  # experts differ by token; the first one is 0
-    most = min(in_a_row, drafter.args.max_depth or in_a_row)
+    most = min(IN_A_ROW, drafter.args.max_depth or IN_A_ROW)
     rounds: Rounds
     source = after_text
 

@@ -205,6 +205,22 @@ def test_quantized_heads_load_and_guess_alike(kind: str, tmp_path: Path) -> None
     assert pairs.get(kind, "fc") in names
 
 
+def test_rotations_are_read(tmp_path: Path) -> None:
+    """YaRN and Llama 3's turn keys otherwise than the plain one; a factor of 1 changes nothing."""
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}
+    cases = {"plain": {}, "yarn of 1": yarn | {"factor": 1.0}, "yarn": yarn | {"factor": 8.0}, "llama3": llama3}
+    golden, found = read_golden("dflash")[1], dict[str, mx.array]()
+    for case, rope in cases.items():
+        drafter = load_golden("dflash", tmp_path / case, rope_parameters=rope | {"rope_theta": 1e6})
+        source: Any = drafter.open(make_target("dflash", drafter))
+        tell_all(source, golden["context_hidden"], 0)
+        found[case] = draft(source, golden, "", golden["draft_tokens"])
+    np.testing.assert_allclose(found["yarn of 1"], found["plain"], atol=1e-4)
+    for case in ("yarn", "llama3"):
+        assert not np.allclose(found[case], found["plain"], atol=1e-3)
+
+
 def test_heads_are_never_in_float16(tmp_path: Path) -> None:
     weights = {name: array.astype(mx.float16) for name, array in read_golden("dflash")[0].items()}
     done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cached import BLOCK_KINDS, make_cached
+from cost_curves import make_costs
 from families import make_family
 from toys import ids, make_model, make_prompt, run
 
@@ -18,6 +19,11 @@ from mlx_redrafter.engine.model_parts import AFTER_NORM, model_sizes
 from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.acceptance import find_acceptance, scale_row
+from mlx_redrafter.planning.planner import candidate_plans
+
+FEW = 8
+"""A vocabulary so small that random drafters are often right."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
@@ -105,6 +111,19 @@ def test_a_draft_is_no_deeper_than_a_block() -> None:
         run(model, prompt, drafter, max_tokens=8, plan=(1, most))
         with pytest.raises(RedrafterError, match=f"draft_depth must be from 1 to {most} with this drafter, got 7"):
             run(model, prompt, drafter, plan=(1, 7))
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_auto_plans_no_deeper_than_a_block(kind: str) -> None:
+    model, drafter, depths = make_model(vocab=FEW), make_cached(kind, vocab=FEW), [0]
+    on_round = {"on_round": lambda tree, path, chosen: depths.append(tree.depths.max().item())}
+    prompt = make_prompt(9, vocab=FEW)
+    steps = run(model, prompt, drafter, max_tokens=60, context=False, **on_round)
+    assert ids(steps) == ids(run(model, prompt, max_tokens=60))
+    assert max(depths) <= drafter.args.max_depth
+    costs = make_costs("flat")._replace(level=(1e-3,) * 3, first=(0.1,) * 3)
+    table = [scale_row(row, 1.5) for row in find_acceptance(drafter)]
+    assert max(plan.depth for plan in candidate_plans(costs, table)) == drafter.args.max_depth
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3"])

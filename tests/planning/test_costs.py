@@ -11,11 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cached import make_cached
 from cost_curves import CURVES, make_costs
 from families import make_family
 from sessions import make_drafter
 from toys import make_model
 
+from mlx_redrafter.drafters.block import BlockSource
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.errors import RedrafterError
@@ -114,6 +116,23 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_levels_are_measured_of_a_block_as_deep(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block the first level is nearly all that there is: a deeper draft must not be thought to cost many of it."""
+    depths = set()
+    begin = BlockSource.begin
+
+    def note_depth(source: BlockSource, root: mx.array, depth: int) -> Any:
+        depths.add(depth)
+        return begin(source, root, depth)
+
+    monkeypatch.setattr(BlockSource, "begin", note_depth)
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measure, "time_step", lambda model: seconds)
+    measure_costs(make_model(), make_cached("dflash"), trees=False)
+    assert depths == {1, 2, 4}
+
+
 def test_slow_models_are_measured_in_a_number_of_plain_steps(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,7 +152,7 @@ def test_slow_models_are_measured_in_a_number_of_plain_steps(
     rows.clear()
     monkeypatch.setattr(measure, "time_step", lambda model: 1.5)
     costs = measure_costs(*pair, trees=True)
-    assert caplog.messages[1:] == ["measuring this machine for these models: up to 51 seconds"]
+    assert caplog.messages[1:] == ["measuring this machine for these models: up to 54 seconds"]
     assert 1 < sum(rows) <= measure.SLOW_STEPS - 2 and costs.contexts == (64,) and costs.counts == (1, 2, 3, 4, 5)
     assert measure_costs(*pair, trees=False, contexts=(8, 16)).contexts == (8, 16), "who asks for more gets it"
 
