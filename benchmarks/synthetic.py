@@ -25,7 +25,7 @@ from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.cli.doctor import make_acceptance
-from mlx_redrafter.drafters import arctic_lstm, eagle, make_drafter, medusa, mlp_speculator
+from mlx_redrafter.drafters import arctic_lstm, dflash, dspark, eagle, make_drafter, medusa, mlp_speculator, mtp
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
@@ -82,6 +82,17 @@ def make_layer(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {name: shape[name] for name in names} | {"width": shape["hidden_size"], **more}
 
 
+def make_block(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The sizes of a block drafter of five layers that reads five of its target's."""
+    return make_layer(shape, num_layers=5, mask_token_id=0, capture_layers=spread(shape, 5), **more)
+
+
+def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
+    """The config of a dense multi-token-prediction layer, Qwen3.5's, of its target's sizes."""
+    names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {name: shape[name] for name in (*names, "rms_norm_eps")} | {"model_type": "qwen3_5"}
+
+
 def spread(shape: dict[str, Any], count: int) -> list[int]:
     """The numbers of some layers of a target, from the first to the last."""
     last = shape["num_hidden_layers"] - 1
@@ -100,6 +111,9 @@ HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, A
         eagle.DrafterArgs,
         make_layer(shape, version=3, draft_vocab_size=min(32000, shape["vocab_size"]), capture_layers=spread(shape, 3)),
     ),
+    "mtp": lambda shape: (mtp.DrafterArgs, {"layer_config": make_mtp_config(shape)}),
+    "dflash": lambda shape: (dflash.DrafterArgs, make_block(shape, block_size=16)),
+    "dspark": lambda shape: (dspark.DrafterArgs, make_block(shape, block_size=7, from_anchor=True, markov_rank=256)),
 }
 """Name of a kind -> its arguments for a target, beside the target's sizes: those of published heads."""
 

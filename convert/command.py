@@ -17,10 +17,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlx_redrafter.convert",
         description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
-        "EAGLE, DFlash or DSpark.",
+        "EAGLE, DFlash or DSpark heads, multi-token-prediction layers.",
     )
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="the drafter: a directory, a file or a Hugging Face repo")
+    origin = parser.add_mutually_exclusive_group(required=True)
+    origin.add_argument("--hf-path", "--model", help="the drafter: a directory, a file or a Hugging Face repo")
+    origin.add_argument("--from-base", help="a model: its multi-token-prediction layer, of the shards that hold it")
     add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
     add("-q", "--quantize", action="store_true", help="quantize the drafter")
     add("--q-group-size", type=int, help="group size of the quantization")

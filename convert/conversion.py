@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.utils import validate_repo_id
+from mlx.utils import tree_map
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.atomic_files import expand_path
@@ -30,7 +33,7 @@ from mlx_redrafter.trial import try_drafter
 
 from .heads import read_checkpoint
 from .output import check_destination, make_card, new_directory, upload
-from .sources import find_source
+from .sources import find_base, find_source
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """mode -> mlx-lm's default (group size, bits)."""
@@ -66,7 +69,7 @@ class Conversion(NamedTuple):
 
 
 def convert(
-    hf_path: str | Path,
+    hf_path: str | Path | None = None,
     mlx_path: str | Path = "mlx_model",
     quantize: bool = False,
     q_group_size: int | None = None,
@@ -86,6 +89,7 @@ def convert(
     draft_vocab_size: int | None = None,
     token_counts: str | Path | None = None,
     force: bool = False,
+    from_base: str | Path | None = None,
 ) -> Conversion:
     """A drafter as a directory that `load_drafter` reads.
 
@@ -100,6 +104,8 @@ def convert(
         draft_vocab_size: of how many tokens its head keeps the rows, the most frequent ones of `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
         force: replace the drafter at `mlx_path`.
+        from_base: instead of `hf_path` a model, a directory or a hub id, of which only the multi-token-prediction
+            layer is read.
 
     Raises:
         RedrafterError: settings that do not go together, or a place that must not or cannot be written.
@@ -117,9 +123,12 @@ def convert(
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     if upload_repo is not None:
         validate_repo_id(upload_repo)
+    origin = hf_path if from_base is None else from_base
+    if origin is None or None not in (hf_path, from_base):
+        raise RedrafterError("give either a drafter (--hf-path) or a model that has one in it (--from-base)")
     place = expand_path(mlx_path).absolute()
-    check_destination(place, hf_path, force)
-    source = find_source(hf_path, revision)
+    check_destination(place, origin, force)
+    source = find_source(origin, revision) if from_base is None else find_base(origin, revision)
     models = load(base_model) if base_model is not None else None
     drafter, is_quantized, notes = read_checkpoint(source, models[0] if models else None)
     if dtype == "float16" and not drafter.takes_float16:
@@ -137,7 +146,7 @@ def convert(
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
-    drafter = cast(Drafter, dequantize_model(drafter))
+    drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
         ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
         before, args = (before[0][:, ids], before[1]), drafter.args
@@ -155,7 +164,7 @@ def convert(
 
     with new_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
-        (stage / "README.md").write_text(make_card(hf_path, args, config), encoding="utf-8")
+        (stage / "README.md").write_text(make_card(origin, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)
     if upload_repo is not None:
         upload(place, upload_repo)
@@ -207,6 +216,21 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     return ids
 
 
+def dequantize_heads(module: nn.Module) -> nn.Module:
+    """The module with the matrices of latent attention dequantized, which mlx-lm's `dequantize_model` leaves."""
+
+    def dequantize(layer: Any) -> Any:
+        if not isinstance(layer, QuantizedMultiLinear):
+            return layer
+        how: Any = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        plain = MultiLinear(1, 1, 1)
+        plain.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
+        return plain
+
+    module.update_modules(tree_map(dequantize, module.leaf_modules(), is_leaf=nn.Module.is_module))
+    return module
+
+
 def count_bytes(drafter: Drafter) -> int:
     return sum(array.nbytes for array in list_weights(drafter).values())
 
@@ -228,12 +252,13 @@ def quantize_layers(
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
+        is_router = drafter.part_of(name) == "router"  # small, and what it chooses is sensitive
         own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
-        rows, inputs = layer.weight.shape
+        inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
         fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
-        if own["bits"] and not fits:
+        if own["bits"] and not fits and not is_router:
             notes.append(f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}")
-        if not own["bits"] or not fits:
+        if not own["bits"] or not fits or is_router:
             entry[name] = False
             return False
         if own["bits"] != bits:
@@ -250,8 +275,14 @@ def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
 
     The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, see `try_drafter`.
     """
-    logits = drafter.sample_logits()
-    mx.eval(logits)
+    logits, weights = drafter.sample_logits(), drafter.parameters()
+    try:
+        mx.eval(logits)
+    except RuntimeError:  # on a CPU MLX computes experts in float32 alone
+        drafter.set_dtype(mx.float32)
+        logits = drafter.sample_logits()
+        mx.eval(logits)
+        drafter.update(weights)
     if models is None:
         return logits, 0.0
     model, tokenizer = models

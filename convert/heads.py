@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
-from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, medusa, recurrent
+from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, medusa, mtp, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
@@ -24,7 +24,8 @@ from mlx_redrafter.errors import CheckpointError
 
 from .block_configs import read_block_config
 from .layouts import find_drafter
-from .sources import Source, find_source
+from .mtp import Layers, find_layers, read_layer
+from .sources import Source, describe_base, describe_missing, find_source
 from .tensors import Tensor, join_tensors, read_file
 
 Parts = dict[str, list[Tensor]]
@@ -75,6 +76,13 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     is_quantized = said in KINDS and any(name.endswith(".scales") for name in stored)
     if is_quantized or (said in KINDS and said != recurrent.MODEL_TYPE and "hidden_size" in config):
         return Found(load_drafter(source.files[0].parent), is_quantized)
+    layers = find_layers(stored)
+    if layers is not None and layers.has_model and not source.is_base:
+        raise CheckpointError(describe_base(where))
+    if layers is not None:
+        return make_mtp(stored, layers, config, where)
+    if source.is_base:
+        raise CheckpointError(describe_missing(where))
     kind, parts = find_drafter(stored, config, where)
     count = len(source.files) if source.has_ranks else 1
     for name, slices in parts.items():
@@ -220,6 +228,18 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
     drafter = eagle.Drafter(derive_args(eagle.DrafterArgs, shapes, config | sizes, where))
     return Found(fill(drafter, parts, where, given), notes=tuple(notes))
+
+
+def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) -> Found:
+    """The first multi-token-prediction layer; copies of the target's embedding and output matrix are left out."""
+    arrays, said = read_layer(stored, layers, config, where)
+    parts: Parts = {name: [array] for name, array in arrays.items()}
+    shapes, notes = join_shapes(parts, where), list[str]()
+    if layers.n_layers > 1:
+        notes.append(f"of {layers.n_layers} multi-token-prediction layers the first is used, again and again")
+    sizes = said | {"hidden_size": need_matrix(shapes, "fc.weight", where)[0], "hidden_state": AFTER_NORM}
+    drafter = mtp.Drafter(derive_args(mtp.DrafterArgs, shapes, sizes, where))
+    return Found(fill(drafter, parts, where), notes=tuple(notes))
 
 
 def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, model: nn.Module | None) -> Found:

@@ -28,6 +28,9 @@ from .errors import CheckpointError, one_line
 
 WEIGHTS = "model*.safetensors"
 
+BUILTIN = "builtin"
+"""What may be given for a drafter to mean the model's own multi-token-prediction layer."""
+
 DTYPES = ("float16", "bfloat16", "float32")
 """What a drafter may be stored in."""
 
@@ -96,6 +99,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     Raises:
         CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
     """
+    refuse_builtin(path_or_hf_repo)
     path = find_model(path_or_hf_repo)
     has_config = (path / "config.json").is_file()
     if has_config and not is_converted(read_object(path / "config.json")):
@@ -125,6 +129,20 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         drafter.check_fit(model, f"{path}")
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
     return drafter
+
+
+def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
+    """Says how a model's own multi-token-prediction layer becomes a drafter, where "builtin" is given for one.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
+        first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
+        raise CheckpointError(
+            f"a model that mlx-lm has loaded has no multi-token-prediction layer: take it from its authors' repository "
+            f"with '{first}', then give --drafter OUT"
+        )
 
 
 def convert_in_memory(path_or_hf_repo: str | Path, model: nn.Module | None) -> Drafter:

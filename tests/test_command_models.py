@@ -12,6 +12,7 @@ from small import save_target, small_llama
 from toys import make_tokenizer
 
 from mlx_redrafter.command_models import load_pair
+from mlx_redrafter.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,11 @@ def test_weights_that_are_slow_on_a_cpu_are_noted(
     assert load_pair(Namespace(adapter_path=None, trust_remote_code=False), str(tmp_path), None)[2] is None
     note = f"note: {kind} weights are slow on a CPU; mlx_lm.convert {flags} makes a larger, faster copy\n"
     assert capsys.readouterr().err == (note if flags and mx.default_device().type == mx.cpu else "")
+
+
+def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
+    flags = Namespace(adapter_path=None, trust_remote_code=False)
+    with pytest.raises(CheckpointError, match=r"convert --from-base ORIGINAL --mlx-path OUT', then give --drafter OUT"):
+        load_pair(flags, "no/such-model", "builtin")
+    with pytest.raises(CheckpointError, match="no/such-model"):
+        load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")

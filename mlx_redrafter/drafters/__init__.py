@@ -7,12 +7,12 @@ source.py and cached.py, what they keep of a text; block.py, drafters of blocks.
 from typing import Any
 
 from ..errors import CheckpointError
-from . import arctic_lstm, dflash, dspark, eagle, medusa, mlp_speculator, recurrent
+from . import arctic_lstm, dflash, dspark, eagle, medusa, mlp_speculator, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
 
-MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle, dflash, dspark)
+MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle, mtp, dflash, dspark)
 
 KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
     kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in MODULES

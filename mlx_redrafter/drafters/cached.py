@@ -64,6 +64,11 @@ class LayerCache:
     def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
         self._cache, self.offset = cache, offset
 
+    @property
+    def n_rows(self) -> int:
+        """How many rows it has."""
+        return self._cache.offset
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """All keys and all values, these ones at the end."""
         return self._cache.update_and_fetch(keys, values)
@@ -130,7 +135,9 @@ class CachedSource(StepwiseSource):
             return
         last = self._rows[-1]
         n_kept, is_in_flight, self._is_in_flight = position - last.position, self._is_in_flight, False
-        if not 0 < n_kept <= len(last.tokens):
+        if n_kept == 0 and not is_in_flight:  # a plain step that did not stay
+            self._rows.pop()
+        elif not 0 < n_kept <= len(last.tokens):
             self._rows = []  # a hole follows, and which token the last row's next one was is not known
         elif is_in_flight:
             self._rows = []

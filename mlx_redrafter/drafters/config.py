@@ -121,7 +121,7 @@ class DrafterArgs:
             if field.type == "bool" and type(value) is not bool:
                 raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
             least = 0 if field.name.endswith("_id") else 1
-            most = MAX_SIZE if field.name.endswith(("_size", "_dim", "_id")) else MAX_COUNT
+            most = MAX_SIZE if field.name.endswith(("_size", "_dim", "_id", "width", "rank")) else MAX_COUNT
             if field.type == "int" and not (type(value) is int and least <= value <= most):
                 raise CheckpointError(
                     f"{where}/config.json: expected {field.name} from {least} to {most}, got {value!r:.40}"

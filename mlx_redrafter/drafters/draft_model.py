@@ -156,6 +156,7 @@ class DraftModelSource(Source):
 
         def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
             """The state of a hypothesis is its path (L,), the root included."""
+            mx.async_eval(logits if paths is None else tokens)  # computed while the next level is built
             if paths is None:
                 return logits, tokens[:, None]
             paths = mx.concatenate([paths, tokens[:, None]], axis=1)

@@ -102,7 +102,10 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def part_of(self, name: str) -> str:
-        """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding"."""
+        """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding".
+
+        A "router" stays as it is.
+        """
         raise NotImplementedError
 
     def hold_draft_ids(self) -> None:

@@ -105,7 +105,11 @@ class Source:
         raise NotImplementedError
 
     def rewind(self, count: int) -> None:
-        """Called when the caller has stopped inside a round: its last `count` tokens do not stay."""
+        """Called when the caller stops before the token that the last round chose, or a few tokens earlier.
+
+        Args:
+            count: how many of those that it was told to keep do not stay; it may be 0.
+        """
 
     def fork(self) -> Self:
         """The same for a copy of the text; nothing that it changes in place may be shared."""

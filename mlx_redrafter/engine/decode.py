@@ -266,7 +266,7 @@ class Decoder:
     def finish(self, length: int, last_token: int) -> None:
         """Makes the cache and the drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
-        if length < held:
+        if length <= held:  # also by none: the token after them will be another one
             self._tell_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])

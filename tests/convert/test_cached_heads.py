@@ -16,6 +16,7 @@ from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
 
 PAIRS = ("eagle1", "eagle1_qkvbias", "eagle3", "eagle3_fcnorm", "eagle3_headdim")
+MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp", "deepseek_v3_mtp")
 
 
 def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
@@ -23,7 +24,7 @@ def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
     return load_drafter(convert(publish(name, directory / "in", **config), directory / "out").path)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [*PAIRS, *MTP])
 def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
     source: Any = drafter.open(make_target(name, drafter))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cached import make_cached, name_as_published, save_base
 from checkpoints import (
     CONFIG,
+    INDEX,
     WEIGHTS,
     apple,
+    base,
     came_through,
     make,
     modelopt,
@@ -168,6 +173,24 @@ def test_pickle_is_downloaded_without_safetensors_only(hub: Hub, tmp_path: Path)
         trap(hub.root / "some" / "pickle" / "main" / name)
     refused("some/pickle", ".*pytorch_model.bin .*", tmp_path / "result")
     assert hub.downloaded == ["pytorch_model.bin"] and not list(hub.root.rglob("*.executed"))
+
+
+def test_of_a_model_only_the_shards_with_its_layer_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    """And of one that is given for a drafter no shard."""
+    layer: Any = make_cached("mtp qwen3_5")
+    place = save_base(hub.root / "some" / "model" / "main", layer.args.layer_config, name_as_published(layer))
+    shards = sorted(file.name for file in place.glob("*.safetensors"))
+    refused("some/model", "some/model is a model that has a multi-token-prediction layer: .*", tmp_path / "result")
+    assert set(hub.downloaded) == {CONFIG, INDEX}
+    done = convert(from_base="some/model", mlx_path=tmp_path / "out")
+    assert set(hub.downloaded) == {CONFIG, INDEX, *shards[1:]}
+    assert done.args.layer_config == layer.args.layer_config  # type: ignore[attr-defined]
+    converted = hub.root / "some" / "converted" / "main"
+    save(converted / WEIGHTS, base())
+    (converted / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), WEIGHTS)}))
+    pattern = "some/converted has no multi-token-prediction layer: .*"
+    refused("some/converted", pattern, tmp_path / "result", origin="--from-base")
+    assert hub.downloaded == [INDEX]
 
 
 def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:

@@ -132,6 +132,24 @@ def test_a_source_goes_on_after_an_early_end_and_a_fork(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
+def test_a_plain_step_that_does_not_stay_leaves_those_before_it(kind: str) -> None:
+    model = make_model(vocab=FEW)
+    drafter, tokens, plan = fit(kind, model), make_prompt(14, vocab=FEW), Plan(2, 3, 7)
+    source: Any = drafter.open(model)
+    target = Target(model, capture=source.capture)
+    read = [*tokens[:12], (tokens[12] + 1) % FEW]  # as if decoding had run ahead with another token
+    hidden = target.forward(mx.array(read)).hidden
+    for start, stop in ((0, 10), (10, 11), (11, 12), (12, 13)):
+        part = {name: states[start:stop] for name, states in hidden.items()}
+        source.keep(Kept(mx.array(read[start:stop]), part, None, stop - start, start))
+    source.rewind(1)
+    hidden = Target(model, capture=source.capture).forward(mx.array(tokens)).hidden
+    source.keep(Kept(mx.array(tokens[12:]), {name: states[12:] for name, states in hidden.items()}, None, 2, 12))
+    tree = source.propose(mx.array(5), plan, None, ordered=False)
+    assert tree.tokens.tolist() == draft_afresh(drafter, model, [*tokens, 5], plan)
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
 def test_a_hole_and_a_window_leave_it_the_last_positions(kind: str) -> None:
     model = make_model(vocab=FEW)
     drafter, size = fit(kind, model), MAX_EXCESS + 200

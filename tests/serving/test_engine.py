@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cached import make_cached
 from families import make_family
 from mlx_lm.sample_utils import make_logits_processors
 from toys import ids, make_model, make_prompt, make_tokenizer, run, with_plain
@@ -187,6 +188,26 @@ def test_a_draft_model_goes_on_after_a_batch(name: str) -> None:
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
         drafting = first.stats.decoding
         assert drafting.accepted > 60 and drafting.accepted > 2 * drafting.drafter_rounds
+
+
+@pytest.mark.parametrize("kind", ["eagle 3", "dspark"])
+def test_a_head_with_a_cache_goes_on_after_a_batch(kind: str) -> None:
+    """What the batch has decoded is a hole in its cache."""
+    model = make_model()
+    long, short = ask(PROMPTS[0], 60), ask(PROMPTS[1], 12)
+
+    async def main(engine: Engine) -> tuple[list[TokenEvent], Generation]:
+        first = engine.submit(long)
+        stream = first.events()
+        head = [await anext(stream) for _ in range(8)]
+        await collect(engine.submit(short))
+        return head + [event async for event in stream], first
+
+    with running(model, make_cached(kind), options={"plan": (2, 3)}) as engine:
+        events, first = asyncio.run(finish(main(engine)))
+        assert tokens_of(events) == plain(long, model)
+        assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+        assert first.stats.decoding.drafter_rounds > 10
 
 
 def test_prompt_that_is_being_read_joins_a_batch() -> None:
