@@ -8,11 +8,11 @@ speculators        the layers' under `transformer_layer_config`
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 from mlx_redrafter.drafters import dflash, dspark
+from mlx_redrafter.drafters.block import is_positive
 from mlx_redrafter.errors import CheckpointError
 
 DEFAULT_BLOCK = 16
@@ -28,8 +28,14 @@ DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
 
 SLIDING = "sliding_attention"
 
-ROPES = ("linear", "llama3", "yarn", "proportional")
-"""Types of rotation besides the plain one."""
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
+}
+"""Types of rotation -> the numbers that each must say."""
 
 Config = dict[str, Any]
 
@@ -91,18 +97,16 @@ def read_block_config(config: Config, kind: str, n_layers: int, where: str) -> C
         CheckpointError: it does not say which layers of the target it reads, or says something that is not known.
     """
     said, name = flatten(config), name_architecture(config)
-    is_speculators, is_gemma = "speculators_model_type" in config, name.startswith("Gemma4DSpark")
+    is_speculators = "speculators_model_type" in config
     layers, entering = said.get("target_layer_ids"), said.get("aux_hidden_state_layer_ids")
     if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
         layers = [layer - 1 for layer in entering]  # what enters a layer is the output of the one before
     if not isinstance(layers, list) or not layers:
         raise CheckpointError(f"{where}/config.json does not say target_layer_ids, the layers whose outputs it reads")
     rope = get_object(said, "rope_scaling") | get_object(said, "rope_parameters")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", *ROPES) or (
-        rope_type == "yarn" and not rope.get("original_max_position_embeddings")
-    ):
-        raise CheckpointError(f"{where}/config.json: expected a rotation of type {', '.join(ROPES)}, got {rope!r:.80}")
+    needed = ROPES.get(str(rope.get("rope_type", rope.get("type", "default"))))
+    if needed is None or not all(is_positive(rope.get(key)) for key in needed):
+        raise CheckpointError(f"{where}/config.json: expected a rotation of {', '.join(ROPES)}, got {rope!r:.80}")
     base = get_object(get_object(config, "speculators_config"), "verifier").get("name_or_path")
     return said | {
         "base_model": base or config.get("base_model_name_or_path"),
@@ -110,8 +114,8 @@ def read_block_config(config: Config, kind: str, n_layers: int, where: str) -> C
         "num_layers": n_layers,
         "block_size": said.get("block_size", DEFAULT_BLOCK if kind == dflash.MODEL_TYPE else None),
         "from_anchor": _is_from_anchor(said, config, is_speculators, kind),
-        "embedding_scale": math.sqrt(said["hidden_size"]) if is_gemma else said.get("input_embedding_scale"),
-        "gemma": is_gemma,
+        "embedding_scale": said.get("input_embedding_scale"),
+        "gemma": name.startswith("Gemma4DSpark"),
         "selector_top_k": said.get("selector_top_k", DEFAULT_CANDIDATES),
         **_find_sights(said, name, n_layers, is_speculators, where),
     }

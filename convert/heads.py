@@ -5,6 +5,7 @@ Nothing is read before all shapes fit. Sizes come from the tensors; of the confi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -265,6 +266,8 @@ def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, mode
     sizes |= read_layer_sizes(config, shapes, "layers.0", where)
     if kind == dspark.MODEL_TYPE:
         sizes["markov_rank"] = shapes.get("markov_w1.weight", (0, None))[1]
+        if config["gemma"]:
+            sizes["embedding_scale"] = math.sqrt(fc[0])
     else:
         kernel = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
         groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (kernel[1] or 1))

@@ -11,6 +11,7 @@ import pytest
 from cached import BLOCK_KINDS, make_cached
 from cost_curves import make_costs
 from families import make_family
+from small import small_llama
 from toys import ids, make_model, make_prompt, run
 
 from mlx_redrafter.drafters.cached import MAX_EXCESS
@@ -137,6 +138,20 @@ def test_embeddings_are_scaled_as_the_target_does(name: str) -> None:
         drafter.args = replace(drafter.args, embedding_scale=scale)
         found.append(guess_after(drafter, [(0, 9)], size=9, model=model))
     assert (differ(found[0], found[1]), differ(found[0], found[2])) == (name != "qwen3", name == "qwen3")
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_states_of_a_target_in_float16_do_not_overflow_in_bfloat16(dtype: mx.Dtype) -> None:
+    """With float16 they do."""
+    model, drafter = small_llama(hidden=64, vocab=40), make_cached("dspark")
+    model.set_dtype(mx.float16)
+    drafter.set_dtype(dtype)
+    source: Any = drafter.open(model)
+    large = mx.full((9, 64), 6e4, mx.float16)
+    source.keep(Kept(mx.zeros((9,), mx.int32), dict.fromkeys(source.capture, large), None, 9, 0))
+    logits, _ = source.begin(mx.array(5), 4)(mx.array([5]), None)
+    assert logits.dtype == mx.float32
+    assert mx.isfinite(logits).all().item() == (dtype == mx.bfloat16)
 
 
 def test_it_reads_layers_and_says_which() -> None:
