@@ -18,6 +18,7 @@ from toys import make_model, snapshot
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report
+from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.planning import store
@@ -128,6 +129,18 @@ def test_models_without_trees_are_offered_chains(measured: Measured) -> None:
     assert report["trees"] is False and measured.trees == [False]
     assert all(outlook["offer"]["plan"].width == 1 for outlook in report["outlooks"])
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_draft_models_are_predicted(name: str, measured: Measured) -> None:
+    report = diagnose(make_model(), DraftModel(make_family(name)))
+    assert report["drafter"]["name"] == f"draft model, {name}" and report["drafter"]["stand_in"] is None
+    assert report["speeds"]["drafter"] and report["not_finite"] is None
+    assert report["trees"] is measured.trees[0] is (name == "llama")
+    assert ("the draft model takes chains only" in format_report(report)) is (name == "mamba")
+    damaged = make_family(name)
+    damaged.update(tree_map(lambda x: x * mx.inf, damaged.parameters()))
+    assert diagnose(make_model(), DraftModel(damaged))["not_finite"] == "drafter"
 
 
 def test_text_agrees_with_json_and_refreshes(measured: Measured, run: Any) -> None:

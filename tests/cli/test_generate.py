@@ -77,6 +77,19 @@ def test_json_has_counts_that_add_up(pair: Pair, run: Run) -> None:
     assert again["tokens"] == record["tokens"], "the drawn seed is reported"
 
 
+def test_a_draft_model_drafts(pair: Pair, run: Run) -> None:
+    flags = ("--model", pair[0], "--draft-model", pair[0], "--prompt", "abc", "-m", "14", "--temp", "1", "--seed", "2")
+    record = run_json(run, *flags, "--num-draft-tokens", "3", "--compare")
+    assert record["compare"]["identical"] and record["settings"]["drafter"] == pair[0]
+    assert record["accepted"] >= 9 and record["drafted"] == 3 * record["rounds"], "three in every round"
+    assert run_json(run, *flags, "--draft-depth", "3")["tokens"] == record["tokens"]
+    assert run_json(run, *flags)["tokens"] == record["tokens"], "auto"
+    for more in (("--no-drafter",), ("--drafter", pair[1])):
+        assert run("generate", *flags, *more)[0]
+    status, _, err = run("generate", "--draft-model", pair[0], "--prompt", "abc")
+    assert status == 1 and "cannot be the draft model: it has a tokenizer of 257 tokens, the target's has " in err
+
+
 def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Too few tokens for a warning about useless drafters.
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)

@@ -16,6 +16,7 @@ from toys import ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows
 from mlx_redrafter.serving.engine import Engine, Generation
@@ -165,6 +166,27 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
         assert engine.counters.prompt_tokens == sum(len(request.prompt) for request in [long, *short])
         assert engine.counters.generated_tokens == 150 + 60
         assert engine.mode == "idle"
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_draft_model_goes_on_after_a_batch(name: str) -> None:
+    """It reads what the batch has made: as the target itself it is right before and after."""
+    model = make_model() if name == "llama" else make_family(name)
+    long, short = ask(PROMPTS[0], 150), ask(PROMPTS[1], 20)
+
+    async def main(engine: Engine) -> tuple[list[TokenEvent], Generation]:
+        first = engine.submit(long)
+        stream = first.events()
+        head = [await anext(stream) for _ in range(10)]
+        await collect(engine.submit(short))
+        return head + [event async for event in stream], first
+
+    with running(model, DraftModel(model), options={"plan": (1, 3)}) as engine:
+        events, first = asyncio.run(finish(main(engine)))
+        assert tokens_of(events) == plain(long, model)
+        assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+        drafting = first.stats.decoding
+        assert drafting.accepted > 60 and drafting.accepted > 2 * drafting.drafter_rounds
 
 
 def test_prompt_that_is_being_read_joins_a_batch() -> None:
