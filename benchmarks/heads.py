@@ -5,8 +5,10 @@
 The target writes the texts, once. Each kind is trained on them at each learning rate, and the one that makes most
 tokens per round on held-out prompts stands for its kind. Then everybody decodes the demo's prompts, greedy and sampled:
 each kind at each shape, a bigram of the same texts, the context alone, and mlx-lm's own speculation. A ratio is that to
-plain decoding in the same turn. `--output` keeps texts, drafters and records: the same command takes up where it was
-stopped, and when it is done prints its tables again.
+plain decoding in the same turn. And each kind decodes after the last 64, 512, ... tokens before the same places in long
+source files, which none was trained on: drafters learn from short texts, and some may not hold beyond their length.
+`--output` keeps texts, drafters and records: the same command takes up where it was stopped, and when it is done prints
+its tables again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import numpy as np
 from mlx_redrafter.atomic_files import expand_path, write_text
 from mlx_redrafter.checkpoints import evaluate, load, load_drafter, save_drafter
 from mlx_redrafter.demo import load_demo
-from mlx_redrafter.demo.sources import training_prompts
+from mlx_redrafter.demo.sources import split_files, training_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.protocol import Drafter, Embed
@@ -49,7 +51,7 @@ from mlx_redrafter.training.trainer import fit, make_loss, make_optimizer, targe
 from .command import parse_above_zero, parse_output, parse_positive
 from .contest import find_status, hold_contest, measure_costs
 from .contestants import Contestant, Settings, make_contestants, make_ours, warm_up
-from .models import DRAFT_MODEL, Workload, find_prompts
+from .models import DRAFT_MODEL, Prompt, Workload, find_prompts
 from .records import Record, Results, read_records, stamp, write_records
 from .tables import (
     CONTEXT,
@@ -69,12 +71,18 @@ SIZES: dict[str, dict[str, Any]] = {
     "medusa": {"num_draft_layers": 1, "untied": False},
     "mlp_speculator": {"inner_dim": 376, "untied": False},
     "arctic_lstm": {"inner_dim": 298},
+    "eagle": {"intermediate_size": 1196},
 }
 """Those at which the kinds have the same number of weights for the demo, within 1%."""
 
 DEPTH, SHAPES = 5, ((1, 4), (4, 5), (8, 5))
-TEMPS, RATES = (0.0, 0.8), (4e-3, 8e-3, 1.6e-2)
+TEMPS = (0.0, 0.8)
+RATES = dict.fromkeys(SIZES, (4e-3, 8e-3)) | {"eagle": (1e-3, 2e-3)}
+"""The learning rates that are tried, by kind; at 4e-3 an EAGLE head diverges."""
+
 TEXTS, HELD_OUT, BIGRAM = 704, 24, "bigram of the same texts"
+LENGTHS, PLACES, LONG = (64, 512, 1024, 1984), 12, "after {} tokens"
+"""How many tokens of long files stand before a text, at how many places, and the category of such prompts."""
 
 
 class Bigram(Drafter):
@@ -104,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--results", type=parse_output, metavar="FILE", help="where to write all records, one a line")
     add("--kinds", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
     add("--iters", type=parse_positive, default=400, help="iterations of two texts (default: %(default)s)")
-    add("--learning-rates", type=parse_above_zero, nargs="+", default=RATES, metavar="RATE", help="that are tried")
+    add("--learning-rates", type=parse_above_zero, nargs="+", metavar="RATE", help="to try (default: by kind)")
     add("--texts", type=parse_positive, default=TEXTS, help="that the target writes (default: %(default)s)")
     add("--text-tokens", type=parse_positive, default=128, help="of each (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=64, help="to decode of a prompt (default: %(default)s)")
@@ -132,8 +140,8 @@ def run(args: argparse.Namespace) -> int:
 
     scores = [
         sweep(model, kind, replace(settings, learning_rate=rate), ask_target, held_out, args.output)
-        for rate in args.learning_rates
         for kind in args.kinds
+        for rate in args.learning_rates or RATES[kind]
     ]
     bigram = Bigram(DrafterArgs(*model_sizes(model), model_type="bigram"), training)
     workloads = {"others": base, "bigram": replace(base, drafter=bigram, drafter_name=BIGRAM)}
@@ -148,11 +156,31 @@ def run(args: argparse.Namespace) -> int:
         for name, workload in workloads.items()
         for record in decode(workload, temp, args.max_tokens, args.output / f"{name}-{temp}-{args.max_tokens}.jsonl")
     ]
+    long = find_long_prompts(tokenizer)
+    records += [
+        record
+        for name, workload in workloads.items()
+        if workload.drafter is not None and name != "bigram"
+        for record in decode(replace(workload, prompts=long), 0.0, 48, args.output / f"{name}-long.jsonl", SHAPES[:1])
+        if record["kind"] == "speed"
+    ]
     if args.results:
         write_records(args.results, records)
     shown = [{name: value for name, value in score.items() if name != "directory"} for score in scores]
-    print(f"{format_text(shown)}\n\n{format_text(make_rows(records))}\n\n{describe(records)}", end="")
+    tables = format_text(shown), format_text(make_rows(records)), format_text(make_length_rows(records))
+    print("\n\n".join((*tables, describe(records))), end="")
     return find_status(record for record in records if record["kind"] == "speed")
+
+
+def find_long_prompts(tokenizer: Any) -> list[Prompt]:
+    """The tokens before some places of held-out source files, `LENGTHS` of them."""
+    found = (encode(tokenizer, file.read_text(encoding="utf-8")) for file in split_files()[1])
+    texts = [text for text in found if len(text) > LENGTHS[-1]]
+    return [
+        Prompt(f"long/{length}/{number}", LONG.format(length), text[LENGTHS[-1] - length : LENGTHS[-1]])
+        for length in LENGTHS
+        for number, text in enumerate(texts[:PLACES])
+    ]
 
 
 def sweep(
@@ -197,7 +225,9 @@ def sweep(
     return found
 
 
-def decode(workload: Workload, temp: float, max_tokens: int, file: Path) -> list[Record]:
+def decode(
+    workload: Workload, temp: float, max_tokens: int, file: Path, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> list[Record]:
     """The records of a drafter at a temperature, kept in a file; without a drafter those of everybody else."""
     if file.exists():
         return read_records(file)
@@ -207,7 +237,7 @@ def decode(workload: Workload, temp: float, max_tokens: int, file: Path) -> list
         sides = [side for side in make_contestants(workload, [], settings, context=True) if side.kind in wanted]
     else:
         sides = [make_ours(workload, None, "off", settings, PLAIN)]
-        sides += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in SHAPES]
+        sides += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in shapes]
     print(f"decoding with {workload.drafter_name or 'none'} at temperature {temp}", file=sys.stderr)
     is_timed = workload.drafter_name not in (None, BIGRAM) and temp == TEMPS[0]
     records = [measure_costs(workload)] if is_timed else []
@@ -223,6 +253,8 @@ def decode(workload: Workload, temp: float, max_tokens: int, file: Path) -> list
 def make_rows(records: Sequence[Record]) -> list[Row]:
     """A row for each drafter and shape, and for everybody else: tokens per round and the ratio at each temperature."""
     rows: dict[tuple[str, str], Row] = {}
+    long = {LONG.format(length) for length in LENGTHS}
+    records = [record for record in records if record.get("category") not in long]
     for temp in sorted({record["temp"] for record in records if record["kind"] == "speed"}):
         at = [record for record in records if record["kind"] == "speed" and record["temp"] == temp]
         for drafter in dict.fromkeys(record["drafter"] for record in at):
@@ -237,6 +269,19 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
                 row[f"{kind}: tokens per round"] = found["tokens/round"]
                 row[f"{kind}: x plain"] = found["x plain"]
                 row["draft, ms"] = find_draft_ms(records, group[0])
+    return list(rows.values())
+
+
+def make_length_rows(records: Sequence[Record]) -> list[Row]:
+    """A row for each drafter: tokens per round after so many tokens, of a chain of four."""
+    rows: dict[str, Row] = {}
+    for length in LENGTHS:
+        own = [record for record in records if record.get("category") == LONG.format(length)]
+        for name, group in group_by_contestant(own).items():
+            for drafter in dict.fromkeys(record["drafter"] for record in group) if name != PLAIN else ():
+                found = summarize([record for record in group if record["drafter"] == drafter])
+                row = rows.setdefault(drafter, {"drafter": drafter, "W x K": name})
+                row[f"after {length:,} tokens"] = found["tokens/round"]
     return list(rows.values())
 
 
@@ -259,4 +304,5 @@ def describe(records: Sequence[Record]) -> str:
 def make_heads_table(results: Results) -> str:
     """The kinds of drafters, of the records that are kept."""
     records = results.files.get("heads", [])
-    return f"{format_markdown(make_rows(records))}\n{describe(records)}" if records else ""
+    rows = make_rows(records), make_length_rows(records)
+    return "\n".join((*map(format_markdown, filter(None, rows)), describe(records))) if records else ""

@@ -83,10 +83,17 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
     source, found = drafter.open(model), list[int]()
     hidden = Target(model, capture=source.capture).forward(mx.array([*prompt, *text])).hidden
     mx.eval(hidden)
+    tokens = mx.array([*prompt, *text])
+
+    def tell(start: int, stop: int) -> None:
+        states = {name: rows[start:stop] for name, rows in hidden.items()}
+        source.keep(Kept(tokens[start:stop], states, None, stop - start, start))
+
+    if len(prompt) > 1:
+        tell(0, len(prompt) - 1)
     for at in range(count):
-        row, root = len(prompt) + at - 1, mx.array([text[at]])
-        source.keep(Kept(root, {name: states[row : row + 1] for name, states in hidden.items()}, None, 1, row))
-        tree = source.propose(root[0], chain_plan(DEPTH), None, ordered=False)
+        tell(len(prompt) + at - 1, len(prompt) + at)
+        tree = source.propose(mx.array(text[at]), chain_plan(DEPTH), None, ordered=False)
         chain = cast(list[int], tree.tokens.tolist())[1:]
         ahead = text[at + 1 : at + 1 + DEPTH]
         found.append(next((i for i, (one, other) in enumerate(zip(chain, ahead, strict=True)) if one != other), DEPTH))

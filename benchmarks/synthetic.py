@@ -5,7 +5,8 @@
 
 The text is fixed beforehand (`Oracle`), so that drafts can be right as often as is asked for; the target and the
 drafter compute all they would. `--layers` takes only the first layers of a shape, where the whole does not fit or takes
-too long: the records say so, and nothing is scaled up.
+too long: the records say so, and nothing is scaled up. `--drafter-type` drafts with a head of the sizes that are
+published of its kind, which computes all that it would.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, cast
@@ -24,7 +25,8 @@ from mlx_lm.utils import quantize_model
 
 from mlx_redrafter.checkpoints import set_blas_threads
 from mlx_redrafter.cli.doctor import make_acceptance
-from mlx_redrafter.drafters import make_drafter
+from mlx_redrafter.drafters import arctic_lstm, dflash, dspark, eagle, make_drafter, medusa, mlp_speculator, mtp
+from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import AcceptanceTable
@@ -64,6 +66,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 SHAPES = {
+    "llama-2-7b": make_config("llama", (4096, 32, 11008, 32, 32, 128, 32000), tied=False),
     "llama-3.2-1b": make_config("llama", (2048, 16, 8192, 32, 8, 64, 128256)),
     "llama-3.2-3b": make_config("llama", (3072, 28, 8192, 24, 8, 128, 128256)),
     "llama-3.1-8b": make_config("llama", (4096, 32, 14336, 32, 8, 128, 128256), tied=False),
@@ -71,6 +74,48 @@ SHAPES = {
     "qwen3-30b-a3b": make_config("qwen3_moe", (2048, 48, 6144, 32, 4, 128, 151936), tied=False, **EXPERTS),
 }
 """Published shapes, from their configs on the Hugging Face hub."""
+
+
+def make_layer(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The sizes of a drafter that has layers like its target's."""
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {name: shape[name] for name in names} | {"width": shape["hidden_size"], **more}
+
+
+def make_block(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The sizes of a block drafter of five layers that reads five of its target's."""
+    return make_layer(shape, num_layers=5, mask_token_id=0, capture_layers=spread(shape, 5), **more)
+
+
+def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
+    """The config of a dense multi-token-prediction layer, Qwen3.5's, of its target's sizes."""
+    names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {name: shape[name] for name in (*names, "rms_norm_eps")} | {"model_type": "qwen3_5"}
+
+
+def spread(shape: dict[str, Any], count: int) -> list[int]:
+    """The numbers of some layers of a target, from the first to the last."""
+    last = shape["num_hidden_layers"] - 1
+    return [round(at * last / (count - 1)) for at in range(count)]
+
+
+HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, Any]]]] = {
+    "medusa": lambda shape: (medusa.DrafterArgs, {"num_heads": 4, "num_layers": 1}),
+    "mlp_speculator": lambda shape: (mlp_speculator.DrafterArgs, {"inner_dim": 4096, "n_predict": 4}),
+    "arctic_lstm": lambda shape: (
+        arctic_lstm.DrafterArgs,
+        {"inner_dim": 4096, "n_predict": 4, "scale_input": True},
+    ),
+    "eagle": lambda shape: (eagle.DrafterArgs, make_layer(shape, version=1, fc_bias=True)),
+    "eagle3": lambda shape: (
+        eagle.DrafterArgs,
+        make_layer(shape, version=3, draft_vocab_size=min(32000, shape["vocab_size"]), capture_layers=spread(shape, 3)),
+    ),
+    "mtp": lambda shape: (mtp.DrafterArgs, {"layer_config": make_mtp_config(shape)}),
+    "dflash": lambda shape: (dflash.DrafterArgs, make_block(shape, block_size=16)),
+    "dspark": lambda shape: (dspark.DrafterArgs, make_block(shape, block_size=7, from_anchor=True, markov_rank=256)),
+}
+"""Name of a kind -> its arguments for a target, beside the target's sizes: those of published heads."""
 
 
 class Oracle(Sampler):
@@ -129,13 +174,16 @@ def parse_rate(text: str) -> AcceptanceTable:
     return make_acceptance(rate)
 
 
-def build_workload(name: str, bits: int, *, layers: int, acceptance: AcceptanceTable, seed: int = 0) -> Workload:
+def build_workload(
+    name: str, bits: int, *, layers: int, acceptance: AcceptanceTable, drafter_type: str | None = None, seed: int = 0
+) -> Workload:
     """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
 
     Args:
         name: one of `SHAPES`.
         bits: 32 for float32, 16 for bfloat16; fewer are quantized, the rest then float32 on a CPU, else bfloat16.
         layers: how many of the shape's.
+        drafter_type: one of `HEADS`, with the sizes that are published; None for a recurrent drafter that suits it.
 
     Raises:
         RedrafterError: it has fewer layers, or does not fit into this machine's memory.
@@ -157,8 +205,12 @@ def build_workload(name: str, bits: int, *, layers: int, acceptance: AcceptanceT
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
     set_blas_threads(model)
-    sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the last resort
-    size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
+    if drafter_type is None:
+        sizes = candidates(shape["hidden_size"], shape["vocab_size"])  # the last one is the last resort
+        size = next((each for each in sizes if n_weights(each) * dtype.size < CHEAP * count_bytes(model)), sizes[-1])
+    else:
+        kind, own = HEADS[drafter_type](shape | {"num_hidden_layers": layers})
+        size = kind(shape["hidden_size"], shape["vocab_size"], **own)
     drafter = make_drafter(replace(size, acceptance=oracle.acceptance))
     drafter.set_dtype(dtype)
     mx.eval(drafter.parameters())
@@ -167,7 +219,8 @@ def build_workload(name: str, bits: int, *, layers: int, acceptance: AcceptanceT
         name=f"{name}, random weights" + ("" if layers == every else f", {layers} of {every} layers"),
         model=model,
         drafter=drafter,
-        drafter_name=f"oracle, acceptance {','.join(f'{chance:.3g}' for chance in oracle.acceptance[0])}",
+        drafter_name=f"{drafter_type or 'oracle'}, acceptance "
+        + ",".join(f"{chance:.3g}" for chance in oracle.acceptance[0]),
         draft_model=None,
         draft_model_name=None,
         prompts=[Prompt(f"synthetic/{PROMPT_TOKENS}", "synthetic", ids)],
@@ -201,6 +254,7 @@ def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
     add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
     add("--layers", type=parse_positive, help="only its first layers")
     add("--acceptance", type=parse_rate, default="0.7", help="chance of the first guess (default: %(default)s)")
+    add("--drafter-type", choices=HEADS, help="a head with the sizes that are published (default: recurrent, small)")
     parser.set_defaults(seed=0)
 
 
@@ -214,7 +268,9 @@ def open_shape(args: argparse.Namespace) -> Workload:
     layers = args.layers or (QUICK_LAYERS if quick else SHAPES[args.shape]["num_hidden_layers"])
     bits = args.bits or (32 if mx.default_device().type == mx.cpu else 4)
     print(f"{args.shape}: drawing weights of {layers} layers", file=sys.stderr)
-    return build_workload(args.shape, bits, layers=layers, acceptance=args.acceptance, seed=args.seed)
+    return build_workload(
+        args.shape, bits, layers=layers, acceptance=args.acceptance, drafter_type=args.drafter_type, seed=args.seed
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

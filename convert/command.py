@@ -16,10 +16,13 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of `python -m mlx_redrafter.convert`; each flag is a parameter of `convert`."""
     parser = argparse.ArgumentParser(
         prog="mlx_redrafter.convert",
-        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators.",
+        description="Convert a drafter to MLX, and quantize it: ReDrafter, Medusa, MLP or Arctic speculators, "
+        "EAGLE, DFlash or DSpark heads, multi-token-prediction layers.",
     )
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="the drafter: a directory, a file or a Hugging Face repo")
+    origin = parser.add_mutually_exclusive_group(required=True)
+    origin.add_argument("--hf-path", "--model", help="the drafter: a directory, a file or a Hugging Face repo")
+    origin.add_argument("--from-base", help="a model: its multi-token-prediction layer, of the shards that hold it")
     add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
     add("-q", "--quantize", action="store_true", help="quantize the drafter")
     add("--q-group-size", type=int, help="group size of the quantization")
@@ -56,7 +59,7 @@ def describe(done: Conversion) -> str:
     args = done.args
     lines = [
         f"{done.path}: {args.model_type}, hidden size {args.hidden_size}, vocabulary {args.vocab_size}, "
-        f"{args.describe()}; reads the hidden state {'before' if args.before_norm else 'after'} the final norm",
+        f"{args.describe()}; reads {args.describe_states()}",
         f"size: {done.bytes_before / 1e6:.2f} MB before, {done.bytes_after / 1e6:.2f} MB after, "
         f"{done.bits_per_weight:.3f} bits per weight",
         "outputs: differ by at most {:.3g} (largest logit {:.3g}) on random inputs".format(*done.difference),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from huggingface_hub.utils import validate_repo_id
+from mlx.utils import tree_map
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.atomic_files import expand_path
@@ -26,25 +28,18 @@ from mlx_redrafter.checkpoints import (
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
-from mlx_redrafter.generate import decode_prompts, encode_chat
 from mlx_redrafter.options import Options
+from mlx_redrafter.trial import try_drafter
 
 from .heads import read_checkpoint
 from .output import check_destination, make_card, new_directory, upload
-from .sources import find_source
+from .sources import find_base, find_source
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """mode -> mlx-lm's default (group size, bits)."""
 
-PROMPTS = (
-    "Write a function that reverses a linked list.\n\ndef reverse(",
-    "Explain in three sentences why the sky is blue.",
-    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
-    "List the planets of the solar system, with one fact about each.",
-)
-"""What tokens per round are measured on, `NEW_TOKENS` for each."""
-
 NEW_TOKENS = 64
+"""Of each prompt that tokens per round are measured on."""
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
@@ -74,7 +69,7 @@ class Conversion(NamedTuple):
 
 
 def convert(
-    hf_path: str | Path,
+    hf_path: str | Path | None = None,
     mlx_path: str | Path = "mlx_model",
     quantize: bool = False,
     q_group_size: int | None = None,
@@ -94,6 +89,7 @@ def convert(
     draft_vocab_size: int | None = None,
     token_counts: str | Path | None = None,
     force: bool = False,
+    from_base: str | Path | None = None,
 ) -> Conversion:
     """A drafter as a directory that `load_drafter` reads.
 
@@ -108,6 +104,8 @@ def convert(
         draft_vocab_size: of how many tokens its head keeps the rows, the most frequent ones of `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
         force: replace the drafter at `mlx_path`.
+        from_base: instead of `hf_path` a model, a directory or a hub id, of which only the multi-token-prediction
+            layer is read.
 
     Raises:
         RedrafterError: settings that do not go together, or a place that must not or cannot be written.
@@ -125,11 +123,16 @@ def convert(
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     if upload_repo is not None:
         validate_repo_id(upload_repo)
+    origin = hf_path if from_base is None else from_base
+    if origin is None or None not in (hf_path, from_base):
+        raise RedrafterError("give either a drafter (--hf-path) or a model that has one in it (--from-base)")
     place = expand_path(mlx_path).absolute()
-    check_destination(place, hf_path, force)
-    source = find_source(hf_path, revision)
+    check_destination(place, origin, force)
+    source = find_source(origin, revision) if from_base is None else find_base(origin, revision)
     models = load(base_model) if base_model is not None else None
     drafter, is_quantized, notes = read_checkpoint(source, models[0] if models else None)
+    if dtype == "float16" and not drafter.takes_float16:
+        raise RedrafterError(f"the range of float16 is too small for a {drafter.args.model_type}: give bfloat16")
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize:
@@ -143,7 +146,7 @@ def convert(
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
-    drafter = cast(Drafter, dequantize_model(drafter))
+    drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
         ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
         before, args = (before[0][:, ids], before[1]), drafter.args
@@ -161,7 +164,7 @@ def convert(
 
     with new_directory(place) as stage:
         save_drafter(stage, drafter, extra=config)
-        (stage / "README.md").write_text(make_card(hf_path, args, config), encoding="utf-8")
+        (stage / "README.md").write_text(make_card(origin, args, config), encoding="utf-8")
         after = measure(load_drafter(stage), models)
     if upload_repo is not None:
         upload(place, upload_repo)
@@ -201,6 +204,8 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     Raises:
         CheckpointError: it can guess some tokens only already.
     """
+    if not drafter.output_layers:
+        raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
     if drafter.args.draft_vocab_size is not None:
         raise CheckpointError(f"the drafter can guess {drafter.args.draft_vocab_size} tokens only already")
     for layer in drafter.output_layers:
@@ -209,6 +214,21 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     drafter.hold_draft_ids()
     drafter.draft_ids = ids
     return ids
+
+
+def dequantize_heads(module: nn.Module) -> nn.Module:
+    """The module with the matrices of latent attention dequantized, which mlx-lm's `dequantize_model` leaves."""
+
+    def dequantize(layer: Any) -> Any:
+        if not isinstance(layer, QuantizedMultiLinear):
+            return layer
+        how: Any = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        plain = MultiLinear(1, 1, 1)
+        plain.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
+        return plain
+
+    module.update_modules(tree_map(dequantize, module.leaf_modules(), is_leaf=nn.Module.is_module))
+    return module
 
 
 def count_bytes(drafter: Drafter) -> int:
@@ -232,12 +252,13 @@ def quantize_layers(
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
+        is_router = drafter.part_of(name) == "router"  # small, and what it chooses is sensitive
         own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
-        rows, inputs = layer.weight.shape
+        inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
         fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
-        if own["bits"] and not fits:
+        if own["bits"] and not fits and not is_router:
             notes.append(f"{name} is not quantized: MLX does not pack {rows} x {inputs} weights by {group_size}")
-        if not own["bits"] or not fits:
+        if not own["bits"] or not fits or is_router:
             entry[name] = False
             return False
         if own["bits"] != bits:
@@ -252,19 +273,17 @@ def quantize_layers(
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
     """(logits of its guesses after two tokens at random inputs, tokens per round with the base model or 0 without).
 
-    The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, pooled over `PROMPTS`.
+    The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, see `try_drafter`.
     """
-    draws = np.random.default_rng(0).normal(size=(2, 8, drafter.args.hidden_size)).astype(np.float32)
-    hidden, embedded = (mx.array(rows).astype(drafter.dtype) for rows in draws)
-    advance, tokens = drafter.begin(hidden, lambda tokens: embedded[tokens]), mx.arange(8) % drafter.args.vocab_size
-    logits, _ = advance(tokens[::-1], advance(tokens, None)[1])
-    if "draft_ids" in drafter:
-        logits = logits[:, drafter.draft_ids]
-    mx.eval(logits)
+    logits, weights = drafter.sample_logits(), drafter.parameters()
+    try:
+        mx.eval(logits)
+    except RuntimeError:  # on a CPU MLX computes experts in float32 alone
+        drafter.set_dtype(mx.float32)
+        logits = drafter.sample_logits()
+        mx.eval(logits)
+        drafter.update(weights)
     if models is None:
         return logits, 0.0
     model, tokenizer = models
-    prompts = [encode_chat(tokenizer, text) for text in PROMPTS]
-    options = Options(max_tokens=NEW_TOKENS, beam_width=1)
-    done = decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids))
-    return logits, done.stats.tokens_per_round
+    return logits, try_drafter(model, tokenizer, drafter, Options(max_tokens=NEW_TOKENS, beam_width=1)).tokens_per_round

@@ -8,20 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
-from mlx_redrafter.drafters import KINDS, arctic_lstm, medusa, recurrent
+from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, medusa, mtp, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
-from mlx_redrafter.engine.model_parts import AFTER_NORM, find_parts
+from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
 from mlx_redrafter.errors import CheckpointError
 
+from .block_configs import read_block_config
 from .layouts import find_drafter
-from .sources import Source
+from .mtp import Layers, find_layers, read_layer
+from .sources import Source, describe_base, describe_missing, find_source
 from .tensors import Tensor, join_tensors, read_file
 
 Parts = dict[str, list[Tensor]]
@@ -52,11 +55,16 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def read_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Found:
+    """The drafter in a directory, a file or a hub repository; see `find_source` and `read_checkpoint`."""
+    return read_checkpoint(find_source(path_or_hf_repo), model)
+
+
 def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     """The drafter in a source.
 
     Args:
-        model: the target, whose output matrix some Medusa heads use.
+        model: the target, whose output matrix some Medusa heads use, and whose vocabulary some configs do not say.
 
     Raises:
         CheckpointError: damaged, not one drafter, or of shapes that do not fit each other.
@@ -67,6 +75,13 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     is_quantized = said in KINDS and any(name.endswith(".scales") for name in stored)
     if is_quantized or (said in KINDS and said != recurrent.MODEL_TYPE and "hidden_size" in config):
         return Found(load_drafter(source.files[0].parent), is_quantized)
+    layers = find_layers(stored)
+    if layers is not None and layers.has_model and not source.is_base:
+        raise CheckpointError(describe_base(where))
+    if layers is not None:
+        return make_mtp(stored, layers, config, where)
+    if source.is_base:
+        raise CheckpointError(describe_missing(where))
     kind, parts = find_drafter(stored, config, where)
     count = len(source.files) if source.has_ranks else 1
     for name, slices in parts.items():
@@ -77,6 +92,10 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     config = config | {"base_model": config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
     if kind == medusa.MODEL_TYPE:
         return Found(make_medusa(parts, config, where, model))
+    if kind == eagle.MODEL_TYPE:
+        return make_eagle(parts, config, where)
+    if kind in (dflash.MODEL_TYPE, dspark.MODEL_TYPE):
+        return make_block(kind, parts, config, where, model)
     return Found(make_speculator(kind, parts, config, where))
 
 
@@ -177,6 +196,143 @@ def make_speculator(kind: str, parts: Parts, config: dict[str, Any], where: str)
     return fill(drafter_class(derive_args(args_class, shapes, config | sizes, where)), parts, where)
 
 
+def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
+    """An EAGLE head; version 3 has norms before its attention. A copy of the target's embedding is left out."""
+    shapes, notes = join_shapes(parts, where), list[str]()
+    if others := sorted(name for name in parts if name.startswith("layers.")):
+        raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
+    version = 3 if "layer.hidden_norm.weight" in parts else 1
+    fc = need_matrix(shapes, "fc.weight", where)
+    width, hidden_size = fc[0], fc[1] // (2 if version == 1 else eagle.N_TAPS)
+    if version == 1:
+        parts.pop("embed_tokens.weight", None)
+        vocab_size = shapes.get("embed_tokens.weight", (config.get("vocab_size"),))[0]
+    else:
+        vocab_size = config.get("vocab_size")
+    given = read_draft_ids(parts, vocab_size, where)
+    if config.get("norm_output") is not None:
+        notes.append("config.json says norm_output, which projects read differently: it is ignored")
+    sizes = read_layer_sizes(config, shapes, "layer", where) | {
+        "width": width,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "version": version,
+        "qkv_bias": "layer.self_attn.q_proj.bias" in parts,
+        "fc_bias": "fc.bias" in parts,
+        "own_embedding": "embed_tokens.weight" in parts,
+        "fc_norm": "fc_norm.0.weight" in parts,
+        "norm_before_residual": config.get("norm_before_residual") is True,
+        "capture_layers": find_capture_layers(config) if version == 3 else None,
+    }
+    shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
+    drafter = eagle.Drafter(derive_args(eagle.DrafterArgs, shapes, config | sizes, where))
+    return Found(fill(drafter, parts, where, given), notes=tuple(notes))
+
+
+def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) -> Found:
+    """The first multi-token-prediction layer; copies of the target's embedding and output matrix are left out."""
+    arrays, said = read_layer(stored, layers, config, where)
+    parts: Parts = {name: [array] for name, array in arrays.items()}
+    shapes, notes = join_shapes(parts, where), list[str]()
+    if layers.n_layers > 1:
+        notes.append(f"of {layers.n_layers} multi-token-prediction layers the first is used, again and again")
+    sizes = said | {"hidden_size": need_matrix(shapes, "fc.weight", where)[0], "hidden_state": AFTER_NORM}
+    drafter = mtp.Drafter(derive_args(mtp.DrafterArgs, shapes, sizes, where))
+    return Found(fill(drafter, parts, where), notes=tuple(notes))
+
+
+def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, model: nn.Module | None) -> Found:
+    """A DFlash or DSpark head. One in float16 is read as bfloat16, see `BlockDrafter`."""
+    shapes = join_shapes(parts, where)
+    config = read_block_config(config, kind, 1 + find_last(parts, r"layers\.(\d+)\..*"), where)
+    fc, n_states = need_matrix(shapes, "fc.weight", where), len(config["capture_layers"])
+    if fc[1] % n_states:
+        raise CheckpointError(f"{where}: expected fc.weight to read {n_states} states side by side, got shape {fc}")
+    rows = ("embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight")
+    vocab_size = next((shapes[name][0] for name in rows if name in shapes), config.get("vocab_size"))
+    if vocab_size is None:
+        if model is None:
+            raise CheckpointError(f"{where}/config.json does not say vocab_size: give --base-model")
+        vocab_size = model_sizes(model)[1]
+    given = read_draft_ids(parts, vocab_size, where)
+    sizes: dict[str, Any] = {
+        "width": fc[0],
+        "hidden_size": fc[1] // n_states,
+        "vocab_size": vocab_size,
+        "own_embedding": "embed_tokens.weight" in parts,
+        "own_head": "lm_head.weight" in parts,
+    }
+    sizes |= read_layer_sizes(config, shapes, "layers.0", where)
+    if kind == dspark.MODEL_TYPE:
+        sizes["markov_rank"] = shapes.get("markov_w1.weight", (0, None))[1]
+    else:
+        kernel = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
+        groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (kernel[1] or 1))
+        rank = shapes.get("selector.predecessor.weight", (0, None))[1]
+        sizes |= {
+            "conv_kernel_size": kernel[1],
+            "conv_group_size": fc[0] // groups if groups else None,
+            "selector_rank": rank,
+            "selector_top_k": config["selector_top_k"] if rank else None,
+        }
+    drafter_class, args_class = KINDS[kind]
+    shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
+    drafter = fill(drafter_class(derive_args(args_class, shapes, config | sizes, where)), parts, where, given)
+    if not any(array.dtype == mx.float16 for array in list_weights(drafter).values()):
+        return Found(drafter)
+    drafter.set_dtype(mx.bfloat16)
+    return Found(drafter, notes=("it is stored in float16, whose range may be too small for it: read as bfloat16",))
+
+
+def read_draft_ids(parts: Parts, vocab_size: Any, where: str) -> dict[str, mx.array]:
+    """The tokens that a head can guess, taken out of `parts`, where their distances from its rows are stored.
+
+    Returns:
+        {"draft_ids": (V',) int32}; nothing where it can guess all tokens.
+    """
+    if DRAFT_IDS not in parts:
+        return {}
+    offsets = join_tensors(DRAFT_IDS, parts.pop(DRAFT_IDS), where, integers=True)
+    if len(offsets) == vocab_size and not offsets.any().item():
+        return {}
+    return {DRAFT_IDS: mx.arange(len(offsets), dtype=mx.int32) + offsets}
+
+
+def find_capture_layers(config: dict[str, Any]) -> list[int] | None:
+    """The layers whose outputs an EAGLE-3 head reads, as SpecForge and SGLang mean the key; None without the key."""
+    own = config.get("eagle_config")
+    layers = (own if isinstance(own, dict) else {}).get("eagle_aux_hidden_state_layer_ids")
+    return layers if layers is not None else config.get("eagle_aux_hidden_state_layer_ids")
+
+
+def read_layer_sizes(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], layer: str, where: str
+) -> dict[str, Any]:
+    """What `LayerArgs` says of a transformer layer: sizes from its tensors, the rest from a config of transformers.
+
+    Args:
+        layer: what stands before the names of its tensors.
+    """
+    width = need_matrix(shapes, f"{layer}.self_attn.o_proj.weight", where)[1]
+    heads = config.get("num_attention_heads")
+    head_dim = width // heads if type(heads) is int and heads > 0 else None
+    keys = need_matrix(shapes, f"{layer}.self_attn.k_proj.weight", where)[0]
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(key), dict):
+            rope |= config[key]
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return {
+        "head_dim": head_dim,
+        "num_key_value_heads": keys // head_dim if head_dim else None,
+        "intermediate_size": need_matrix(shapes, f"{layer}.mlp.gate_proj.weight", where)[0],
+        "rope_theta": theta,
+        "rope_scaling": None if is_plain else rope,
+        "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
+    }
+
+
 def join_shapes(parts: Parts, where: str) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor once it is joined of its parts.
 
@@ -223,16 +379,6 @@ def fill(drafter: Any, parts: Parts, where: str, given: Mapping[str, mx.array] |
         check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, where)
     drafter.load_weights(list(arrays.items()))
     return drafter
-
-
-def find_output_matrix(model: nn.Module) -> mx.array:
-    """(V, D) the matrix that makes a target's logits of its hidden states, dequantized."""
-    named = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    layer: Any = named[0] if named else find_parts(model).embedding
-    if "scales" not in layer:
-        return cast(mx.array, layer.weight)
-    how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
-    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
 
 def find_last(names: Iterable[str], pattern: str) -> int:

@@ -9,9 +9,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_redrafter.drafters import arctic_lstm, medusa, mlp_speculator, recurrent
+from mlx_redrafter.drafters import arctic_lstm, eagle, medusa, mlp_speculator, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS
 from mlx_redrafter.errors import CheckpointError
+
+from .block_configs import find_block_kind
 
 T = TypeVar("T")
 
@@ -60,13 +62,39 @@ ARCTIC_LSTM: Renames = (
     (r"head\.0\.weight", "head.weight"),
 )
 
+EAGLE: Renames = (
+    (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
+    (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # which `make_eagle` refuses
+    (r"fc\.(?:weight|bias)|norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
+    ("d2t", DRAFT_IDS),
+    (r"t2d|(?:layer\.|layers\.0\.|midlayer\.)?.*\.rotary_emb\.inv_freq", ""),
+)
+"""The authors' names, SpecForge's and vLLM's."""
+
+BLOCK: Renames = (
+    (r"(?:encoder\.)?fc\.weight", "fc.weight"),
+    (r"hidden_norm\.weight|encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
+    (r"norm\.weight|lm_head\.weight|embed_tokens\.weight", r"\g<0>"),
+    (r"(?:midlayer|layers\.0)\.(.*)", r"layers.0.\1"),
+    (r"layers\.\d{1,3}\..*", r"\g<0>"),
+    (r"candidate_selector\.(predecessor|successor)_codebook(?:\.weight)?", r"selector.\1.weight"),
+    (r"candidate_selector\.hidden_projection\.weight", "selector.hidden_projection.weight"),
+    (r"(?:logit_head\.)?(?:markov_head\.)?(markov_w[12])\.weight", r"\1.weight"),
+    (r"(?:logit_head\.)?confidence_head\..*", ""),  # see `drafters.dspark`
+    ("d2t", DRAFT_IDS),
+    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
+)
+"""The names of DFlash's authors, and those of Muse's; DSpark's authors', and SpecForge's older ones."""
+
+BLOCK_NAMES = {"hidden_norm.weight", "encoder.fc.weight", "encoder.output_norm_enc.weight"}
+"""What a block drafter has, and no other kind: EAGLE's norm of this name is in its layer."""
+
 OTHER_KINDS = (
     (
         r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
         "is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
     ),
     (r".*hydra.*", "holds Hydra heads, which are not supported"),
-    (r"(.*\.)?(fc\.weight|midlayer\..*|d2t|t2d)", "holds an EAGLE head, which is not supported"),
     (r"(.*\.)?(embed_tokens\.weight|layers\.\d+\.(self_attn|mlp|input_layernorm)\..*)", "is {model}, not a drafter"),
 )
 """(a tensor that tells what else it is, what to say); the first that fits."""
@@ -90,17 +118,19 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
     kind = config.get("model_type")
     says_other = isinstance(kind, str) and kind.isidentifier() and kind != recurrent.MODEL_TYPE
     for pattern, verdict in OTHER_KINDS:
-        if any(re.fullmatch(pattern, tail) for tail in tails.values()):
+        if not {"fc.weight", *BLOCK_NAMES} & set(tails.values()) and any(
+            re.fullmatch(pattern, tail) for tail in tails.values()
+        ):
             raise CheckpointError(f"{where} {verdict.format(model=f'a {kind}' if says_other else 'a base model')}")
     if not inside and set(tails.values()) <= {HEAD}:
         raise CheckpointError(f"{where} holds no drafter: its tensors are {sorted(tails)}")
-    model_type, renames = find_kind(tails.values(), config)
+    model_type, renames = find_kind(tails.values(), config, where)
     names: dict[str, str] = {}
     for name, tail in sorted(tails.items()):
         ours = rename(tail, renames)
         if ours is None:
             raise CheckpointError(f"{where} holds a tensor that no {model_type} has: {name!r}")
-        if ours == HEAD:
+        if ours == HEAD and model_type == recurrent.MODEL_TYPE:
             ours = f"lm_head.{sum(each.endswith('.linear.weight') for each in tails.values())}.weight"
         if ours in names:
             raise CheckpointError(f"{where} holds two drafters: {names[ours]!r} and {name!r}")
@@ -109,8 +139,16 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
     return model_type, {ours: tensors[name] for ours, name in names.items()}
 
 
-def find_kind(names: Collection[str], config: dict[str, Any]) -> tuple[str, Renames]:
-    """(`model_type`, how its tensors are called) of the drafter with tensors of these names."""
+def find_kind(names: Collection[str], config: dict[str, Any], where: str) -> tuple[str, Renames]:
+    """(`model_type`, how its tensors are called) of the drafter with tensors of these names.
+
+    Raises:
+        CheckpointError: see `find_block_kind`.
+    """
+    if BLOCK_NAMES & set(names):
+        return find_block_kind(config, where, has_markov_head=any("markov_w1" in name for name in names)), BLOCK
+    if "fc.weight" in names:
+        return eagle.MODEL_TYPE, EAGLE
     if "forget_emb.0.weight" in names:
         return arctic_lstm.MODEL_TYPE, ARCTIC_LSTM
     if {"emb.0.weight", "emb.0.0.weight"} & set(names):

@@ -15,6 +15,11 @@ from mlx_redrafter.drafters import KINDS
 from mlx_redrafter.drafters.recurrent import MODEL_TYPE
 from mlx_redrafter.errors import CheckpointError, one_line
 
+from .mtp import Layers, find_layers
+
+INDEX = "model.safetensors.index.json"
+"""Which file holds which tensor."""
+
 RANK = r"rank\d+\.safetensors"
 """One of TensorRT-LLM's files, each with a slice of every tensor."""
 
@@ -54,11 +59,13 @@ class Source(NamedTuple):
         path: the directory or file that was asked for; of a hub repository, its local copy.
         files: those with tensors, in order.
         config: `config.json`; empty without one.
+        is_base: whether it is a model, of which the multi-token-prediction layer alone is wanted.
     """
 
     path: Path
     files: tuple[Path, ...]
     config: dict[str, Any]
+    is_base: bool = False
 
     @property
     def has_ranks(self) -> bool:
@@ -87,16 +94,85 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Sou
     return Source(path, files, config)
 
 
-def download(name: str, revision: str | None) -> Path:
-    """The local copy of a hub repository: its config and weights.
+def find_base(path_or_hf_repo: str | Path, revision: str | None = None) -> Source:
+    """The files of a model that hold its multi-token-prediction layer, of a directory or a hub id.
+
+    Of a hub repository nothing else is downloaded but its config and its index.
 
     Raises:
-        CheckpointError: no hub id, or the hub does not give it.
+        CheckpointError: no such directory or repository, no such layer, or a file is missing.
+    """
+    name = str(path_or_hf_repo)
+    path = expand_path(name)
+    if path.is_file():
+        raise CheckpointError(f"expected a model's directory or hub id, got a file: {path}")
+    if not name or not path.is_dir():
+        path = download(name, revision, is_base=True)
+    present = [file.name for file in path.iterdir() if file.is_file()]
+    files = choose_base_files(path, present, name)
+    if missing := sorted(set(files) - set(present)):
+        raise CheckpointError(f"half a checkpoint: {INDEX} names {missing[0]}, which is not in {path}")
+    return Source(path, tuple(path / file for file in files), read_object(path / "config.json"), is_base=True)
+
+
+def choose_base_files(path: Path, present: Iterable[str], name: str) -> list[str]:
+    """Those of the files of `name` that hold its multi-token-prediction layer: as its index says, or all without one.
+
+    Args:
+        path: where its index is.
+
+    Raises:
+        CheckpointError: its index has no such layer.
+    """
+    if INDEX not in present:
+        return choose_files(present, name)
+    found, placed = read_index(path)
+    if found is None:
+        raise CheckpointError(describe_missing(name))
+    return sorted({placed[tensor] for tensor in found.names.values()})
+
+
+def read_index(path: Path) -> tuple[Layers | None, dict[str, str]]:
+    """(the multi-token-prediction layers, tensor -> file) of the index in a directory."""
+    placed = read_object(path / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise CheckpointError(f"{path / INDEX} does not say which file holds which tensor")
+    return find_layers(placed), placed
+
+
+def describe_base(name: str) -> str:
+    """What is said of a whole model where a drafter is expected."""
+    return f"{name} is a model that has a multi-token-prediction layer: convert --from-base takes that alone"
+
+
+def describe_missing(name: str) -> str:
+    """What is said of a model without a multi-token-prediction layer."""
+    advice = "conversions to MLX leave it out, so give the repository of the model's authors"
+    return f"{name} has no multi-token-prediction layer: {advice}"
+
+
+def download(name: str, revision: str | None, *, is_base: bool = False) -> Path:
+    """The local copy of a hub repository: its config and weights.
+
+    Args:
+        is_base: whether only the weights of the multi-token-prediction layer are wanted; see `find_base`.
+
+    Raises:
+        CheckpointError: no hub id, the hub does not give it, or a whole model where a drafter is wanted.
     """
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name!r}")
     try:
-        files = choose_files(HfApi().list_repo_files(name, revision=revision), name)
+        present, files = HfApi().list_repo_files(name, revision=revision), list[str]()
+        if INDEX in present:  # a small file, which says whether the large ones are wanted
+            index = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX]))
+            if is_base:
+                files = choose_base_files(index, present, name)
+            elif (found := read_index(index)[0]) is not None and found.has_model:
+                raise CheckpointError(describe_base(name))
+        files = files or choose_files(present, name)
+        if is_base:
+            files = [INDEX, *files]
         return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", *files]))
     except CheckpointError:
         raise

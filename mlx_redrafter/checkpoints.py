@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.utils import _download, load_model
 
 from .atomic_files import replace_file
-from .drafters import find_kind
+from .drafters import find_kind, is_converted
 from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
@@ -26,6 +28,9 @@ from .errors import CheckpointError, one_line
 
 WEIGHTS = "model*.safetensors"
 
+BUILTIN = "builtin"
+"""What may be given for a drafter to mean the model's own multi-token-prediction layer."""
+
 DTYPES = ("float16", "bfloat16", "float32")
 """What a drafter may be stored in."""
 
@@ -33,6 +38,7 @@ CHUNK = 1 << 21
 """How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
 
 Arrays = dict[str, mx.array]
+_log = logging.getLogger(__name__)
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
@@ -84,7 +90,7 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """A drafter, plain or quantized, with its weights evaluated.
+    """A drafter, plain or quantized, with its weights evaluated. A head as it was published is converted in memory.
 
     Args:
         path_or_hf_repo: a local directory or a hub id, as docs/checkpoints.md describes it.
@@ -93,7 +99,11 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     Raises:
         CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
     """
+    refuse_builtin(path_or_hf_repo)
     path = find_model(path_or_hf_repo)
+    has_config = (path / "config.json").is_file()
+    if has_config and not is_converted(read_object(path / "config.json")):
+        return convert_in_memory(path_or_hf_repo, model)
     config = check_directory(path)
     kind, args_class = find_kind(config, f"{path}")
     try:
@@ -118,6 +128,37 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     if model is not None:
         drafter.check_fit(model, f"{path}")
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
+    return drafter
+
+
+def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
+    """Says how a model's own multi-token-prediction layer becomes a drafter, where "builtin" is given for one.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
+        first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
+        raise CheckpointError(
+            f"a model that mlx-lm has loaded has no multi-token-prediction layer: take it from its authors' repository "
+            f"with '{first}', then give --drafter OUT"
+        )
+
+
+def convert_in_memory(path_or_hf_repo: str | Path, model: nn.Module | None) -> Drafter:
+    """The drafter that a directory or a hub repository has in the layout of its authors.
+
+    Raises:
+        CheckpointError: see `convert`.
+    """
+    convert: Any = import_module("mlx_redrafter.convert.heads")  # which needs this module
+    drafter, _, notes = convert.read_drafter(path_or_hf_repo, model)
+    _log.info("%s is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result", path_or_hf_repo)
+    for note in notes:
+        _log.info("note: %s", note)
+    if model is not None:
+        drafter.check_fit(model, f"{path_or_hf_repo}")
+        evaluate(model)  # see `load_drafter`
     return drafter
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .checkpoints import dtype_name, evaluate, list_weights, load, load_draft_model, load_drafter
+from .checkpoints import (
+    dtype_name,
+    evaluate,
+    list_weights,
+    load,
+    load_draft_model,
+    load_drafter,
+    refuse_builtin,
+)
 from .demo import load_demo
 from .drafters.protocol import Drafter
 from .errors import RedrafterError
@@ -69,6 +77,7 @@ def load_pair(
         RedrafterError: see `load_target`, `load_drafter` and `load_draft_model`.
     """
     without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
+    refuse_builtin(None if without else drafter_name)
     if name is None and not without and draft_model is None:
         check_demo_flags(name, args)
         return load_demo(drafter_name)

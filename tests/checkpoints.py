@@ -158,10 +158,14 @@ def command(*arguments: str | Path) -> tuple[int, str, str]:
     raise AssertionError("the command has not said how it ended")
 
 
-def refused(source: str | Path, pattern: str, into: Path, *flags: str) -> None:
-    """Asserts that a conversion ends with exit code 1 and one line, and that there is nothing where it would write."""
+def refused(source: str | Path, pattern: str, into: Path, *flags: str, origin: str = "--hf-path") -> None:
+    """Asserts that a conversion ends with exit code 1 and one line, and that there is nothing where it would write.
+
+    Args:
+        origin: the flag that `source` is given with.
+    """
     into.mkdir(exist_ok=True)
-    status, out, said = command("--hf-path", source, "--mlx-path", into / "out", *flags)
+    status, out, said = command(origin, source, "--mlx-path", into / "out", *flags)
     assert (status, out) == (1, ""), said
     assert re.fullmatch(f"error: {pattern}\n", said), said
     assert not list(into.iterdir())

@@ -65,9 +65,9 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "no config": (file(CONFIG, None), "no config.json in DIR"),
     "config cut off": (file(CONFIG, b'{"hidden_size": '), "DIR/config.json is not JSON: Expecting value.*"),
     "config a list": (file(CONFIG, b"[1]"), "DIR/config.json must hold an object, got list"),
-    "another model's config": (
-        config(model_type="llama"),
-        r"expected a drafter \(model_type 'recurrent_drafting_drafter', 'medusa', .*\) in DIR, got model_type 'llama'",
+    "a base model": (
+        lambda path: save_target(path, small_llama(), make_tokenizer()._tokenizer),
+        "DIR is a llama, not a drafter",
     ),
     "no weights": (file(WEIGHTS, None), r"no model\*.safetensors in DIR"),
     "last byte cut off": (

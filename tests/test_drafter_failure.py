@@ -13,6 +13,7 @@ from small import small_drafter
 from toys import make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, Session, stream_generate
+from mlx_redrafter.drafters.source import StepwiseSource
 from mlx_redrafter.planning import planner
 
 VOCAB = 8  # so few that the text repeats itself
@@ -98,3 +99,18 @@ def test_a_session_goes_on(plan: dict[str, Any], temp: float, cheap_rounds: None
     for turn in ("abcabc", "cab"):
         assert failing.send(turn).tokens == plain.send(turn).tokens
     assert [str(error) for error in errors] == ["call 5"] * 2
+
+
+class WaitingSource(StepwiseSource):
+    """The drafter's, asked only once the round before was read."""
+
+    waits = True
+
+
+@pytest.mark.parametrize("calls", range(0, 40, 4))
+def test_a_draft_that_failed_is_not_counted(calls: int) -> None:
+    """Where the context's proposal is known already, as the drafter fails, the round is the context's alone."""
+    source = WaitingSource(failing_drafter(calls), make_model(vocab=VOCAB))
+    found = stream(drafter=source, plan=(1, 4), context=True, on_drafter_failure=lambda error: None)
+    assert tokens(found) == tokens(stream(plan="off"))
+    assert found[-1].drafted - found[-1].context_drafted == calls, "a call for each token of a chain"

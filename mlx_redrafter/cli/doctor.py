@@ -6,7 +6,8 @@ import json
 import platform
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -26,14 +27,16 @@ from ..engine.model_parts import compute_dtype, model_name
 from ..engine.plan import Plan, chain_plan
 from ..engine.target import Target
 from ..engine.types import Kept
-from ..errors import RedrafterError
-from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance
+from ..errors import RedrafterError, UnsupportedModelError
+from ..options import Options
+from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance, scale_row
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import HYSTERESIS, predict_all, starting_plan
 from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
 from ..planning.store import load_costs
+from ..trial import PROMPTS, try_drafter
 from .arguments import make_parser
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
@@ -42,6 +45,14 @@ RATES = np.linspace(0, 0.95, 9501)
 """How often a drafter's first guess may be right."""
 CHAIN_TOKENS = np.polyval([1] * 5, RATES)
 """Tokens per round of a chain of four drafted tokens at each rate; up to 4.52."""
+
+
+TRIAL_DEPTH, TRIAL_TOKENS = 4, 48
+"""A drafter is tried with a chain of so many tokens, on so many tokens of each prompt."""
+HARDLY_ANY = 0.1
+"""A drafter whose first guess is right less often is given other hidden states."""
+LONG_CONTEXT = 32768
+"""Tokens after which a drafter's cache is stated."""
 
 
 def run() -> int:
@@ -54,8 +65,8 @@ def run() -> int:
     args = parser.parse_args()
     if args.plot is not None:
         check_plot(args.plot)
-    model, _, drafter = load_pair(args, args.model, args.drafter)
-    report = diagnose(model, drafter, refresh=args.refresh)
+    model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
+    report = diagnose(model, drafter, tokenizer, refresh=args.refresh)
     demo = {} if args.model else {"model": "demo", "drafter": find_drafter_name(args) or "demo"}
     print(json.dumps(report | {"settings": vars(args) | demo}) if args.json else format_report(report))
     if args.plot is not None:
@@ -63,13 +74,18 @@ def run() -> int:
     return 0
 
 
-def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool = False) -> dict[str, Any]:
+def diagnose(
+    model: nn.Module, drafter: Drafter | None = None, tokenizer: Any = None, *, refresh: bool = False
+) -> dict[str, Any]:
     """The object of `--json` without `settings`; without a drafter it measures with one that training would choose.
+
+    Args:
+        tokenizer: a drafter is tried on a few prompts with it, see `make_trial`; None does not.
 
     Raises:
         UnsupportedModelError: the model cannot be drafted for.
     """
-    no_trees, stand_in = check_draftable(model, tree=True), None
+    no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
     can_merge = no_trees is None
     if drafter is None:
         print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
@@ -79,9 +95,13 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         mx.eval(drafter.parameters())
     no_trees = no_trees or drafter.explain_chains()
     mx.reset_peak_memory()
-    args, not_finite = drafter.args, find_overflow(model, drafter)
+    args, (not_finite, row_bytes) = drafter.args, probe_drafter(model, drafter)
     costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
     acceptance = ((0.0,),) if not_finite else find_acceptance(drafter)
+    if tokenizer is not None and not (stand_in or not_finite):
+        trial = make_trial(model, tokenizer, drafter)
+        if args.acceptance is None:
+            acceptance = correct_acceptance(acceptance, trial["acceptance_per_depth"])
     rates = np.interp(QUALITIES, CHAIN_TOKENS, RATES).tolist()
     report: dict[str, Any] = {
         "machine": describe_machine() | {"mlx_redrafter": __version__},
@@ -89,8 +109,12 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         "drafter": {
             **describe_model(drafter, args.describe(), drafter.dtype),
             "stand_in": stand_in,
+            "base_model": args.base_model,
+            "states": args.describe_states(),
             "acceptance": [list(row) for row in acceptance],
-            "acceptance_assumed": args.acceptance is None,
+            "acceptance_assumed": args.acceptance is None and trial is None,
+            "acceptance_tried": args.acceptance is None and trial is not None,
+            "trial": trial,
             "tokens_per_round": expected_tokens(acceptance, chain_plan(4)),
         },
         "speeds": {
@@ -117,6 +141,7 @@ def diagnose(model: nn.Module, drafter: Drafter | None = None, *, refresh: bool 
         "pays_from": [{"context": at, "tokens_per_round": find_break_even(costs, at)} for at in costs.contexts],
     }
     report["memory"] = {f"{role}_bytes": report[role]["weight_bytes"] for role in ("target", "drafter")}
+    report["memory"]["drafter_cache_bytes"] = LONG_CONTEXT * row_bytes
     report["memory"] |= {"machine_bytes": memory_bytes(), "peak_bytes": mx.get_peak_memory()}
     return report | {"notes": list(find_notes(report, disturbed=is_disturbed(costs)))}
 
@@ -127,8 +152,9 @@ def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, A
     return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
-def find_overflow(model: nn.Module, drafter: Drafter) -> str | None:
-    """Which of the two makes numbers that are not finite in its dtype: "target", "drafter" or None."""
+def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
+    """(which of the two makes numbers that are not finite in its dtype, "target", "drafter" or None; bytes that the
+    drafter keeps for each token)."""
     source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
 
     def record(logits: mx.array, level: int) -> mx.array:
@@ -140,7 +166,68 @@ def find_overflow(model: nn.Module, drafter: Drafter) -> str | None:
     source.keep(Kept(mx.array(text), hidden, None, len(text), 0))
     source.read([*text, 0])
     source.propose(mx.array(0), chain_plan(min(2, drafter.args.max_depth or 2)), record, ordered=False)
-    return find_not_finite({"target": next(iter(hidden.values()), logits), "drafter": mx.concatenate(guesses)})
+    states = mx.concatenate([states.reshape(-1) for states in hidden.values()]) if hidden else logits
+    return find_not_finite({"target": states, "drafter": mx.concatenate(guesses)}), source.row_bytes
+
+
+def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, Any]:
+    """What a drafter makes of a few prompts, greedy; and where that is hardly a token, what it makes of other states.
+
+    With the wrong hidden state or layer nothing fails: it is just never right.
+
+    Returns:
+        `depth` of the chain, `tokens_per_round`, `acceptance_per_depth`; `others`: what to record in its config ->
+        tokens per round.
+    """
+    depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
+    options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
+    stats, own, others = try_drafter(model, tokenizer, drafter, options), drafter.args, dict[str, float]()
+    shares = stats.acceptance_per_depth
+    if not shares or shares[0] < HARDLY_ANY:
+        try:
+            for what, drafter.args in own.try_others(len(getattr(model, "layers", []))).items():
+                with suppress(UnsupportedModelError):
+                    others[what] = try_drafter(model, tokenizer, drafter, options).tokens_per_round
+        finally:
+            drafter.args = own
+    return {
+        "depth": depth,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance_per_depth": shares,
+        "others": others,
+    }
+
+
+def correct_acceptance(table: AcceptanceTable, shares: Sequence[float]) -> AcceptanceTable:
+    """A table whose first guesses are right as often as they were, given those before; deeper ones as the last."""
+    rates = [share / before if before else 0.0 for before, share in pairwise((1.0, *shares))]
+    rows = [table[min(depth, len(table) - 1)] for depth in range(max(len(rates), len(table)))]
+    return [
+        scale_row(row, rates[min(depth, len(rates) - 1)] / row[0]) if rates and row[0] else row
+        for depth, row in enumerate(rows)
+    ]
+
+
+def describe_trial(report: dict[str, Any]) -> list[str]:
+    """What the drafter is for, and what it made of the prompts it was tried on."""
+    drafter, trial = report["drafter"], report["drafter"]["trial"]
+    made_for = f"it was made for {drafter['base_model']}" if drafter["base_model"] else "its config names no target"
+    lines = [f"It reads {drafter['states']}; {made_for}"]
+    if size := report["memory"]["drafter_cache_bytes"]:
+        lines.append(f"Its cache takes {size / 1e6:,.0f} MB after {LONG_CONTEXT:,} tokens")
+    if trial:
+        shares = " ".join(f"{share:.2f}" for share in trial["acceptance_per_depth"])
+        lines.append(
+            f"Tried on {len(PROMPTS)} prompts, greedy: {trial['tokens_per_round']:.2f} tokens per round of a chain of "
+            f"{trial['depth']}, right at depth 1, 2, ...: {shares}"
+        )
+        if trial["others"]:
+            tried = ", ".join(f"{tokens:.2f} with {what}" for what, tokens in trial["others"].items())
+            lines.append(
+                f"Warning: its first guess is hardly ever right. Is it for this model? Tokens per round with other "
+                f"hidden states: {tried}; a better one belongs into its config.json"
+            )
+    return lines
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
@@ -214,7 +301,8 @@ def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:
     if drafter:
         with_it = f"with this drafter {with_it}; without one {alone['fresh']:.2f} and {alone['copied']:.2f}"
         pays += f"; this one is expected to make {report['drafter']['tokens_per_round']:.2f}"
-        rests += " and the drafter's acceptance in training"
+        where = "on the prompts below" if report["drafter"]["acceptance_tried"] else "in training"
+        rests += f" and the drafter's acceptance {where}"
     else:
         with_it = f"without a drafter {with_it}"
     example = f"copied text is here its prompt with every {CHANGED_EVERY}th token changed"
@@ -237,6 +325,8 @@ def format_report(report: dict[str, Any]) -> str:
         text.append(f"{role.title()}: {name}, {'quantized, ' * quantized}{dtype}, {size / 1e6:,.1f} MB of weights")
     if drafter["stand_in"]:
         text.append(f"This drafter is random, for its costs: {drafter['stand_in']}")
+    else:
+        text += describe_trial(report)
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
     text += ["", "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):"]

@@ -54,10 +54,10 @@ def run() -> int:
         args = parser.parse_args()
     options, tokenizer_config = read_options(args), dict[str, Any]()
     if args.compare:
-        if args.plan == OFF or (
-            args.context is False and (args.no_drafter or (args.model and not find_drafter_name(args)))
-        ):
-            raise RedrafterError("--compare needs something that drafts: leave out --plan off, or give a drafter")
+        if args.plan == OFF:
+            raise RedrafterError("--compare needs something that drafts: leave out --plan off")
+        if args.context is False and (args.no_drafter or (args.model and not find_drafter_name(args))):
+            raise RedrafterError("--compare needs something that drafts: leave out --no-context, or give a drafter")
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     if args.prompt_cache_file is not None:

@@ -1,17 +1,18 @@
 """The kinds of drafters, one file each, and drafts from the context.
 
-What they share: config.py, what a config says; protocol.py, what decoding asks; trainable.py, what training asks.
+What they share: config.py, what a config says; protocol.py, what decoding asks; trainable.py, what training asks;
+source.py and cached.py, what they keep of a text; block.py, drafters of blocks.
 """
 
 from typing import Any
 
 from ..errors import CheckpointError
-from . import arctic_lstm, medusa, mlp_speculator, recurrent
+from . import arctic_lstm, dflash, dspark, eagle, medusa, mlp_speculator, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
 from .trainable import TrainableArgs
 
-MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm)
+MODULES = (recurrent, medusa, mlp_speculator, arctic_lstm, eagle, mtp, dflash, dspark)
 
 KINDS: dict[str, tuple[type[Drafter], type[DrafterArgs]]] = {
     kind.MODEL_TYPE: (kind.Drafter, kind.DrafterArgs) for kind in MODULES
@@ -40,6 +41,14 @@ def find_kind(config: dict[str, Any], where: str) -> tuple[type[Drafter], type[D
         expected = ", ".join(map(repr, KINDS))
         raise CheckpointError(f"expected a drafter (model_type {expected}) in {where}, got model_type {model_type!r}")
     return KINDS[model_type]
+
+
+def is_converted(config: dict[str, Any]) -> bool:
+    """Whether a config is that of a drafter in our format, not in that of its authors."""
+    if "speculators_model_type" in config:
+        return False
+    model_type = config.get("model_type", recurrent.MODEL_TYPE)
+    return model_type in KINDS and (model_type == recurrent.MODEL_TYPE or "hidden_size" in config)
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:

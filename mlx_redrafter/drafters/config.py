@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Any, Self, TypeVar
@@ -71,14 +72,25 @@ class DrafterArgs:
         """Its own sizes, in a few words."""
         raise NotImplementedError
 
+    def describe_states(self) -> str:
+        """Which of the target's hidden states it reads."""
+        return f"the hidden state {'before' if self.before_norm else 'after'} the final norm"
+
     def explain_useless(self) -> str:
         """What to look at where it guesses nothing right."""
-        given, other = ("before", "after") if self.before_norm else ("after", "before")
         return (
-            f"Is it trained for this model, and are its weights sound in this dtype? It was given the hidden state "
-            f"{given} the final norm: if it was trained on the one {other} it, its config.json must say hidden_state "
-            f"{other}_norm"
+            "Is it trained for this model, and are its weights sound in this dtype? It reads "
+            f"{self.describe_states()}: mlx_redrafter.doctor tries others"
         )
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """The same with other hidden states: what to record -> the arguments.
+
+        Args:
+            n_layers: of the target.
+        """
+        other = AFTER_NORM if self.before_norm else BEFORE_NORM
+        return {f"hidden_state {other}": replace(self, hidden_state=other)}
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of a `config.json` that have a value."""
@@ -108,14 +120,86 @@ class DrafterArgs:
                 raise CheckpointError(f"{where}/config.json does not say {field.name}: {advice}")
             if field.type == "bool" and type(value) is not bool:
                 raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
-            most = MAX_SIZE if field.name.endswith(("_size", "_dim")) else MAX_COUNT
-            if field.type == "int" and not (type(value) is int and 0 < value <= most):
-                raise CheckpointError(f"{where}/config.json: expected {field.name} from 1 to {most}, got {value!r:.40}")
-            if field.type in ("int", "bool"):
+            least = 0 if field.name.endswith("_id") else 1
+            most = MAX_SIZE if field.name.endswith(("_size", "_dim", "_id", "width", "rank")) else MAX_COUNT
+            if field.type == "int" and not (type(value) is int and least <= value <= most):
+                raise CheckpointError(
+                    f"{where}/config.json: expected {field.name} from {least} to {most}, got {value!r:.40}"
+                )
+            if field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise CheckpointError(
+                    f"{where}/config.json: expected {field.name} to be a number above 0, got {value!r:.40}"
+                )
+            if field.type in ("int", "bool", "float"):
                 sizes[field.name] = value
         if DRAFT_IDS in shapes:
             sizes["draft_vocab_size"] = shapes[DRAFT_IDS][0]
         return cls(**sizes)
+
+
+@dataclass(frozen=True)
+class LayerArgs(DrafterArgs):
+    """The sizes of a drafter that has transformer layers, in the names of their configs.
+
+    Attributes:
+        width: H, of its own rows.
+        rope_scaling: as mlx-lm's models take it; None for none.
+        rope_traditional: whether the rotation turns pairs of neighbours, not of halves.
+        capture_layers: the layers whose outputs it reads, in this order, from 0; None for what the kind's default is.
+    """
+
+    width: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    _: KW_ONLY
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_traditional: bool = False
+    rope_scaling: dict[str, Any] | None = None
+    capture_layers: list[int] | None = None
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from the config; see `DrafterArgs.derive`."""
+        args = super().derive(shapes, config, where)
+        scaling, layers = config.get("rope_scaling"), config.get("capture_layers")
+        if args.num_attention_heads % args.num_key_value_heads:
+            heads = f"{args.num_attention_heads} heads, {args.num_key_value_heads} of keys and values"
+            raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
+        if scaling is not None and not isinstance(scaling, dict):
+            raise CheckpointError(f"{where}/config.json: expected rope_scaling to be an object, got {scaling!r:.40}")
+        if layers is not None and not (isinstance(layers, list) and all(type(n) is int and n >= 0 for n in layers)):
+            raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
+        return replace(args, rope_scaling=scaling, capture_layers=layers)
+
+    def describe_states(self) -> str:
+        """See `DrafterArgs.describe_states`."""
+        if self.capture_layers is None:
+            return super().describe_states()
+        return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """See `DrafterArgs.try_others`: layers that are one lower or higher, as projects count them differently."""
+        if self.capture_layers is None:
+            return super().try_others(n_layers)
+        shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
+        return {
+            f"capture_layers {layers}": replace(self, capture_layers=layers)
+            for layers in shifted
+            if min(layers) >= 0 and max(layers) < n_layers
+        }
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"width {self.width}, heads {self.num_attention_heads} of {self.head_dim}, MLP {self.intermediate_size}"
+
+    def for_mlx_lm(self) -> dict[str, Any]:
+        """The keys of a config that mlx-lm's layer classes ask for."""
+        names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+        own = {name: getattr(self, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
+        return own | {"hidden_size": self.width, "vocab_size": self.vocab_size, "num_hidden_layers": 1}
 
 
 Args = TypeVar("Args", bound=DrafterArgs)

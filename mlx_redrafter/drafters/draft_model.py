@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,6 +52,14 @@ class DraftModelArgs(DrafterArgs):
     def describe(self) -> str:
         """See `DrafterArgs.describe`."""
         return f"draft model, {self.name}"
+
+    def describe_states(self) -> str:
+        """See `DrafterArgs.describe_states`."""
+        return "the text alone, no hidden state"
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """See `DrafterArgs.try_others`: there are none."""
+        return {}
 
     def explain_useless(self) -> str:
         """See `DrafterArgs.explain_useless`."""
@@ -148,6 +156,7 @@ class DraftModelSource(Source):
 
         def advance(tokens: mx.array, paths: State) -> tuple[mx.array, State]:
             """The state of a hypothesis is its path (L,), the root included."""
+            mx.async_eval(logits if paths is None else tokens)  # computed while the next level is built
             if paths is None:
                 return logits, tokens[:, None]
             paths = mx.concatenate([paths, tokens[:, None]], axis=1)
@@ -163,6 +172,11 @@ class DraftModelSource(Source):
         other = copy.copy(self)
         other._text, other._cache = list(self._text), copy.deepcopy(self._cache)
         return other
+
+    @property
+    def row_bytes(self) -> int:
+        """See `Source.row_bytes`."""
+        return kv_cache.row_bytes(self._cache)
 
     @property
     def state(self) -> Any:

@@ -98,6 +98,9 @@ class TrainableDrafter(Drafter):
         layers = self.output_layers
         return layers[min(depth, len(layers) - 1)]
 
+    def share(self, model: nn.Module) -> None:
+        """Takes what it uses of the target while it is trained, and does not train; most kinds use nothing."""
+
     def start_from(self, project: Project) -> None:
         """Lets an untrained drafter know from the target's embedding which tokens are alike.
 
@@ -107,30 +110,12 @@ class TrainableDrafter(Drafter):
         for layer in cast(list[Any], self.output_layers):
             layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
 
-    def part_of(self, name: str) -> str:
-        """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding"."""
-        raise NotImplementedError
-
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype its states are computed in."""
         head: Any = self.output_layers[0]
         dtype: mx.Dtype = head.scales.dtype if "scales" in head else head.weight.dtype
         return dtype if mx.issubdtype(dtype, mx.floating) else mx.float32
-
-    def hold_draft_ids(self) -> None:
-        """Makes room for `draft_ids`, which are not trained, where the args say that it can guess some tokens alone."""
-        if self.args.draft_vocab_size is not None:
-            self.draft_ids = mx.arange(self.args.draft_vocab_size, dtype=mx.int32)
-            self.freeze(recurse=False, keys=["draft_ids"])
-
-    def scatter(self, guesses: mx.array) -> mx.array:
-        """(..., V) float32 logits from those of its head (..., V'); minus infinity for a token it cannot guess."""
-        guesses = guesses.astype(mx.float32)
-        if "draft_ids" not in self:
-            return guesses
-        everything = mx.full((*guesses.shape[:-1], self.args.vocab_size), -mx.inf)
-        return mx.put_along_axis(everything, mx.broadcast_to(self.draft_ids, guesses.shape), guesses, axis=-1)
 
 
 def fill_columns(weight: mx.array, columns: mx.array) -> mx.array:

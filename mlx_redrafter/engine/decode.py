@@ -266,7 +266,7 @@ class Decoder:
     def finish(self, length: int, last_token: int) -> None:
         """Makes the cache and the drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
-        if length < held:
+        if length <= held:  # also by none: the token after them will be another one
             self._tell_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
@@ -321,6 +321,8 @@ class Decoder:
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
+            if plan.depth and self._drafter is None:  # it has failed just now
+                plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
         length, replayed, room = target.length, target.replayed, target.until_quantized()

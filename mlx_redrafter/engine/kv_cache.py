@@ -54,6 +54,12 @@ def has_ring(cache: Cache) -> bool:
     return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
+def row_bytes(cache: Cache) -> int:
+    """Bytes that a token takes in the leaves that grow with the text; 0 before the first token."""
+    growing = (x for c in leaves(cache) if isinstance(c, KVCache) for x in (c.keys, c.values) if x is not None)
+    return sum(int(x.nbytes) // x.shape[-2] for x in growing)
+
+
 def snapshot(cache: Cache) -> list[dict[str, Any]]:
     """The state of every leaf. No array is copied: a forward of several rows makes new arrays, or writes after them."""
     return [_copy(vars(c)) for c in leaves(cache)]

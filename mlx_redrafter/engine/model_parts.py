@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,6 +33,9 @@ EMBEDDINGS = _names(
 
 NORMS = _names("norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f")
 """The names of the norm in front of the head."""
+
+HEADS = _names("lm_head embed_out output")
+"""The names of the matrix that makes logits of hidden states, where it is not the embedding."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
 """How the names of modules begin that do not read text."""
@@ -80,6 +83,42 @@ def find_parts(model: nn.Module) -> ModelParts:
         f"cannot draft for this model: expected model.embed_tokens as in mlx-lm's language models, "
         f"{type(model).__module__}.{type(model).__name__} has none"
     )
+
+
+def find_output_layer(model: nn.Module) -> nn.Module:
+    """The layer whose (V, D) matrix makes logits of a model's hidden states: its head, or its embedding.
+
+    Raises:
+        UnsupportedModelError: see `find_parts`.
+    """
+    embedding: Any = find_parts(model).embedding
+    for name, module in model.named_modules():
+        is_matrix = name.rpartition(".")[2] in HEADS and isinstance(module, (nn.Linear, nn.QuantizedLinear))
+        if is_matrix and module.weight.shape[0] == embedding.weight.shape[0]:
+            return module
+    return embedding
+
+
+def find_output_matrix(model: nn.Module) -> mx.array:
+    """(V, D) the matrix of `find_output_layer`, dequantized."""
+    layer: Any = find_output_layer(model)
+    if "scales" not in layer:
+        return cast(mx.array, layer.weight)
+    how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
+
+
+def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
+    """What makes logits (..., V) of a model's hidden states (..., D) after its final norm.
+
+    What a model does to its logits afterwards, as capping them, is left out: it changes no rank.
+
+    Raises:
+        UnsupportedModelError: see `find_parts`.
+    """
+    layer: Any = find_output_layer(model)
+    head: Callable[[mx.array], mx.array] = layer.as_linear if _is_embedding(layer) else layer
+    return head
 
 
 def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:

@@ -68,8 +68,8 @@ class Kept(NamedTuple):
         tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's one, or a piece of the prompt.
         hidden: the captured hidden states, each (N, D).
         path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
-        n_kept: () int32 or a number, how many of the R stay: the first ones. The others repeat the last of them.
-        position: of the first of them in the text.
+        n_kept: () int32 or a number, how many of the R rows stay: the first ones. The other R - n_kept repeat the last.
+        position: of the first of them in the text. It may leave out positions, and it may go back.
     """
 
     tokens: mx.array

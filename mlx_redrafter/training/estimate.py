@@ -48,6 +48,7 @@ def estimate_run(
         answers: how many answers the target still has to write.
     """
     drafter, mean = cast(TrainableDrafter, make_drafter(sizes)), round(sum(lengths) / len(lengths))
+    drafter.share(model)
     evaluate(model, drafter)
     iteration = time_iteration(model, drafter, args, mean)
     mx.reset_peak_memory()

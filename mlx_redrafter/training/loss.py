@@ -97,25 +97,25 @@ def draft_loss(
     """
     targets = TrainingTargets(*(mx.stop_gradient(array) for array in targets if array is not None))
     chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses) if chunk is None else chunk
-    tokens, hidden, embeddings = (array.flatten(0, 1) for array in targets[:3])
+    tokens, hidden, embeddings = targets[:3]
 
     def read(hidden: mx.array, state: State, depth: int) -> tuple[State, mx.array]:
-        """(the state after the token of each row, the features of the learned positions)."""
+        """(the state after each token, the features of the learned positions)."""
         state = drafter.read(tokens, lambda _: embeddings, hidden, state, depth)
-        learned = tree_map(lambda array: array[targets.positions], state)
-        return state, drafter.features(hidden[targets.positions], learned, depth)
+        learned, at = (tree_map(lambda array: array.flatten(0, 1)[targets.positions], each) for each in (state, hidden))
+        return state, drafter.features(at, learned, depth)
 
     step = nn.utils.checkpoint(drafter, read) if grad_checkpoint else read
     fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
-    reached = mx.ones(hidden.shape[0])
+    reached = mx.ones(tokens.size)
     state: State = None
     total, mass, ranks = mx.zeros(()), mx.zeros(()), []
     # Arrays, not numbers that change from depth to depth: the compiler would make other kernels for each.
     is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
-        # Row c of these belongs to the draft from position c - k - 1; where that is in another text, nothing counts.
-        hidden = mx.roll(hidden, 1, 0)
-        before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 0), state)
+        # Column c of these belongs to the draft from position c - k - 1; where there is none, nothing counts.
+        hidden = mx.roll(hidden, 1, 1)
+        before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
         state, features = step(hidden, before, k)
         head: Any = drafter.output_layer(k)
         each = is_guess[k] * fixed[k] * reached[targets.positions]

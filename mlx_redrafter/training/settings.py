@@ -50,6 +50,7 @@ class TrainingArgs:
     exit_dim: int | None = setting(None, "width of its blocks and head; measured when not given", 1, 2**16)
     num_draft_layers: int | None = setting(None, "residual blocks; 1 when not given", 0, 64)
     inner_dim: int | None = setting(None, "width of its states; a quarter of the target's when not given", 1, 2**16)
+    intermediate_size: int | None = setting(None, "width of its MLP; twice the target's when not given", 1, 2**20)
     untied: bool = setting(False, "an output matrix, and embedding, for each depth")
     draft_vocab_size: int | None = setting(None, "guess only this many tokens, the most frequent ones", 2)
     dtype: str | None = setting(None, "dtype of the finished drafter; the target's when not given", choices=DTYPES)

@@ -118,6 +118,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
         rows = (embedding(part).astype(mx.float32) - mean for part in split(tokens))
         return mx.concatenate([part if width is None else part @ axes[:, :width] for part in rows])
 
+    drafter.share(model)
     drafter.start_from(project)
     return drafter
 

@@ -12,6 +12,7 @@ from bench_records import parse_flags
 from benchmarks import heads
 from benchmarks.heads import Bigram, make_heads_table
 from benchmarks.records import Results, read_records
+from mlx_redrafter.demo import load_demo
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.training.data import Text
 
@@ -31,6 +32,8 @@ def test_a_small_comparison_is_kept(
     args = parse_flags(heads, *words, "--kinds", "medusa", "--learning-rates", "1e-3")
     monkeypatch.setattr(heads, "HELD_OUT", 2)
     monkeypatch.setattr(heads, "SHAPES", ((1, 2), (2, 2)))
+    monkeypatch.setattr(heads, "LENGTHS", (8, 40))
+    monkeypatch.setattr(heads, "PLACES", 1)
     assert heads.run(args) == 0
     said = capsys.readouterr().out
     records = read_records(tmp_path / "heads.jsonl")
@@ -40,6 +43,8 @@ def test_a_small_comparison_is_kept(
     table = make_heads_table(Results({"heads": records}, []))
     for name in ("mlx-lm draft model", "context", "bigram of the same texts", "medusa, 3.41 M weights"):
         assert name in table and name in said
+    assert "after 8 tokens" in table and "after 40 tokens" in said
+    assert {len(prompt.ids) for prompt in heads.find_long_prompts(load_demo()[1])} == {8, 40}
     monkeypatch.setattr(heads, "fit", lambda *args, **more: pytest.fail("it was trained already"))
     monkeypatch.setattr(heads, "hold_contest", lambda *args: pytest.fail("it was decoded already"))
     assert heads.run(args) == 0 and capsys.readouterr().out == said

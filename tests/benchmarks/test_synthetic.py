@@ -15,7 +15,7 @@ from small import small_drafter, small_llama
 from benchmarks import contest, synthetic
 from benchmarks.models import Workload
 from benchmarks.records import read_records
-from benchmarks.synthetic import EXPERTS, SHAPES, Oracle, build_workload, make_config, make_target, parse_rate
+from benchmarks.synthetic import EXPERTS, HEADS, SHAPES, Oracle, build_workload, make_config, make_target, parse_rate
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.errors import RedrafterError
@@ -38,6 +38,7 @@ SMALL = {
     ),
 }
 BILLIONS = {
+    "llama-2-7b": 6.738,
     "llama-3.2-1b": 1.236,
     "llama-3.2-3b": 3.213,
     "llama-3.1-8b": 8.030,
@@ -95,6 +96,16 @@ def test_built_pairs_decode_the_same_with_drafts(name: str, bits: int, monkeypat
         tokens, stats = decode(found, plan, 14)
         assert tokens == plain and stats.accepted > 0
     assert found.drafter is not None and found.drafter.args.acceptance == [[0.6, 0.1]]
+
+
+@pytest.mark.parametrize("drafter_type", HEADS)
+def test_heads_of_published_sizes_decode_the_same(drafter_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "dense", SMALL["dense"])
+    found = build_workload("dense", 32, layers=2, acceptance=[[0.6, 0.1]], drafter_type=drafter_type)
+    plain, _ = decode(found, None, 14)
+    tokens, stats = decode(found, (2, 2), 14)
+    assert tokens == plain and stats.accepted > 0
+    assert found.drafter_name == f"{drafter_type}, acceptance 0.6,0.1"
 
 
 def test_omitted_layers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

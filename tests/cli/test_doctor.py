@@ -9,12 +9,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cached import make_cached
 from cost_curves import make_costs
 from families import make_family
+from heads import make_head
 from mlx.utils import tree_map
 from sessions import make_drafter
 from small import small_drafter, small_llama
-from toys import make_model, snapshot
+from toys import make_model, make_tokenizer, snapshot
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.doctor import describe_plan, diagnose, format_report
@@ -197,3 +199,34 @@ def test_the_plot_is_a_png_of_the_costs(measured: Measured, run: Any, tmp_path: 
     assert status == 0, err
     assert image.imread(tmp_path / "costs.png").shape[1] > 800
     assert sorted(path.name for path in tmp_path.iterdir()) == ["caches", "costs.png"]
+
+
+def test_a_drafter_with_the_wrong_state_is_told_the_right_one(measured: Measured, tmp_path: Path) -> None:
+    """Medusa heads that repeat the target's own head: right after the final norm wherever a text repeats a token."""
+    model = make_model(vocab=3)
+    drafter: Any = make_head("medusa", 64, 3)
+    for block in drafter.blocks:
+        block[0].linear.weight, block[0].linear.bias = mx.zeros((64, 64)), mx.zeros((64,))
+    for output in drafter.output:
+        output.weight = model.model.embed_tokens.weight
+    tokenizer = make_tokenizer()
+    tokenizer.encode = lambda text, **more: [len(text) % 3, 1, 2]
+    report = diagnose(model, drafter, tokenizer)
+    trial = report["drafter"]["trial"]
+    assert trial["depth"] == 4 and trial["tokens_per_round"] > 1.1 and not trial["others"]
+    assert report["drafter"]["states"] == "the hidden state after the final norm"
+    assert report["drafter"]["acceptance"][0][0] == pytest.approx(trial["acceptance_per_depth"][0])
+    assert "Tried on 4 prompts, greedy: " in format_report(report)
+    for output in drafter.output:
+        output.weight = -output.weight
+    report = diagnose(model, drafter, tokenizer)
+    assert list(report["drafter"]["trial"]["others"]) == ["hidden_state before_norm"]
+    assert "its first guess is hardly ever right" in format_report(report)
+    assert drafter.args.hidden_state is None
+
+
+def test_the_cache_of_a_head_is_stated(measured: Measured) -> None:
+    model = make_model()
+    report = diagnose(model, make_cached("eagle 1", 64, 40))
+    assert report["memory"]["drafter_cache_bytes"] == 32768 * 2 * 2 * 8 * 4, "2 heads of 8 numbers in float32"
+    assert "Its cache takes 4 MB after 32,768 tokens" in format_report(report)

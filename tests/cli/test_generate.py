@@ -95,7 +95,7 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     flags = ("--model", pair[0], "--drafter", pair[1], "--prompt", "abc", "-m", "10", "--compare", "--seed", "1", *PLAN)
     status, out, err = run("generate", *flags)
     assert status == 0 and "tokens identical" in err and "times" in err and len(out) > 1
-    assert "guessed no token right in 9 rounds" in err and "given the hidden state after the final norm" in err
+    assert "guessed no token right in 9 rounds" in err and "reads the hidden state after the final norm" in err
     verdict = run_json(run, *flags)["compare"]
     assert verdict["identical"] and verdict["difference"] is None
     assert verdict["ratio"] == verdict["generation_tps"] / verdict["plain_generation_tps"]

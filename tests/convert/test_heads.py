@@ -63,9 +63,16 @@ def test_logits_are_those_of_the_original(name: str, target: Path, tmp_path: Pat
     assert not np.allclose(said_of(load_drafter(done.path), other), golden["logits"], atol=1e-2)
 
 
-def test_a_published_head_must_be_converted_first(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"does not say hidden_size: python -m mlx_redrafter\.convert reads"):
-        load_drafter(publish("mlp_speculator", tmp_path / "in"))
+def test_a_published_head_is_loaded_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "mlx_redrafter"):
+        loaded = load_drafter(publish("mlp_speculator", tmp_path / "in"))
+    converted = load_drafter(convert(tmp_path / "in", tmp_path / "out").path)
+    assert tree_flatten(loaded.parameters())[0][1].tolist() == tree_flatten(converted.parameters())[0][1].tolist()
+    (message,) = caplog.messages
+    assert (
+        message
+        == f"{tmp_path / 'in'} is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result"
+    )
 
 
 def test_a_depth_that_a_head_cannot_draft_is_refused(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "Hydra": (holding(lambda _: prefixed("hydra_head.", HEADS)), "IN holds Hydra heads, which are not supported"),
     "EAGLE": (
         holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
-        "IN holds an EAGLE head, .*",
+        "half a drafter: IN holds no layer.self_attn.o_proj.weight; .*",
     ),
     "a llama": (holding(lambda _: base(), {"model_type": "llama"}), "IN is a llama, not a drafter"),
     "ModelOpt's quantized weights": (

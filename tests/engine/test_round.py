@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from cached import CACHED_KINDS, make_cached
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -84,6 +85,15 @@ def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
 @pytest.mark.parametrize("plan", ["off", CHAIN, TREE, (4, 5, 2), (4, 5, 7), (4, 5, 20)], ids=str)
 def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
     run_rounds(start(plan, **CHOICES[choice]), 12, events)
+    assert len(reads(events)) == 12, events
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=str)
+def test_a_round_of_a_head_with_a_cache_reads_once(plan: Any, kind: str, events: list[str]) -> None:
+    model = small_llama(head_dim=32)
+    steps = decode_tokens([1, 2, 3, 4, 5], model, make_cached(kind, 32, 64), Options(max_tokens=-1, plan=plan))
+    run_rounds(steps, 12, events)
     assert len(reads(events)) == 12, events
 
 

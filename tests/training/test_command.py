@@ -62,7 +62,7 @@ def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
         (("--draft-vocab-size", "64"), "give --exit-dim with"),
         (("--inner-dim", "64"), "--inner-dim does not go with --drafter-type recurrent, which has --exit-dim and"),
         (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim does not go with --drafter-type medusa"),
-        (("--drafter-type", "eagle"), "argument --drafter-type: invalid choice: 'eagle'"),
+        (("--drafter-type", "hydra"), "argument --drafter-type: invalid choice: 'hydra'"),
         (("--exit-dim", "0"), "exit_dim must be at least 1, got 0"),
         (("--draft-depth", "300"), "draft_depth must be from 1 to 256, got 300"),
         (("--exit-dim", "9" * 30), "exit_dim must be from 1 to 65536"),

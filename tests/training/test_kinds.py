@@ -34,6 +34,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "mlp_speculator": {"inner_dim": 32},
     "untied mlp_speculator": {"untied": True, "draft_vocab_size": 300},
     "arctic_lstm": {"draft_vocab_size": 300},
+    "eagle": {"intermediate_size": 24},
 }
 """Kind, after the space where there is one, with settings of its own."""
 

@@ -1,0 +1,155 @@
+"""What the configs of block drafters say, in our names. They are published in several packagings:
+
+DFlash, DFlash 2   keys of a Qwen3 model, and their own under `dflash_config` or beside them
+DeepSpec           all keys beside each other, of the target's config too, which say nothing about the drafter
+SpecForge, LFM2.5  DSpark's keys under `dflash_config`, as far as they are not beside it
+speculators        the layers' under `transformer_layer_config`
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from mlx_redrafter.drafters import dflash, dspark
+from mlx_redrafter.errors import CheckpointError
+
+DEFAULT_BLOCK = 16
+"""Rows of a DFlash block where the config does not say."""
+
+DEFAULT_CANDIDATES = 16
+"""Of DFlash 2's selector, where the config does not say."""
+
+ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
+
+DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
+"""Heads that see the whole text in every layer, whatever their target does."""
+
+SLIDING = "sliding_attention"
+
+ROPES = ("linear", "llama3", "yarn", "proportional")
+"""Types of rotation besides the plain one."""
+
+Config = dict[str, Any]
+
+
+def get_object(config: Config, key: str) -> Config:
+    """The object under a key; empty without one."""
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def flatten(config: Config) -> Config:
+    """A config with what its packaging nests; what it says of the drafter comes before what it says of its layers."""
+    found: Config = {}
+    for part in (get_object(config, "transformer_layer_config"), config, get_object(config, "dflash_config")):
+        found |= {key: value for key, value in part.items() if value is not None}
+    rope = get_object(found, "rope_parameters")
+    if full := get_object(rope, "full_attention"):
+        found["rope_parameters"] = full
+    return found
+
+
+def name_architecture(config: Config) -> str:
+    """What a config says that the model is; empty where it does not."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def find_block_kind(config: Config, where: str, *, has_markov_head: bool) -> str:
+    """The `model_type` of a block drafter.
+
+    Raises:
+        CheckpointError: it is one of another kind, or has parts that are not supported.
+    """
+    said, name = flatten(config), name_architecture(config)
+    kinds = [str(said[key]) for key in ("speculators_model_type", "projector_type") if key in said]
+    unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
+    if name and not ARCHITECTURE.fullmatch(name):
+        unknown.append(name)
+    head = said.get("markov_head_type", "vanilla")
+    for is_other, what in (
+        (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
+        (head != "vanilla" and said.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
+        (bool(said.get("attention_sink_bias")), "has attention sinks"),
+    ):
+        if is_other:
+            raise CheckpointError(f"{where} {what}: of block drafters DFlash, DFlash 2 and plain DSpark are supported")
+    is_dspark = has_markov_head or "DSpark" in name or any(kind.lower() == "dspark" for kind in kinds)
+    return dspark.MODEL_TYPE if is_dspark else dflash.MODEL_TYPE
+
+
+def read_block_config(config: Config, kind: str, n_layers: int, where: str) -> Config:
+    """The config of a block drafter, flat, with what `BlockArgs` asks for but the sizes of tensors.
+
+    Args:
+        kind: as `find_block_kind` says.
+        n_layers: how many layers it has.
+
+    Raises:
+        CheckpointError: it does not say which layers of the target it reads, or says something that is not known.
+    """
+    said, name = flatten(config), name_architecture(config)
+    is_speculators, is_gemma = "speculators_model_type" in config, name.startswith("Gemma4DSpark")
+    layers, entering = said.get("target_layer_ids"), said.get("aux_hidden_state_layer_ids")
+    if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
+        layers = [layer - 1 for layer in entering]  # what enters a layer is the output of the one before
+    if not isinstance(layers, list) or not layers:
+        raise CheckpointError(f"{where}/config.json does not say target_layer_ids, the layers whose outputs it reads")
+    rope = get_object(said, "rope_scaling") | get_object(said, "rope_parameters")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", *ROPES) or (
+        rope_type == "yarn" and not rope.get("original_max_position_embeddings")
+    ):
+        raise CheckpointError(f"{where}/config.json: expected a rotation of type {', '.join(ROPES)}, got {rope!r:.80}")
+    base = get_object(get_object(config, "speculators_config"), "verifier").get("name_or_path")
+    return said | {
+        "base_model": base or config.get("base_model_name_or_path"),
+        "capture_layers": layers,
+        "num_layers": n_layers,
+        "block_size": said.get("block_size", DEFAULT_BLOCK if kind == dflash.MODEL_TYPE else None),
+        "from_anchor": _is_from_anchor(said, config, is_speculators, kind),
+        "embedding_scale": math.sqrt(said["hidden_size"]) if is_gemma else said.get("input_embedding_scale"),
+        "gemma": is_gemma,
+        "selector_top_k": said.get("selector_top_k", DEFAULT_CANDIDATES),
+        **_find_sights(said, name, n_layers, is_speculators, where),
+    }
+
+
+def _is_from_anchor(said: Config, config: Config, is_speculators: bool, kind: str) -> bool:
+    """Whether the root's row is a guess, too; of speculators' heads that do not say, as many guesses tell."""
+    if "sample_from_anchor" in said:
+        return said["sample_from_anchor"] is True
+    if kind == dflash.MODEL_TYPE:
+        return False
+    methods = get_object(config, "speculators_config").get("proposal_methods")
+    method = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    return not is_speculators or method.get("speculative_tokens", 0) == said.get("block_size")
+
+
+def _find_sights(said: Config, name: str, n_layers: int, is_speculators: bool, where: str) -> Config:
+    """`layer_windows` and `layer_causal`, None where no layer has one or is so.
+
+    A row of a sliding layer sees no later row, unless the config says so; Qwen3's configs have a window only with
+    `use_sliding_window`. Where all layers are full, `use_swa` makes all of them sliding.
+    """
+    types = said.get("layer_types")
+    if DEEPSPEC.fullmatch(name):
+        types = None
+    elif types is None and said.get("use_sliding_window"):
+        raise CheckpointError(f"{where}/config.json says use_sliding_window, but no layer_types")
+    types = types or ["full_attention"] * n_layers
+    if not isinstance(types, list) or len(types) != n_layers:
+        raise CheckpointError(f"{where}/config.json: expected {n_layers} layer_types, got {types!r:.60}")
+    has_window = said.get("model_type") != "qwen3" or said.get("use_sliding_window") is True
+    window = said.get("sliding_window", 0) if has_window else 0
+    is_causal = "Assistant" not in name
+    if is_speculators:
+        is_causal = not said.get("sliding_window_non_causal", said.get("speculators_model_type") == "dflash2")
+    if said.get("use_swa") and SLIDING not in types:
+        types, window, is_causal = [SLIDING] * n_layers, said.get("swa_window_size", window), False
+    explicit = said.get("is_causal", said.get("causal"))
+    windows = [window if each == SLIDING else 0 for each in types]
+    causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]
+    return {"layer_windows": windows if any(windows) else None, "layer_causal": causal if any(causal) else None}

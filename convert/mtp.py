@@ -1,0 +1,184 @@
+"""Multi-token-prediction layers among the tensors of a checkpoint, and what they become in mlx-lm's layers.
+
+Two layouts are published: Qwen's, all names under `mtp.`, and DeepSeek's, one more of the model's numbered layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_redrafter.drafters import mtp
+from mlx_redrafter.errors import CheckpointError
+
+from .layouts import Renames, rename
+from .tensors import Tensor, join_tensors, name_dtype
+
+NAMES: Renames = (
+    (r"(?:fc|eh_proj)\.weight", "fc.weight"),
+    (r"(?:pre_fc_norm_embedding|enorm)\.weight", "norm_embedding.weight"),
+    (r"(?:pre_fc_norm_hidden|hnorm)\.weight", "norm_hidden.weight"),
+    (r"(?:shared_head\.)?norm\.weight", "norm.weight"),
+    (r"(?:layers\.0\.)?((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*)", r"layer.\1"),
+    (r"(?:shared_head\.head|embed_tokens)\.weight|.*\.rotary_emb\.inv_freq", ""),  # copies of the target's
+)
+"""Qwen's names and DeepSeek's."""
+
+SCALE = "_scale_inv"
+"""What the name of an FP8 tensor's scales ends with."""
+
+PACKED = r".*\.(scales|biases|qweight|qzeros|g_idx|weight_(packed|shape|scale|scale_2)|input_scale)"
+"""Tensors of weights that are quantized in ways that are not read."""
+
+
+class Layers(NamedTuple):
+    """The multi-token-prediction layers of a checkpoint.
+
+    Attributes:
+        names: what the first one's tensors are called, without what stands before all of them -> in the files.
+        n_layers: how many there are.
+        has_model: whether layers of the model itself are beside them.
+    """
+
+    names: dict[str, str]
+    n_layers: int
+    has_model: bool
+
+
+def find_layers(names: Collection[str]) -> Layers | None:
+    """The multi-token-prediction layers among tensors of these names; None for none."""
+    tails = {name: found[1] for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name))}
+    numbered = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))}
+    if tails:
+        later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
+        first = {tail: name for name, tail in tails.items() if not later.get(name)}
+        return Layers(first, 1 + max(later.values(), default=0), bool(numbered.keys() - tails.keys()))
+    numbers = {int(found[1]) for found in numbered.values() if found[2].startswith("eh_proj.")}
+    if not numbers:
+        return None
+    mine = {found[2]: name for name, found in numbered.items() if int(found[1]) == min(numbers)}
+    return Layers(mine, len(numbers), any(int(found[1]) not in numbers for found in numbered.values()))
+
+
+def read_layer(
+    stored: Mapping[str, Sequence[Tensor]], layers: Layers, config: Mapping[str, Any], where: str
+) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """(tensors by our names, what the drafter's config says of its sizes) of the first layer. None is read yet.
+
+    Args:
+        stored: by the names in the files, one each.
+        config: the model's.
+        where: the checkpoint's name, for errors.
+
+    Raises:
+        CheckpointError: the layer of another model, quantized otherwise than in blocks of FP8, or not whole.
+    """
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    said = str(config.get("model_type"))
+    model_type = said.removesuffix("_text").removesuffix("_moe")
+    if model_type not in mtp.LAYERS:
+        supported = ", ".join(mtp.LAYERS)
+        raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {supported}, got {said!r:.40}")
+    if text.get("mtp_use_dedicated_embeddings"):
+        raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
+    if packed := next((name for tail, name in layers.names.items() if re.fullmatch(PACKED, tail)), None):
+        advice = "convert the repository that it was made from, and quantize with -q"
+        raise CheckpointError(f"{where} is quantized, in a form that is not read ({packed}): {advice}")
+    arrays: dict[str, mx.array] = {}
+    for tail, array in dequantize({tail: stored[name][0] for tail, name in layers.names.items()}, config, where):
+        ours = rename(tail, NAMES)
+        if ours is None or ours in arrays:
+            raise CheckpointError(f"{where} holds a tensor that no multi-token-prediction layer has: {tail!r}")
+        if ours:
+            arrays[ours] = array
+    arrays = stack_experts(arrays, where)
+    if model_type.startswith("qwen"):  # whose norms' weights are stored as what they differ from one by
+        norms = (name for name, array in arrays.items() if array.ndim == 1 and name.endswith(".weight"))
+        arrays |= {name: arrays[name] + 1 for name in norms}
+    else:
+        arrays = split_latent(arrays, text, where)
+    layer_config = mtp.select_layer_config(text, model_type)
+    return arrays, {"vocab_size": text.get("vocab_size"), "layer_config": layer_config}
+
+
+def dequantize(tensors: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Iterable[tuple[str, mx.array]]:
+    """(name, array) of each tensor; one in FP8 as bfloat16, times its blocks' scales.
+
+    Raises:
+        CheckpointError: scales that do not fit, or without weights.
+    """
+    quantization = config.get("quantization_config")
+    block = (quantization if isinstance(quantization, dict) else {}).get("weight_block_size") or [128, 128]
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE):
+            if name.removesuffix(SCALE) not in tensors:
+                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE)} beside {name}, it has none")
+            continue
+        array = tensor if isinstance(tensor, mx.array) else join_tensors(name, [tensor], where)
+        if name + SCALE in tensors:
+            array = multiply_blocks(array, tensors[name + SCALE], block, f"{where}: {name}")
+        yield name, array
+
+
+def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
+    """(..., M, N) bfloat16: FP8 numbers of four exponent bits (e4m3), as uint8, times the scale of their block.
+
+    Args:
+        scales: (..., ceil(M / block[0]), ceil(N / block[1])).
+        where: the tensor's name, for errors.
+
+    Raises:
+        CheckpointError: of other dtypes or shapes.
+    """
+    rows, columns = block
+    expected = (*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns))
+    if weight.dtype != mx.uint8 or not isinstance(scales, mx.array) or scales.shape != expected:
+        got = f"{name_dtype(weight)} and scales of shape {tuple(scales.shape)}"
+        raise CheckpointError(f"{where}: expected FP8 with scales of shape {expected}, got {got}")
+    factors = mx.repeat(mx.repeat(scales.astype(mx.float32), rows, axis=-2), columns, axis=-1)
+    numbers = mx.from_fp8(weight, dtype=mx.float32) * factors[..., : weight.shape[-2], : weight.shape[-1]]
+    return numbers.astype(mx.bfloat16)
+
+
+def stack_experts(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.array]:
+    """The same, with one array (E, ...) for each matrix of the experts, whether they are stored one by one or fused.
+
+    Raises:
+        CheckpointError: an expert is missing.
+    """
+    made = dict(arrays)
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name in arrays:
+        if found := re.fullmatch(r"layer\.mlp\.experts\.(\d+)\.(\w+\.weight)", name):
+            experts.setdefault(f"layer.mlp.switch_mlp.{found[2]}", {})[int(found[1])] = made.pop(name)
+    for name, each in experts.items():
+        if missing := set(range(len(each))) - each.keys():
+            raise CheckpointError(f"half a drafter: {where} holds {len(each)} experts, without {min(missing)}")
+        made[name] = mx.concatenate([each[number][None] for number in range(len(each))])
+    if (both := made.pop("layer.mlp.experts.gate_up_proj", None)) is not None:
+        gate, up = mx.split(both, [both.shape[1] // 2], axis=1)
+        made |= {"layer.mlp.switch_mlp.gate_proj.weight": gate, "layer.mlp.switch_mlp.up_proj.weight": up}
+    if (down := made.pop("layer.mlp.experts.down_proj", None)) is not None:
+        made["layer.mlp.switch_mlp.down_proj.weight"] = down
+    return made
+
+
+def split_latent(arrays: Mapping[str, mx.array], config: Mapping[str, Any], where: str) -> dict[str, mx.array]:
+    """The same, with the matrix of latent attention as the two of each head that mlx-lm has.
+
+    Raises:
+        CheckpointError: it does not have the rows that the config says.
+    """
+    made, at = dict(arrays), "layer.self_attn."
+    if (matrix := made.pop(f"{at}kv_b_proj.weight", None)) is None:
+        return made
+    heads, n_keys, n_values = (config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    sizes_known = all(type(size) is int and size > 0 for size in (heads, n_keys, n_values))
+    if not sizes_known or matrix.ndim != 2 or matrix.shape[0] != heads * (n_keys + n_values):  # type: ignore[operator]
+        said = f"{heads} heads of {n_keys} and {n_values}"
+        raise CheckpointError(f"half a drafter: {where}: expected kv_b_proj for {said}, got shape {matrix.shape}")
+    keys, values = mx.split(matrix.reshape(heads, -1, matrix.shape[-1]), [n_keys], axis=1)  # type: ignore[list-item]
+    return made | {f"{at}embed_q.weight": keys.swapaxes(-1, -2), f"{at}unembed_out.weight": values}

@@ -1,0 +1,407 @@
+"""Block drafters: one forward guesses a whole block of tokens.
+
+Of the text they have keys and values only, made from the outputs u_i of some of the target's layers at position i:
+
+    c_i = norm(fc(u_i))            the same for all layers; each has keys k_proj(c_i) and values v_proj(c_i) of its own
+
+A block after p positions is the root at p and mask tokens at p + 1, p + 2, ...: its rows go through the layers
+together, see the text and each other, and are guesses of the tokens at their own positions, or at the next ones.
+Their keys and values do not stay. How long a block is follows from the plan: the rows see each other, so a shorter
+draft is not the beginning of a longer one.
+
+Layers are Qwen3's, if a kind does not say otherwise. Their dtype is the file's, whatever the target's is.
+
+Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Self, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.rope_utils import initialize_rope
+
+from ..engine.beam_search import Advance, State
+from ..engine.model_parts import compute_dtype, find_head, model_name
+from ..errors import CheckpointError
+from .cached import CachedSource
+from .config import MAX_COUNT, MAX_SIZE, LayerArgs
+from .protocol import Drafter, Head
+from .source import Source
+
+Guess = Callable[[mx.array, int], mx.array]
+"""(tokens (W,), row) -> (W, V') float32 logits of what a row guesses, after these tokens."""
+
+
+@dataclass(frozen=True)
+class BlockArgs(LayerArgs):
+    """What the `config.json` of a block drafter says.
+
+    Attributes:
+        num_layers: L.
+        block_size: B, the most rows of a block, the root's included.
+        mask_token_id: whose embedding stands for a token that is not known.
+        from_anchor: whether row j guesses the token at position p + j + 1, the root's row too; else that at p + j.
+        own_embedding, own_head: whether it has an embedding and an output matrix; if not, it uses the target's.
+        layer_windows: for each layer, how many positions a row sees, its own included; 0, or None for all layers, for
+            all of them.
+        layer_causal: for each layer, whether a row sees no later one; None for none.
+        embedding_scale: what embeddings are multiplied by; None for what the target does.
+        output_multiplier: what logits are multiplied by.
+        final_logit_softcapping: what they are capped at afterwards; None for nothing.
+    """
+
+    num_layers: int
+    block_size: int
+    mask_token_id: int
+    _: KW_ONLY
+    from_anchor: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    layer_windows: list[int] | None = None
+    layer_causal: list[bool] | None = None
+    embedding_scale: float | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from the config; see `DrafterArgs.derive`."""
+        args = super().derive(shapes, config, where)
+        given = read_optional(
+            config, ("embedding_scale", "final_logit_softcapping"), is_positive, "a number above 0", where
+        )
+        for name, kind in (("layer_windows", int), ("layer_causal", bool)):
+
+            def fits(value: Any, kind: Any = kind) -> bool:
+                return is_list_of(kind, value) and len(value) == args.num_layers
+
+            given |= read_optional(config, (name,), fits, f"one for each of {args.num_layers} layers", where)
+        if not args.capture_layers:
+            raise CheckpointError(f"{where}/config.json does not say capture_layers, the layers whose outputs it reads")
+        if args.max_depth < 1 or args.block_size > MAX_COUNT:
+            raise CheckpointError(
+                f"{where}/config.json: expected block_size from 2 to {MAX_COUNT}, got {args.block_size}"
+            )
+        if args.mask_token_id >= args.vocab_size:
+            raise CheckpointError(
+                f"{where}/config.json: expected mask_token_id below {args.vocab_size}, got {args.mask_token_id}"
+            )
+        if args.draft_vocab_size is not None and not args.own_head:
+            raise CheckpointError(f"half a drafter: {where} can guess some tokens alone, and holds no lm_head.weight")
+        if args.width != args.hidden_size and not (args.own_embedding and args.own_head):
+            raise CheckpointError(
+                f"{where}: a head of width {args.width} needs an embedding and an output matrix of its own for a "
+                f"target of width {args.hidden_size}"
+            )
+        return replace(args, **given)
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens it can draft at most: its rows that guess."""
+        return self.block_size - (not self.from_anchor)
+
+    @property
+    def sights(self) -> list[tuple[int, bool]]:
+        """(window, or 0 for none, and whether it is causal) of each layer."""
+        windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
+        return list(zip(windows, map(bool, causal), strict=True))
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
+
+
+def read_optional(
+    config: dict[str, Any], names: Sequence[str], is_valid: Callable[[Any], bool], expected: str, where: str
+) -> dict[str, Any]:
+    """The values of keys that a config need not have, None without one.
+
+    Raises:
+        CheckpointError: a value is not what is expected.
+    """
+    found = {name: config.get(name) for name in names}
+    for name, value in found.items():
+        if value is not None and not is_valid(value):
+            raise CheckpointError(f"{where}/config.json: expected {name} to be {expected}, got {value!r:.40}")
+    return found
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0."""
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a size."""
+    return type(value) is int and 0 < value <= MAX_SIZE
+
+
+def is_list_of(kind: Any, value: Any) -> bool:
+    """Whether a value is a list of such items, none of them negative."""
+    return isinstance(value, list) and all(type(item) is kind and item >= 0 for item in value)
+
+
+class Attention(nn.Module):
+    """Attention of a block's rows to the text's and each other, in one KV cache."""
+
+    def __init__(self, args: BlockArgs) -> None:
+        super().__init__()
+        width, head_dim = args.width, args.head_dim
+        self.head_dim, self.scale = head_dim, head_dim**-0.5
+        self.q_proj = nn.Linear(width, args.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(args.num_attention_heads * head_dim, width, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
+        self.rope = initialize_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
+
+    def append(self, rows: mx.array, position: mx.array | int, cache: KVCache) -> tuple[mx.array, mx.array]:
+        """Appends the keys and values of rows (R, H), the first at `position`, and returns all of the cache's."""
+        keys = self._split(self.k_proj(rows))
+        values = self.make_values(rows, keys)
+        return cache.update_and_fetch(self.rope(self.k_norm(keys), offset=position), values)
+
+    def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
+        """(1, heads, R, head_dim) the values of rows (R, H), whose keys are these before their norm."""
+        return self._split(self.v_proj(rows))
+
+    def __call__(self, rows: mx.array, position: mx.array, cache: KVCache, mask: mx.array) -> mx.array:
+        """(B, H) of a block's rows, which `mask` (B, C) lets see the last C rows of the cache, their own included."""
+        queries = self.rope(self.q_norm(self._split(self.q_proj(rows))), offset=position)
+        keys, values = (array[..., -mask.shape[1] :, :] for array in self.append(rows, position, cache))
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        return self.o_proj(out[0].swapaxes(0, 1).flatten(1))
+
+    def _split(self, rows: mx.array) -> mx.array:
+        return rows.reshape(1, len(rows), -1, self.head_dim).swapaxes(1, 2)
+
+
+Attend = Callable[[mx.array], mx.array]
+"""Normed rows (B, H) -> what attention makes of them."""
+
+
+class Layer(nn.Module):
+    """A layer of Qwen3."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.self_attn = Attention(args)
+        self.mlp: nn.Module = qwen3.MLP(args.width, args.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+
+    def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
+        """(B, H) of a block's rows (B, H)."""
+        rows = rows + attend(self.input_layernorm(rows))
+        return rows + self.mlp(self.post_attention_layernorm(rows))
+
+
+class BlockDrafter(Drafter):
+    """A block drafter. A kind says which layers it has, and how a guess depends on the token drafted before it.
+
+    It computes in its own dtype: in float16 what large layers of a target put out would overflow, so `convert` makes
+    bfloat16 of it.
+    """
+
+    takes_float16 = False
+    args: BlockArgs
+
+    def __init__(self, args: BlockArgs) -> None:
+        super().__init__(args)
+        width = args.width
+        self.fc = nn.Linear(self.n_inputs, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, args.rms_norm_eps)
+        self.layers: list[Layer] = [self.make_layer() for _ in range(args.num_layers)]
+        self.norm = nn.RMSNorm(width, args.rms_norm_eps)
+        if args.own_embedding:
+            self.embed_tokens = nn.Embedding(args.vocab_size, width)
+        if args.own_head:
+            self.lm_head = nn.Linear(width, args.n_guesses, bias=False)
+        self.hold_draft_ids()
+
+    def make_layer(self) -> Layer:
+        """One of its layers."""
+        return Layer(self.args)
+
+    @property
+    def n_inputs(self) -> int:
+        """The width of the target's states side by side."""
+        return self.args.hidden_size * len(self.args.capture_layers or [])
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See `Drafter.dtype`."""
+        dtype: mx.Dtype = self.norm.weight.dtype
+        return dtype
+
+    def open(self, model: nn.Module) -> Source:
+        """See `Drafter.open`."""
+        return BlockSource(self, model)
+
+    def append(self, states: mx.array, position: int, caches: Iterable[KVCache]) -> mx.array:
+        """Appends the keys and values of positions to each layer's cache.
+
+        Args:
+            states: (R, X) the target's states side by side.
+            position: of the first.
+
+        Returns:
+            (R, H) what they are made from.
+        """
+        features: mx.array = self.hidden_norm(self.fc(states.astype(self.dtype)))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.append(features, position, cache)
+        return features
+
+    def run(
+        self, embedded: mx.array, position: mx.array, caches: Iterable[KVCache], masks: Iterable[mx.array]
+    ) -> mx.array:
+        """(B, H) the final states of a block.
+
+        Args:
+            embedded: (B, H) the root and the mask tokens.
+            position: () int32, the root's.
+            caches, masks: for each layer one, see `Attention`.
+        """
+        rows = embedded.astype(self.dtype)
+        for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
+
+            def attend(
+                normed: mx.array, attention: Attention = layer.self_attn, cache: KVCache = cache, mask: mx.array = mask
+            ) -> mx.array:
+                return attention(normed, position, cache, mask)
+
+            rows = layer(rows, attend)
+        return cast(mx.array, self.norm(rows))
+
+    def make_guess(self, states: mx.array, head: Head) -> Guess:
+        """What the rows with these final states (D, H) guess: for all tokens the same.
+
+        Args:
+            head: the output matrix, its own or the target's.
+        """
+        logits = self.make_logits(states, head)
+        return lambda tokens, row: mx.broadcast_to(logits[row], (len(tokens), logits.shape[1]))
+
+    def make_logits(self, states: mx.array, head: Head) -> mx.array:
+        """(D, V') float32 logits of final states, multiplied and capped as its config says."""
+        logits, cap = head(states).astype(mx.float32) * self.args.output_multiplier, self.args.final_logit_softcapping
+        return logits if cap is None else cap * mx.tanh(logits / cap)
+
+    def sample_logits(self) -> mx.array:
+        """See `Drafter.sample_logits`: of a block after eight positions, at most eight rows; their final states where
+        its output matrix is the target's."""
+        generator, args = np.random.default_rng(0), self.args
+        states, embedded = (
+            mx.array(generator.normal(size=(8, width)).astype(np.float32)) for width in (self.n_inputs, args.width)
+        )
+        count = min(8, args.max_depth)
+        caches = [KVCache() for _ in self.layers]
+        self.append(states, 0, caches)
+        masks = [mx.ones((count, 8 + count), mx.bool_)] * len(caches)
+        rows = self.run(embedded[:count], mx.array(8), caches, masks)
+        if "lm_head" not in self:
+            return rows.astype(mx.float32)
+        guess, tokens = self.make_guess(rows, self.lm_head), mx.arange(count) % args.vocab_size
+        return mx.concatenate([guess(tokens[row : row + 1], row) for row in range(count)])
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """See `Drafter.output_layers`."""
+        return [self.lm_head] if "lm_head" in self else []
+
+    def part_of(self, name: str) -> str:
+        """See `Drafter.part_of`."""
+        return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
+
+
+class BlockSource(CachedSource):
+    """A block drafter: the keys and values of the text in each layer's cache, those of a block behind them.
+
+    Args:
+        drafter: its weights.
+        model: the target.
+    """
+
+    drafter: BlockDrafter
+
+    def __init__(self, drafter: BlockDrafter, model: nn.Module) -> None:
+        args = drafter.args
+        super().__init__(drafter, model, args.capture_layers or [], args.num_layers)
+        windows = [window for window, _ in args.sights]
+        self._window = max(windows) if all(windows) else None
+        self._positions = mx.zeros((0,), mx.int32)  # of the rows
+        if "embed_tokens" in drafter:
+            self._embed = drafter.embed_tokens
+        scale = args.embedding_scale
+        if scale is None:
+            scale = math.sqrt(args.hidden_size) if model_name(model).startswith("gemma") else 1.0
+        self._scale = scale
+        self._head = drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), compute_dtype(model))
+
+    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+        """See `CachedSource.take_in`; the tokens change nothing."""
+        own = mx.arange(position, position + len(states))
+        self._positions = mx.concatenate([self._positions[: self._caches[0].offset], own])
+        return self.drafter.append(states, position, self._caches)
+
+    def _drop_oldest(self) -> None:
+        super()._drop_oldest()
+        self._positions = self._positions[-self._n_rows :]
+
+    def begin(self, root: mx.array, depth: int = 1) -> Advance:
+        """See `StepwiseSource.begin`. Deeper than that it repeats the last row's guess: no plan asks for that."""
+        _, sees, position = self.take_in_flight(root)
+        drafter, args = self.drafter, self.drafter.args
+        first = 0 if args.from_anchor else 1
+        tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])
+        own = position + mx.arange(len(tokens))
+        kinds = {sight: make_mask(sees, self._positions, own, *sight) for sight in set(args.sights)}
+        near = len(self._rows[-1].tokens) + len(tokens) - 2
+        # The rows before these columns are farther away than a window.
+        masks = [kinds[sight][:, -(sight[0] + near) if sight[0] else 0 :] for sight in args.sights]
+        rows = drafter.run(self._scale * self._embed(tokens), position, self._caches, masks)
+        guess = drafter.make_guess(rows[first:], self._head)
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            row = state or 0
+            return drafter.scatter(guess(tokens, min(row, depth - 1))), row + 1
+
+        return advance
+
+    @property
+    def state(self) -> Any:
+        """See `CachedSource.state`."""
+        return *super().state, self._positions
+
+
+def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, causal: bool) -> mx.array:
+    """(B, R + B) bool: which rows of the text and of the block each of the block's rows sees.
+
+    Args:
+        sees: (R,) bool, which rows of the text a block sees; they come first.
+        positions: (R,) int32, theirs.
+        own: (B,) int32, the block's.
+        window: a row sees what is less than this away, before and after; 0 for everything.
+        causal: whether it sees no later row of its block.
+    """
+    size = len(own)
+    mask = mx.concatenate([mx.broadcast_to(sees, (size, len(sees))), mx.ones((size, size), mx.bool_)], axis=1)
+    distance = own[:, None] - mx.concatenate([positions, own])
+    if window:
+        mask = mask & (mx.abs(distance) < window)
+    return mask & (distance >= 0) if causal else mask
+
+
+def _cast_input(head: Head, dtype: mx.Dtype) -> Head:
+    """The target's output matrix in its own dtype, of which no copy is to be made in another."""
+    return lambda states: head(states.astype(dtype))

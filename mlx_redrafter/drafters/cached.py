@@ -1,0 +1,265 @@
+"""Sources that keep a KV cache of their own: a row for every position of the text that they were told of.
+
+A draft does not wait for the round in flight, so it is not known how many of its rows stay: all of them are appended,
+and masked by that number, an array. Where the next round begins tells how many it was; the other rows, and those of
+the draft, are overwritten::
+
+    rows    for good | the round in flight: n_kept, then others | the draft
+    seen    all      | the first n_kept                         | itself and its ancestors
+
+A position that nobody told it of is a hole: it has no row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from ..engine import kv_cache
+from ..engine.beam_search import Advance, State
+from ..engine.model_parts import StateName, find_head, find_parts
+from ..engine.tree_attention import Nodes, build_with_nodes
+from ..engine.types import Kept
+from .source import StepwiseSource
+
+if TYPE_CHECKING:
+    from .protocol import PairDrafter
+
+MAX_WAITING = 64
+"""The most rows of plain steps that wait to be taken in together."""
+
+MAX_EXCESS = 256
+"""By how many rows a cache may be longer than `max_kv_size` before its oldest rows are dropped."""
+
+
+class Rows(NamedTuple):
+    """Positions of the text, one after the other, that are not in the cache for good.
+
+    Attributes:
+        tokens: (R,) int32.
+        states: (R, X) the captured hidden states side by side.
+        n_kept: () int32 or a number, how many of the R stay.
+        position: of the first of them in the text.
+    """
+
+    tokens: mx.array
+    states: mx.array
+    n_kept: mx.array | int
+    position: int
+
+
+class LayerCache:
+    """A KV cache as a layer of mlx-lm's sees it, which rotates its rows by the offset.
+
+    Args:
+        cache: takes the rows, after those that it has.
+        offset: the position of the first row in the text, a number or () int32.
+    """
+
+    def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
+        self._cache, self.offset = cache, offset
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows it has."""
+        return self._cache.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """All keys and all values, these ones at the end."""
+        return self._cache.update_and_fetch(keys, values)
+
+
+class CachedSource(StepwiseSource):
+    """A drafter with a KV cache: what it keeps of one text. The kinds of them say how rows are made, and drafted after.
+
+    Args:
+        drafter: its weights.
+        model: the target.
+        capture: which of its hidden states the drafter reads, side by side.
+        n_layers: how many caches it has.
+    """
+
+    reads_all = True
+
+    def __init__(self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1) -> None:
+        self.drafter, self.capture = drafter, tuple(capture)
+        self._embed = find_parts(model).embedding
+        self._window: int | None = None  # how many of the last positions the drafter sees; None for all
+        self._caches = [KVCache() for _ in range(n_layers)]
+        self._n_rows = 0  # in the caches, for good
+        self._rows: list[Rows] = []  # after those; of the last ones it is not known yet how many stay
+        self._is_in_flight = False  # whether the last ones are in the caches already
+
+    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+        """Appends rows to the caches, of positions that follow each other.
+
+        Args:
+            states: (R, X) the captured hidden states.
+            tokens: (R,) int32, after each position the next one's token.
+            position: of the first.
+
+        Returns:
+            (R, ...) what the drafter makes of them.
+        """
+        raise NotImplementedError
+
+    def keep(self, kept: Kept) -> None:
+        """Notes the rows that stay. Those of long forwards are taken in at once, as far as the next token is known."""
+        self._settle(kept.position)
+        states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
+        self._rows.append(Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position))
+        if isinstance(kept.n_kept, int) and sum(len(rows.tokens) for rows in self._rows) > MAX_WAITING:
+            tokens, states, position = self._join()
+            self._append(states[:-1], tokens[1:], position)
+            self._n_rows += len(tokens) - 1
+            last = mx.array([len(tokens) - 1])  # taken out, so that the rest is not held with it
+            self._rows = [Rows(tokens[last], states[last], 1, position + len(tokens) - 1)]
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        most, count = min(filter(None, (self.max_kv_size, self._window)), default=None), self._n_rows
+        if most is not None and count > most + MAX_EXCESS:
+            for cache in self._caches:
+                keys, values = cast(mx.array, cache.keys), cast(mx.array, cache.values)
+                cache.keys, cache.values = keys[..., count - most : count, :], values[..., count - most : count, :]
+            self._n_rows = most
+
+    def _settle(self, position: int) -> None:
+        """Notes how many of the last rows stayed, now that the next ones begin at `position`."""
+        if not self._rows:
+            return
+        last = self._rows[-1]
+        n_kept, is_in_flight, self._is_in_flight = position - last.position, self._is_in_flight, False
+        if n_kept == 0 and not is_in_flight:  # a plain step that did not stay
+            self._rows.pop()
+        elif not 0 < n_kept <= len(last.tokens):
+            self._rows = []  # a hole follows, and which token the last row's next one was is not known
+        elif is_in_flight:
+            self._rows = []
+            self._n_rows += n_kept
+        else:
+            self._rows[-1] = Rows(last.tokens[:n_kept], last.states[:n_kept], n_kept, last.position)
+
+    def _join(self) -> tuple[mx.array, mx.array, int]:
+        """(tokens, states, the first one's position) of all rows that are not in the caches for good."""
+        tokens, states = (
+            mx.concatenate([getattr(rows, name) for rows in self._rows]) if len(self._rows) > 1 else first
+            for name, first in (("tokens", self._rows[0].tokens), ("states", self._rows[0].states))
+        )
+        return tokens, states, self._rows[0].position
+
+    def _append(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+        for cache in self._caches:
+            cache.offset = self._n_rows
+        return self.take_in(states, tokens, position)
+
+    def take_in_flight(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Takes in all rows, those of the round in flight too. A draft's own rows come after them.
+
+        Args:
+            root: () int32, the token after the last row that stays.
+
+        Returns:
+            (...) what the drafter makes of that row; (C,) bool, which rows of the caches a draft sees; () int32, the
+            root's position.
+        """
+        last, (tokens, states, position) = self._rows[-1], self._join()
+        n_before = len(tokens) - len(last.tokens)
+        tip = n_before + last.n_kept - 1
+        following = mx.concatenate([tokens[1:], tokens[-1:]])
+        following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
+        made = self._append(states, following, position)
+        self._n_rows += n_before
+        self._rows, self._is_in_flight = [last], True
+        n_slots = self._n_rows + len(last.tokens)
+        return made[tip], mx.arange(n_slots) < self._n_rows + last.n_kept, mx.array(last.position + last.n_kept)
+
+    def rewind(self, count: int) -> None:
+        """See `Source.rewind`: the token after the last row that stays will be another one."""
+        if self._rows:
+            self._rows[-1] = self._rows[-1]._replace(n_kept=self._rows[-1].n_kept - count)
+            self._is_in_flight = False
+
+    def fork(self) -> Self:
+        """See `Source.fork`."""
+        other = copy.copy(self)
+        other._rows, other._caches = list(self._rows), []
+        for cache in self._caches:
+            mine = KVCache()
+            if cache.keys is not None and cache.values is not None:
+                mine.keys, mine.values = mx.array(cache.keys), mx.array(cache.values)
+            other._caches.append(mine)
+        return other
+
+    @property
+    def row_bytes(self) -> int:
+        """See `Source.row_bytes`."""
+        return kv_cache.row_bytes(self._caches)
+
+    @property
+    def state(self) -> Any:
+        """Its caches, and the rows that are not in them."""
+        return [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None], self._rows
+
+
+class PairSource(CachedSource):
+    """A head that reads pairs, a position's state and the token after it, and guesses the token after that.
+
+    Its own output stands for the states that a draft does not have. A draft's rows are one buffer for all hypotheses,
+    each row seeing its ancestors.
+    """
+
+    drafter: PairDrafter
+
+    def __init__(self, drafter: PairDrafter, model: nn.Module, capture: Sequence[StateName]) -> None:
+        super().__init__(drafter, model, capture, drafter.n_layers)
+        self._head = find_head(model) if drafter.needs_head else None
+
+    def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
+        """See `CachedSource.take_in`: (R, H), the head's output."""
+        features = self.drafter.project(states)
+        return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), "causal")
+
+    def _at(self, position: mx.array | int) -> list[LayerCache]:
+        return [LayerCache(cache, position) for cache in self._caches]
+
+    def begin(self, root: mx.array, depth: int = 1) -> Advance:
+        """See `StepwiseSource.begin`."""
+        feature, sees, position = self.take_in_flight(root)
+
+        def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
+            if state is None:  # the root, which is the token of the last pair
+                return self.drafter.guess(feature[None], self._head), (feature[None], None, 0)
+            features, ancestors, level = state
+            features, ancestors = self._read_level(features, tokens, ancestors, sees, position + level)
+            return self.drafter.guess(features, self._head), (features, ancestors, level + 1)
+
+        return advance
+
+    def _read_level(
+        self, features: mx.array, tokens: mx.array, ancestors: mx.array | None, sees: mx.array, position: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """(the head's output for the tokens of a level, (W, M) bool which of the draft's rows each has above it).
+
+        Args:
+            features: (W, H) its output for their parents.
+            ancestors: (W, M - W) bool, for the rows before this level; None for none.
+            position: () int32, that of the pairs.
+        """
+        width = len(tokens)
+        own = mx.eye(width, dtype=mx.bool_)
+        ancestors = own if ancestors is None else mx.concatenate([ancestors, own], axis=1)
+        mask = mx.concatenate([mx.broadcast_to(sees, (width, len(sees))), ancestors], axis=1)[None, None]
+
+        def read(_: list[Any]) -> mx.array:
+            return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), mask)
+
+        if width == 1:
+            return read([]), ancestors
+        siblings = Nodes(0, mx.zeros((width,), mx.int32), own, branched=True)
+        return build_with_nodes([], siblings, read).result, ancestors

@@ -1,0 +1,155 @@
+"""DFlash heads: the rows of a block guess the tokens at their own positions. The root's row is computed, not used.
+
+    x_0 = embedding of the root, x_j = embedding of the mask token
+    h   = norm(layers(x))                       see `block`
+    row j guesses from h_j, whatever was drafted before it: logits = U h_j, U: the target's output matrix
+
+DFlash 2 adds a convolution before and behind attention and MLP, over the rows of the block, whose coefficients follow
+from the normed rows y before it:
+
+    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), one number for a group of channels
+
+and a selector among the K likeliest tokens c of a row, after the token e before it:
+
+    score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other tokens
+
+Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036. Tensors are called as there, but for the selector's codebooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..engine.beam_search import top_w
+from ..errors import CheckpointError
+from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer, is_count, read_optional
+from .config import MAX_SIZE
+from .protocol import Head
+
+MODEL_TYPE = "dflash"
+
+
+@dataclass(frozen=True)
+class DrafterArgs(BlockArgs):
+    """What the `config.json` of a DFlash head says.
+
+    Attributes:
+        conv_kernel_size: how many rows a convolution reads; None without convolutions.
+        conv_group_size: how many channels have a coefficient together.
+        selector_rank, selector_top_k: of its codebooks; K. None without a selector.
+    """
+
+    _: KW_ONLY
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    model_type: str = field(default=MODEL_TYPE)
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from the config; see `DrafterArgs.derive`."""
+        args = super().derive(shapes, config, where)
+        pairs = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"))
+        given = read_optional(config, [*pairs[0], *pairs[1]], is_count, f"a number from 1 to {MAX_SIZE}", where)
+        for first, second in pairs:
+            if (given[first] is None) != (given[second] is None):
+                raise CheckpointError(f"{where}/config.json: expected both {first} and {second}, or none")
+        if args.width % (given["conv_group_size"] or 1):
+            raise CheckpointError(f"{where}: {args.width} channels are not groups of {given['conv_group_size']}")
+        return replace(args, **given)
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"{'DFlash 2, ' if self.conv_kernel_size else ''}{super().describe()}"
+
+
+class Convolution(nn.Module):
+    """What is before and behind a part of a layer."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        taps, self.group_size = args.conv_kernel_size, args.conv_group_size
+        self.base_kernel = mx.zeros((2, taps, args.width))
+        self.kernel_projection = nn.Linear(args.width, 2 * taps * args.width // self.group_size, bias=False)
+
+    def __call__(self, rows: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
+        """(B, H): `part` of the convolved rows (B, H), convolved again."""
+        taps = self.base_kernel.shape[1]
+        changes = self.kernel_projection(rows).reshape(len(rows), 2, taps, -1)
+        before, after = (self.base_kernel + mx.repeat(changes, self.group_size, axis=-1)).swapaxes(0, 1)
+        return convolve(part(convolve(rows, before)), after)
+
+
+def convolve(rows: mx.array, kernels: mx.array) -> mx.array:
+    """(B, H) each row and those before it, weighted by its own kernels (B, taps, H); zero stands before the first."""
+    taps = kernels.shape[1]
+    padded = mx.pad(rows, [(taps - 1, 0), (0, 0)])
+    moved = [padded[taps - 1 - tap : taps - 1 - tap + len(rows)] for tap in range(taps)]
+    return (mx.stack(moved, axis=1) * kernels).sum(axis=1)
+
+
+class ConvolvedLayer(Layer):
+    """A layer of DFlash 2."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.attention_conv, self.mlp_conv = Convolution(args), Convolution(args)
+
+    def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
+        """See `Layer`."""
+        rows = rows + self.attention_conv(self.input_layernorm(rows), attend)
+        return rows + self.mlp_conv(self.post_attention_layernorm(rows), self.mlp)
+
+
+class Selector(nn.Module):
+    """Scores of pairs of tokens, of low rank."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.predecessor = nn.Embedding(args.vocab_size, args.selector_rank)
+        self.successor = nn.Embedding(args.vocab_size, args.selector_rank)
+        self.hidden_projection = nn.Linear(args.width, args.selector_rank, bias=False)
+
+    def __call__(self, tokens: mx.array, candidates: mx.array, state: mx.array) -> mx.array:
+        """(W, K) float32: of each candidate (K,) after each token (W,), for a row's final state (H,)."""
+        scores: mx.array = (self.predecessor(tokens) * self.hidden_projection(state)) @ self.successor(candidates).T
+        return scores.astype(mx.float32)
+
+
+class Drafter(BlockDrafter):
+    """A DFlash head; with convolutions and a selector, DFlash 2."""
+
+    args: DrafterArgs
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__(args)
+        if args.selector_rank is not None:
+            self.selector = Selector(args)
+
+    def make_layer(self) -> Layer:
+        """See `BlockDrafter.make_layer`."""
+        return Layer(self.args) if self.args.conv_kernel_size is None else ConvolvedLayer(self.args)
+
+    def make_guess(self, states: mx.array, head: Head) -> Guess:
+        """See `BlockDrafter.make_guess`; with a selector it depends on the token before."""
+        if "selector" not in self:
+            return super().make_guess(states, head)
+        logits, count = self.make_logits(states, head), min(self.args.selector_top_k or 1, self.args.vocab_size)
+
+        def guess(tokens: mx.array, row: int) -> mx.array:
+            candidates = top_w(logits[row], count)
+            scores = logits[row, candidates] + self.selector(tokens, candidates, states[row])
+            everything = mx.full((len(tokens), logits.shape[1]), -mx.inf)
+            return mx.put_along_axis(everything, mx.broadcast_to(candidates, scores.shape), scores, axis=-1)
+
+        return guess
+
+    def part_of(self, name: str) -> str:
+        """See `Drafter.part_of`."""
+        return "embedding" if name in ("selector.predecessor", "selector.successor") else super().part_of(name)

@@ -1,0 +1,131 @@
+"""DSpark heads: every row of a block guesses the next token, and the token drafted before it corrects the guess.
+
+    h = norm(layers(x))                         see `block`; x as in DFlash
+    logits_j = U h_j + W2 W1[e]                 U: an output matrix; e: the token before, of row 0 the root
+
+Row j guesses the token at p + j + 1; where the config says that the root's row is not used, row j >= 1 that at p + j.
+The correction is added after multiplier and cap. A head without W1 and W2 guesses like DFlash, one position later.
+
+Those for Gemma 4 have its layers: values are the keys before their norm, normed without a weight; attention and MLP are
+normed behind, too; embeddings are multiplied by the root of the width.
+
+Published heads also estimate how likely each row is right, to end a draft early. That is left out: how long a draft is
+follows from the plan, before anything is computed.
+
+Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/; arXiv 2607.05147. Tensors are called as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .block import Attend, Attention, BlockArgs, BlockDrafter, Guess, Layer, is_count, read_optional
+from .config import MAX_SIZE
+from .protocol import Head
+
+MODEL_TYPE = "dspark"
+
+
+@dataclass(frozen=True)
+class DrafterArgs(BlockArgs):
+    """What the `config.json` of a DSpark head says.
+
+    Attributes:
+        markov_rank: of W1 and W2; None without them.
+        gemma: whether its layers are Gemma 4's.
+    """
+
+    _: KW_ONLY
+    markov_rank: int | None = None
+    gemma: bool = False
+    model_type: str = field(default=MODEL_TYPE)
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from the config; see `DrafterArgs.derive`."""
+        args = super().derive(shapes, config, where)
+        return replace(
+            args, **read_optional(config, ("markov_rank",), is_count, f"a number from 1 to {MAX_SIZE}", where)
+        )
+
+
+class GemmaAttention(Attention):
+    """Attention of Gemma 4's full layers."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        del self.v_proj
+        self.scale = 1.0
+
+    def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
+        """See `Attention.make_values`."""
+        return mx.fast.rms_norm(keys, None, self.k_norm.eps)
+
+
+class GemmaMLP(nn.Module):
+    """The MLP of Gemma 4."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        """(..., H) of rows (..., H)."""
+        return self.down_proj(nn.gelu_approx(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+class GemmaLayer(Layer):
+    """A layer of Gemma 4."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.self_attn, self.mlp = GemmaAttention(args), GemmaMLP(args.width, args.intermediate_size)
+        self.pre_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
+        """See `Layer`."""
+        rows = rows + self.post_attention_layernorm(attend(self.input_layernorm(rows)))
+        made = self.mlp(self.pre_feedforward_layernorm(rows))
+        return self.layer_scalar * (rows + self.post_feedforward_layernorm(made))
+
+
+class Drafter(BlockDrafter):
+    """A DSpark head."""
+
+    args: DrafterArgs
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__(args)
+        if args.markov_rank is not None:
+            self.markov_w1 = nn.Embedding(args.vocab_size, args.markov_rank)
+            self.markov_w2 = nn.Linear(args.markov_rank, args.n_guesses, bias=False)
+
+    def make_layer(self) -> Layer:
+        """See `BlockDrafter.make_layer`."""
+        return GemmaLayer(self.args) if self.args.gemma else Layer(self.args)
+
+    def make_guess(self, states: mx.array, head: Head) -> Guess:
+        """See `BlockDrafter.make_guess`: corrected by the token before."""
+        guess = super().make_guess(states, head)
+        if "markov_w1" not in self:
+            return guess
+        return lambda tokens, row: guess(tokens, row) + self.markov_w2(self.markov_w1(tokens))
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """See `Drafter.output_layers`."""
+        own = super().output_layers
+        return [*own, self.markov_w2] if own and "markov_w2" in self else own
+
+    def part_of(self, name: str) -> str:
+        """See `Drafter.part_of`."""
+        return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().part_of(name)

@@ -1,0 +1,279 @@
+"""EAGLE heads: one transformer layer that reads the target's states and its own, and its KV cache.
+
+A pair is the state f_i at a position and the token t_(i+1) after it; e = embedding of t_(i+1):
+
+    EAGLE-1   x = fc([e ; f])                    f: the hidden state after the final norm
+              x = x + attention(x)
+              feature = x + mlp(norm(x))         logits = U feature, U: the target's output matrix
+
+    EAGLE-3   f = fc([a ; b ; c])                a, b, c: the outputs of three layers; fc_norm: each normed first
+              x = f + attention([norm(e) ; norm(f)])
+              feature = x + mlp(norm(x))         logits = lm_head(norm(feature))
+
+In a draft the feature stands for the state f of the next position. Norms are RMS norms.
+
+Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm` and a `head_dim` of
+its own: SpecForge. Tensors are called as there, but for the one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Self, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+
+from ..engine.beam_search import State
+from ..engine.model_parts import find_output_matrix
+from ..errors import CheckpointError, RedrafterError
+from .cached import LayerCache, PairSource
+from .config import LayerArgs
+from .protocol import Embed, Head, PairDrafter
+from .source import Source
+from .trainable import Project, TrainableArgs, TrainableDrafter
+
+MODEL_TYPE = "eagle"
+
+N_TAPS = 3
+"""How many layers EAGLE-3 reads."""
+
+
+@dataclass(frozen=True)
+class DrafterArgs(LayerArgs, TrainableArgs):
+    """What the `config.json` of an EAGLE head says.
+
+    Attributes:
+        version: 1, also for EAGLE-2, whose heads are the same; or 3.
+        qkv_bias, fc_bias: whether these layers have a bias.
+        own_embedding: whether it has an embedding of its own; if not, it reads the target's.
+        fc_norm: whether each of the three states is normed before `fc`.
+        norm_before_residual: whether the normed state, not the state, is what attention adds to.
+    """
+
+    version: int
+    _: KW_ONLY
+    qkv_bias: bool = False
+    fc_bias: bool = False
+    own_embedding: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    model_type: str = field(default=MODEL_TYPE)
+
+    SIZES = ("intermediate_size",)
+
+    @classmethod
+    def for_training(
+        cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
+    ) -> Self:
+        """The sizes of an EAGLE-1 head to train, see `TrainableArgs.for_training`."""
+        if draft_vocab_size is not None:
+            raise RedrafterError("an EAGLE-1 head uses the target's output matrix: leave out draft_vocab_size")
+        heads = next(count for count in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * count) == 0)
+        inner = sizes["intermediate_size"] or 2 * hidden_size
+        head_dim = hidden_size // heads
+        return cls(hidden_size, vocab_size, hidden_size, inner, heads, heads, head_dim, version=1, fc_bias=True)
+
+    @classmethod
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+        """Its sizes, from the config; see `DrafterArgs.derive`."""
+        args = super().derive(shapes, config, where)
+        if args.version not in (1, 3):
+            raise CheckpointError(f"{where}/config.json: expected version 1 or 3, got {args.version}")
+        if args.version == 3 and len(args.capture_layers or [0] * N_TAPS) != N_TAPS:
+            raise CheckpointError(
+                f"{where}/config.json: expected {N_TAPS} capture_layers, got {len(args.capture_layers or [])}"
+            )
+        if args.width != args.hidden_size and not args.own_embedding:
+            raise CheckpointError(
+                f"{where}: a head of width {args.width} needs an embedding of its own for a target of width "
+                f"{args.hidden_size}, it has none"
+            )
+        return args
+
+    def describe_states(self) -> str:
+        """See `DrafterArgs.describe_states`."""
+        if self.version == 3 and self.capture_layers is None:
+            return f"the outputs of {N_TAPS} layers, at its default places"
+        return super().describe_states()
+
+    def try_others(self, n_layers: int) -> dict[str, Self]:
+        """See `DrafterArgs.try_others`."""
+        if self.version == 3 and self.capture_layers is None:
+            return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
+        return super().try_others(n_layers)
+
+    def describe(self) -> str:
+        """Its own sizes, in a few words."""
+        return f"EAGLE-{self.version}, {super().describe()}"
+
+
+def default_layers(n_layers: int) -> list[int]:
+    """The layers whose outputs EAGLE-3 reads where its config does not say: what enters the layers 2, n / 2, n - 3."""
+    return [1, n_layers // 2 - 1, n_layers - 4]
+
+
+class Layer(nn.Module):
+    """The one transformer layer; its attention may read more than its own width."""
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__()
+        own = llama.ModelArgs.from_dict(args.for_mlx_lm() | {"model_type": "llama"})
+        n_inputs, bias = args.width * (2 if args.version == 3 else 1), args.qkv_bias
+        self.self_attn, self.mlp = llama.Attention(own), llama.MLP(own)
+        for name, heads in (
+            ("q_proj", args.num_attention_heads),
+            ("k_proj", args.num_key_value_heads),
+            ("v_proj", args.num_key_value_heads),
+        ):
+            self.self_attn[name] = nn.Linear(n_inputs, heads * args.head_dim, bias=bias)
+        self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+        if args.version == 3:
+            self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
+            self.hidden_norm = nn.RMSNorm(args.width, args.rms_norm_eps)
+
+
+class Drafter(PairDrafter, TrainableDrafter):
+    """An EAGLE head. Version 1 can be trained, on its own features at each depth as it drafts.
+
+    Source of that: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1; the loss is that of the tokens alone.
+    """
+
+    args: DrafterArgs
+
+    def __init__(self, args: DrafterArgs) -> None:
+        super().__init__(args)
+        self.needs_head = args.version == 1
+        n_inputs = 2 * args.width if args.version == 1 else self.n_inputs
+        self.fc = nn.Linear(n_inputs, args.width, bias=args.fc_bias)
+        self.layer = Layer(args)
+        if args.own_embedding:
+            self.embed_tokens = nn.Embedding(args.vocab_size, args.width)
+        if args.fc_norm:
+            self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(N_TAPS)]
+        if args.version == 3:
+            self.norm = nn.RMSNorm(args.width, args.rms_norm_eps)
+            self.lm_head = nn.Linear(args.width, args.n_guesses, bias=False)
+        self.hold_draft_ids()
+
+    @property
+    def n_inputs(self) -> int:
+        """See `PairDrafter.n_inputs`."""
+        return self.args.hidden_size * (1 if self.args.version == 1 else N_TAPS)
+
+    def open(self, model: nn.Module) -> Source:
+        """See `Drafter.open`."""
+        if self.args.version == 1:
+            return PairSource(self, model, [self.args.state_name])
+        return PairSource(self, model, self.args.capture_layers or default_layers(len(model.layers)))
+
+    def project(self, states: mx.array) -> mx.array:
+        """See `PairDrafter.project`."""
+        states = states.astype(self.dtype)
+        if self.args.version == 1:
+            return states
+        if "fc_norm" in self:
+            parts = mx.split(states, N_TAPS, axis=-1)
+            states = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        return self.fc(states)
+
+    def read_pairs(
+        self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
+    ) -> mx.array:
+        """See `PairDrafter.read_pairs`."""
+        embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(self.dtype)
+        layer, (cache,) = self.layer, caches
+        if self.args.version == 1:
+            x = residual = self.fc(mx.concatenate([embedded, features], axis=-1))
+        else:
+            normed = layer.hidden_norm(features)
+            x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
+            residual = normed if self.args.norm_before_residual else features
+        x = residual + layer.self_attn(x[None], cast(Any, mask), cache)[0]
+        return x + layer.mlp(layer.post_attention_layernorm(x))
+
+    def guess(self, features: mx.array, head: Head | None) -> mx.array:
+        """See `PairDrafter.guess`."""
+        if head is not None:
+            return head(features).astype(mx.float32)
+        return self.scatter(self.lm_head(self.norm(features)))
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See `Drafter.dtype`."""
+        dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
+        return dtype
+
+    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """(feature, rows of its cache by depth), of version 1; see `TrainableDrafter.read`.
+
+        At depth d the token at column c stands in the draft after column c - d. It sees the pairs of the text before
+        that draft, which are the rows of depth 0, and for each depth since the row of the draft's own token: columns
+        that have moved on with the draft, and stand where the token itself does.
+
+        Args:
+            tokens, hidden: (B, T), (B, T, D).
+        """
+        features, rows = (hidden.astype(self.dtype), []) if state is None else state
+        x = self.fc(mx.concatenate([embed(tokens).astype(self.dtype), features], axis=-1))
+        attention: Any = self.layer.self_attn
+        queries, keys, values = (
+            layer(x).reshape(*x.shape[:2], -1, self.args.head_dim).swapaxes(1, 2)
+            for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        queries, keys = attention.rope(queries), attention.rope(keys)
+        rows = [*rows, (keys.swapaxes(1, 2), values.swapaxes(1, 2))]
+        x = x + attention.o_proj(attend(queries, rows, attention.scale).swapaxes(1, 2).flatten(2))
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x)), rows
+
+    def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., H) what the target's output matrix is applied to."""
+        return cast(mx.array, state[0])
+
+    def share(self, model: nn.Module) -> None:
+        """Takes the target's output matrix."""
+        layer = nn.Linear(1, 1, bias=False)
+        layer.weight = find_output_matrix(model).astype(mx.float32)
+        self._shared = [layer]
+
+    def start_from(self, project: Project) -> None:
+        """It begins as the identity on the target's states, which its output matrix reads."""
+        width, near = self.args.width, 0.1
+        weight = mx.eye(width)
+        self.fc.weight = mx.concatenate([near * self.fc.weight[:, :width], weight], axis=1)
+        for layer in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            layer.weight = near * layer.weight
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """See `Drafter.output_layers`; while it is trained the target's, see `share`."""
+        return [self.lm_head] if "lm_head" in self else list(getattr(self, "_shared", []))
+
+    def part_of(self, name: str) -> str:
+        """See `Drafter.part_of`."""
+        return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
+
+
+def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
+    """(B, heads, T, head_dim) attention of a draft's tokens, see `Drafter.read`.
+
+    Args:
+        queries: (B, heads, T, head_dim).
+        rows: by depth, (B, T, heads of keys and values, head_dim) each.
+    """
+    depth, (count, size) = len(rows) - 1, queries.shape[1:3]
+    repeats = count // rows[0][0].shape[2]
+    moved = [tuple(mx.repeat(array.swapaxes(1, 2), repeats, axis=1) for array in row) for row in rows]
+    (keys, values), own = moved[0], moved[1:]
+    column = mx.arange(size)
+    # No state stands before the first column, and the columns that have left the text's end are at its beginning.
+    sees = (column <= column[:, None]) & ((column > depth) | (column == column[:, None]))
+    scores = mx.where(sees, queries @ keys.swapaxes(2, 3), -mx.inf)
+    scores = mx.concatenate([scores, *((queries * key).sum(axis=-1, keepdims=True) for key, _ in own)], axis=-1)
+    weights = mx.softmax(scale * scores, axis=-1)
+    out = weights[..., :size] @ values
+    for at, (_, value) in enumerate(own, size):
+        out = out + weights[..., at : at + 1] * value
+    return out

@@ -1,0 +1,202 @@
+"""Heads with a KV cache: published ones with their targets' parts, and small random ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from small import randomised, small_llama
+
+from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
+from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.drafters.source import Source
+from mlx_redrafter.engine.types import Kept
+
+GOLDEN = Path(__file__).parent / "golden" / "cached"
+
+Arrays = dict[str, mx.array]
+
+
+def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
+    """(tensors by their published names, what the original computes of them, the config, the file's name)."""
+    arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
+    weights, golden = (
+        {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        for prefix in ("weights.", "golden.")
+    )
+    return weights, golden, json.loads(metadata["config"]), metadata["file"]
+
+
+def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
+    """A head in its published directory.
+
+    Args:
+        arrays: other tensors than those of the golden file.
+        config: other values than the published; None leaves a key out.
+    """
+    weights, _, said, file = read_golden(name)
+    directory.mkdir(parents=True)
+    mx.save_safetensors(str(directory / file), weights if arrays is None else arrays, {"format": "pt"})
+    said |= config
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
+    return directory
+
+
+def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
+    """A target with the embedding and the output matrix of a golden file, and otherwise random."""
+    weights, golden, _, _ = read_golden(name)
+    model = small_llama(
+        hidden=drafter.args.hidden_size, vocab=drafter.args.vocab_size, layers=layers, tie_word_embeddings=False
+    )
+    given = weights | {key.removeprefix("target."): array for key, array in golden.items()}
+    if embedding := next((name for name in given if name.endswith("embed_tokens.weight")), None):
+        model.model.embed_tokens.weight = given[embedding]
+    if "lm_head.weight" in given and given["lm_head.weight"].shape == model.lm_head.weight.shape:
+        model.lm_head.weight = given["lm_head.weight"]
+    return model
+
+
+def tell(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> None:
+    """Tells a source of positions with these states (T, X), which stand side by side."""
+    parts = mx.split(hidden, len(source.capture), axis=-1)
+    states = dict(zip(source.capture, parts, strict=True))
+    source.keep(Kept(tokens.astype(mx.int32), states, None, len(tokens), position))
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "mtp qwen3_5": {"model_type": "qwen3_5", "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "mtp qwen3_next": {
+        "model_type": "qwen3_next", "num_hidden_layers": 4, "intermediate_size": 48, "num_key_value_heads": 2,
+        "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 5, "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1, "shared_expert_intermediate_size": 16, "mlp_only_layers": [],
+        "moe_intermediate_size": 16, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 512, "norm_topk_prob": True,
+    },
+    "mtp deepseek_v3": {
+        "model_type": "deepseek_v3", "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2, "kv_lora_rank": 16, "q_lora_rank": 12,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12, "first_k_dense_replace": 3,
+    },
+}  # fmt: skip
+"""Configs of small layers of multi-token prediction, but for what they have in common with their targets."""
+
+PLACES = {"qwen": "mtp.", "deepseek": "model.layers.3."}
+"""What stands before the names of published layers of multi-token prediction, of models of three layers."""
+
+
+def name_as_published(drafter: mtp.Drafter, *, fused: bool = False) -> Arrays:
+    """A layer of multi-token prediction by the names and in the form in which its authors store it.
+
+    Args:
+        fused: whether all experts are in one tensor.
+    """
+    model_type, arrays = drafter.args.layer_config["model_type"], dict(tree_flatten(drafter.parameters()))
+    is_qwen, made = model_type.startswith("qwen"), Arrays()
+    names = {"fc": "fc", "norm_embedding": "pre_fc_norm_embedding", "norm_hidden": "pre_fc_norm_hidden"}
+    if not is_qwen:
+        names = {"fc": "eh_proj", "norm_embedding": "enorm", "norm_hidden": "hnorm", "norm": "shared_head.norm"}
+        keys, values = (arrays.pop(f"layer.self_attn.{name}.weight") for name in ("embed_q", "unembed_out"))
+        latent = mx.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        made["self_attn.kv_b_proj.weight"] = latent.reshape(-1, latent.shape[-1])
+    if fused:
+        gate, up, down = (arrays.pop(f"layer.mlp.switch_mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        made |= {"layers.0.mlp.experts.gate_up_proj": mx.concatenate([gate, up], axis=1)}
+        made |= {"layers.0.mlp.experts.down_proj": down}
+    for name, array in arrays.items():
+        if is_qwen and array.ndim == 1:
+            array = array - 1
+        head, _, tail = name.partition(".")
+        ours = f"{names.get(head, head)}.{tail}" if head != "layer" else f"layers.0.{tail}" if is_qwen else tail
+        for number, each in enumerate(array) if "switch_mlp" in ours else [(None, array)]:
+            made[ours.replace("switch_mlp", f"experts.{number}")] = each
+    return {PLACES["qwen" if is_qwen else "deepseek"] + name: array for name, array in made.items()}
+
+
+def save_base(directory: Path, config: dict[str, Any], arrays: Arrays) -> Path:
+    """A model's directory: two shards with these tensors of a multi-token-prediction layer, one with the model's.
+
+    That one is no safetensors file, so that whoever reads it fails.
+    """
+    directory.mkdir(parents=True)
+    files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    (directory / files[0]).write_bytes(b"the model itself")
+    placed = dict.fromkeys(("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"), files[0])
+    for at, file in enumerate(files[1:]):
+        part = {name: array for number, (name, array) in enumerate(sorted(arrays.items())) if number % 2 == at}
+        save_tensors(directory / file, part)
+        placed |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def save_tensors(file: Path, arrays: Arrays) -> None:
+    """A safetensors file in which arrays of uint8 are numbers of FP8 (e4m3), which no writer of MLX's makes."""
+    types = {mx.uint8: "F8_E4M3", mx.float32: "F32"}
+    header, data = dict[str, Any](), b""
+    for name, array in arrays.items():
+        raw = np.array(array).tobytes()
+        place = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": types[array.dtype], "shape": list(array.shape), "data_offsets": place}
+        data += raw
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+BLOCK_KINDS = ("dflash", "sliding dflash", "dflash 2", "dspark", "dspark with its own head", "dspark gemma")
+
+CACHED_KINDS = ("eagle 1", "eagle 3", *LAYERS, *BLOCK_KINDS)
+
+
+def make_cached(kind: str, hidden: int = 64, vocab: int = 40, *, layers: int = 2) -> Drafter:
+    """A head of random weights for a target of these sizes."""
+    if kind in LAYERS:
+        own = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": 4, "rms_norm_eps": 1e-6}
+        layer: Drafter = randomised(mtp.Drafter(mtp.DrafterArgs(hidden, vocab, LAYERS[kind] | own)), 0)
+        return layer
+    sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    block: dict[str, Any] = {
+        "num_layers": 2,
+        "block_size": 6,
+        "mask_token_id": vocab - 1,
+        "capture_layers": [layers - 1, 0],
+    }
+
+    def make_dflash(**options: Any) -> Drafter:
+        return dflash.Drafter(dflash.DrafterArgs(hidden, vocab, hidden, **sizes, **block, **options))
+
+    def make_dspark(**options: Any) -> Drafter:
+        args = dspark.DrafterArgs(hidden, vocab, hidden, **sizes, **block, from_anchor=True, **options)
+        return dspark.Drafter(args)
+
+    made: dict[str, Any] = {
+        "dflash": make_dflash,
+        "sliding dflash": lambda: make_dflash(layer_windows=[5, 0], layer_causal=[True, False]),
+        "dflash 2": lambda: make_dflash(
+            layer_windows=[7, 5], conv_kernel_size=2, conv_group_size=8, selector_rank=32, selector_top_k=5
+        ),
+        "dspark": lambda: make_dspark(markov_rank=32),
+        "dspark with its own head": lambda: make_dspark(
+            markov_rank=4, own_embedding=True, own_head=True, draft_vocab_size=(vocab + 1) // 2
+        ),
+        "dspark gemma": lambda: make_dspark(markov_rank=4, gemma=True, embedding_scale=8.0),
+        "eagle 1": lambda: eagle.Drafter(
+            eagle.DrafterArgs(hidden, vocab, width=hidden, version=1, fc_bias=True, **sizes)
+        ),
+        "eagle 3": lambda: eagle.Drafter(
+            eagle.DrafterArgs(
+                hidden, vocab, width=24, version=3, own_embedding=True, capture_layers=[0, layers - 1, 0], **sizes
+            )
+        ),
+    }
+    drafter: Drafter = randomised(made[kind](), 0)
+    if "draft_ids" in drafter:
+        drafter.draft_ids = 2 * mx.arange(len(drafter.draft_ids), dtype=mx.int32)
+    return drafter

@@ -1,0 +1,271 @@
+"""Block drafters in the layouts of their authors: what ours guess is what the authors' code guesses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cached import BLOCK_KINDS, GOLDEN, Arrays, make_cached, make_target, publish, read_golden, tell
+from checkpoints import refused
+
+from mlx_redrafter.checkpoints import load_drafter, save_drafter
+from mlx_redrafter.convert.block_configs import read_block_config
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.errors import CheckpointError
+
+BLOCKS = sorted(file.stem for file in GOLDEN.glob("d[fs]*.safetensors"))
+
+NOTHING_SAID = {"dflash_assistant": {"vocab_size": 97}}
+"""What a config does not say, and a target would."""
+
+
+def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
+    """The head of a golden file, converted and loaded."""
+    source = publish(name, directory / "in", **NOTHING_SAID.get(name, {}) | config)
+    return load_drafter(convert(source, directory / "out").path)
+
+
+def tell_all(source: Any, states: mx.array, position: int) -> None:
+    """Tells a source of positions; a block drafter reads no tokens."""
+    tell(source, states, mx.zeros(len(states), mx.int32), position)
+
+
+def draft(source: Any, golden: Arrays, part: str, path: mx.array) -> mx.array:
+    """(D, V) the logits of a block's guesses along a path."""
+    root, found, state = golden[f"{part}block_tokens"][0].astype(mx.int32), [], None
+    advance = source.begin(root, len(path))
+    for tokens in [root.reshape(1), *path.astype(mx.int32).reshape(-1, 1)][:-1]:
+        logits, state = advance(tokens, state)
+        found.append(logits)
+    return mx.concatenate(found)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
+    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
+    source: Any = drafter.open(make_target(name, drafter))
+    kind = next(kind for kind in ("scores", "corrected_logits", "logits") if kind in golden)
+
+    def expect(logits: mx.array, part: str, what: str) -> None:
+        """Of the guesses that the head has; all others are impossible."""
+        every = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
+        ids = golden.get(f"{part}candidates", mx.broadcast_to(every, (len(logits), len(every))))
+        np.testing.assert_allclose(mx.take_along_axis(logits, ids, axis=1), golden[what], atol=1e-4, rtol=0)
+        assert mx.isfinite(logits).sum().item() == ids.size
+
+    def check(part: str) -> None:
+        logits = draft(source, golden, part, golden[f"{part}draft_tokens"])
+        assert mx.argmax(logits, axis=1).tolist() == golden[f"{part}draft_tokens"].tolist()
+        expect(logits, part, f"{part}{kind}")
+
+    tell_all(source, golden["context_hidden"], 0)
+    check("")
+    if "context_keys" in golden:
+        n = len(golden["context_hidden"])
+        for what, cached in zip(("keys", "values"), zip(*source.state[0], strict=True), strict=True):
+            wanted = golden[f"context_{what}"]
+            got = [array[0, :, n - wanted.shape[1] : n].swapaxes(0, 1) for array in cached]
+            np.testing.assert_allclose(mx.stack(got), wanted, atol=1e-4, rtol=0)
+    if "forced_tokens" in golden:
+        forced = "forced_scores" if kind == "scores" else "forced_logits"
+        expect(draft(source, golden, "", golden["forced_tokens"]), "", forced)
+    position = len(golden["context_hidden"])
+    for part in ("second_", "third_"):
+        tell_all(source, golden[f"{part}hidden"], position)
+        position += len(golden[f"{part}hidden"])
+        check(part)
+    source = drafter.open(make_target(name, drafter))
+    tell_all(source, golden["context_hidden"], 0)
+    check("short_")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_other_states_give_other_guesses(name: str, tmp_path: Path) -> None:
+    """Negative controls: states of another position, of layers in another order, or none of the last position."""
+    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
+    states, path = golden["context_hidden"], golden["draft_tokens"]
+    count = len(drafter.args.capture_layers or [])  # type: ignore[attr-defined]
+    swapped = mx.concatenate(mx.split(states, count, axis=1)[::-1], axis=1)
+    rolled = mx.concatenate([states[1:], states[:1]])
+    target, found = make_target(name, drafter), []
+    for told in (states, rolled, swapped, states[:-1]):
+        source: Any = drafter.open(target)
+        tell_all(source, told, 0)
+        found.append(draft(source, golden, "", path))
+    for other in found[1:]:
+        assert not np.allclose(found[0], other, atol=1e-2)
+
+
+def test_layers_of_speculators_are_counted_from_one(tmp_path: Path) -> None:
+    drafter = load_golden("dspark_speculators", tmp_path)
+    assert drafter.open(make_target("dspark_speculators", drafter)).capture == (1, 5, 9)
+    for name, key in (("dspark_speculators", "aux_hidden_state_layer_ids"), ("dspark", "target_layer_ids")):
+        source = publish(name, tmp_path / key, **{key: None})
+        refused(source, ".* does not say target_layer_ids, the layers whose outputs it reads", tmp_path / f"{key}-out")
+    two = publish("dspark", tmp_path / "two", target_layer_ids=[1, 5, 9, 10, 11, 12, 13])
+    refused(two, r".*: expected fc\.weight to read 7 states side by side, got shape \(40, 120\)", tmp_path / "two-out")
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark_speculators"])
+def test_a_published_head_is_loaded_as_it_is(name: str, tmp_path: Path) -> None:
+    converted, direct = load_golden(name, tmp_path), load_drafter(tmp_path / "in")
+    assert direct.args == converted.args
+    assert mx.array_equal(direct.sample_logits(), converted.sample_logits())
+
+
+def test_a_target_says_the_vocabulary_where_the_config_does_not(tmp_path: Path) -> None:
+    name = "dflash_assistant"
+    target = make_target(name, load_golden(name, tmp_path))
+    source = publish(name, tmp_path / "bare")
+    refused(source, ".* does not say vocab_size: give --base-model", tmp_path / "bare-out")
+    assert load_drafter(source, target).args.vocab_size == 97
+
+
+def test_older_names_are_read(tmp_path: Path) -> None:
+    first = {"dflash": ("layers.0.", "midlayer."), "dspark": ("markov_head.", "logit_head.markov_head.")}
+    renames = {
+        **first,
+        "dflash2": ("_codebook", "_codebook.weight"),
+        "dspark_plain": ("", "model."),
+        "dspark_gemma4": ("", "module."),
+    }
+    for name, (published, other) in renames.items():
+        weights = {
+            other + key if not published else key.replace(published, other): array
+            for key, array in read_golden(name)[0].items()
+        }
+        drafter = load_golden(name, tmp_path / name)
+        again = load_drafter(publish(name, tmp_path / f"{name}-other", arrays=weights))
+        assert mx.array_equal(again.sample_logits(), drafter.sample_logits())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("dspark", {"markov_head_type": "gated"}, "has a Markov head of type 'gated'"),
+        ("dspark", {"markov_head_type": "rnn"}, "has a Markov head of type 'rnn'"),
+        ("dflash", {"architectures": ["DominoDraftModel"]}, "is a DominoDraftModel"),
+        ("dflash", {"projector_type": "domino"}, "is a domino"),
+        ("dspark_speculators", {"speculators_model_type": "peagle"}, "is a peagle"),
+        ("dflash", {"attention_sink_bias": True}, "has attention sinks"),
+    ],
+)
+def test_kinds_that_are_not_known_are_refused(name: str, config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    message = f".* {re.escape(said)}: of block drafters DFlash, DFlash 2 and plain DSpark are supported"
+    refused(publish(name, tmp_path / "in", **config), message, tmp_path / "out")
+
+
+def test_damaged_heads_are_refused(tmp_path: Path) -> None:
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("dflash", {"rope_parameters": {"rope_type": "dynamic"}}, ".*: expected a rotation of type .*"),
+        ("dflash", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ".*: expected a rotation of type .*"),
+        ("dflash", {"layer_types": ["full_attention"]}, ".*: expected 2 layer_types, got .*"),
+        ("dflash", {"block_size": 1}, ".*: expected block_size from 2 to 256, got 1"),
+        ("dspark", {"block_size": None}, ".*: expected block_size from 1 .*"),
+        ("dspark", {"mask_token_id": 101}, ".*: expected mask_token_id below 101, got 101"),
+        ("dspark", {"mask_token_id": -1}, ".*: expected mask_token_id from 0 .*"),
+        ("dspark", {"target_layer_ids": [-1, 5, 9]}, ".*: expected capture_layers as layer numbers, .*"),
+        ("dspark_gemma4", {"final_logit_softcapping": 0}, ".*: expected final_logit_softcapping to be a number .*"),
+        ("dflash2", {"sliding_window": "9"}, ".*: expected layer_windows to be one for each of 2 layers, .*"),
+    )
+    for i, (name, config, message) in enumerate(cases):
+        refused(publish(name, tmp_path / f"config {i}", **config), message, tmp_path / f"config {i} out")
+    for name, tensor in (
+        ("dflash", "layers.1.self_attn.o_proj.weight"),
+        ("dflash2", "layers.1.mlp_conv.base_kernel"),
+        ("dflash2", "candidate_selector.successor_codebook"),
+        ("dspark", "markov_head.markov_w2.weight"),
+        ("dspark_speculators", "lm_head.weight"),
+    ):
+        weights = read_golden(name)[0]
+        del weights[tensor]
+        broken = publish(name, tmp_path / f"{name} {tensor}", arrays=weights)
+        refused(broken, "half a drafter: .*", tmp_path / f"{name} {tensor} out")
+    more = read_golden("dflash")[0] | {"gru.weight_ih_l0": mx.zeros((3, 48))}
+    broken = publish("dflash", tmp_path / "more", arrays=more)
+    refused(broken, r".* holds a tensor that no dflash has: 'gru\.weight_ih_l0'", tmp_path / "more-out")
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_quantized_heads_load_and_guess_alike(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_drafter(tmp_path / "in", make_cached(kind))
+    done = convert(tmp_path / "in", tmp_path / "out", quantize=True, q_bits=8, q_group_size=32)
+    difference, largest = done.difference
+    assert 0 < difference < 0.1 * largest
+    names = {name for name, layer in load_drafter(done.path).named_modules() if "scales" in layer}
+    assert {"fc", "layers.1.self_attn.o_proj"} <= names
+    pairs = {"dflash 2": "selector.successor", "dspark": "markov_w2", "dspark with its own head": "lm_head"}
+    assert pairs.get(kind, "fc") in names
+
+
+def test_heads_are_never_in_float16(tmp_path: Path) -> None:
+    weights = {name: array.astype(mx.float16) for name, array in read_golden("dflash")[0].items()}
+    done = convert(publish("dflash", tmp_path / "in", arrays=weights), tmp_path / "out")
+    assert [note for note in done.notes if "float16" in note]
+    assert load_drafter(done.path).dtype == mx.bfloat16
+    message = "the range of float16 is too small for a dflash: give bfloat16"
+    refused(tmp_path / "in", message, tmp_path / "half", "--dtype", "float16")
+    assert load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype == mx.float32
+
+
+def test_a_vocabulary_can_be_left_out(tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
+    counts.write_text(json.dumps([*range(0, 100, 3)]))
+    source = publish("dspark", tmp_path / "in")
+    done = convert(source, tmp_path / "out", draft_vocab_size=20, token_counts=counts)
+    assert done.difference[0] < 1e-5
+    assert load_drafter(done.path).draft_ids.tolist() == [*range(0, 60, 3)]
+
+
+@pytest.mark.parametrize(
+    ("config", "windows", "causal"),
+    [
+        ({}, [7, 7, 0], [True, True, False]),
+        ({"is_causal": False}, [7, 7, 0], None),
+        ({"is_causal": True}, [7, 7, 0], [True] * 3),
+        ({"dflash_config": {"causal": False, "target_layer_ids": [1]}}, [7, 7, 0], None),
+        ({"use_sliding_window": False}, None, [True, True, False]),
+        ({"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}, [7, 7, 0], None),
+        ({"architectures": ["Qwen3DSparkModel"]}, None, None),
+        ({"layer_types": None, "use_sliding_window": False, "use_swa": True, "swa_window_size": 4}, [4] * 3, None),
+        ({"speculators_model_type": "dflash2"}, [7, 7, 0], None),
+        ({"speculators_model_type": "dflash2", "sliding_window_non_causal": False}, [7, 7, 0], [True, True, False]),
+        ({"speculators_model_type": "dflash"}, [7, 7, 0], [True, True, False]),
+    ],
+)
+def test_what_layers_see(config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None) -> None:
+    said = read_block_config(read_golden("dflash_sliding")[2] | config, "dflash", 3, "it")
+    assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "from_anchor"),
+    [
+        ("dflash", {}, False),
+        ("dflash", {"dflash_config": {"sample_from_anchor": True}}, True),
+        ("dspark", {}, True),
+        ("dspark", {"sample_from_anchor": False}, False),
+        ("dspark", {"speculators_model_type": "dspark"}, False),
+        ("dspark", {"speculators_model_type": "dspark", "sample_from_anchor": True}, True),
+        ("dspark", {"speculators_model_type": "dspark", "speculators_config": {
+            "proposal_methods": [{"speculative_tokens": 5}]}}, True),
+        ("dspark", {"speculators_model_type": "dspark", "speculators_config": {
+            "proposal_methods": [{"speculative_tokens": 4}]}}, False),
+    ],
+)  # fmt: skip
+def test_which_row_is_the_first_guess(kind: str, config: dict[str, Any], from_anchor: bool) -> None:
+    said = read_block_config({"target_layer_ids": [1], "block_size": 5} | config, kind, 2, "it")
+    assert said["from_anchor"] is from_anchor
+
+
+def test_sliding_layers_must_be_named() -> None:
+    config = {"target_layer_ids": [1], "use_sliding_window": True, "sliding_window": 4}
+    with pytest.raises(CheckpointError, match="says use_sliding_window, but no layer_types"):
+        read_block_config(config, "dflash", 2, "it")

@@ -1,0 +1,85 @@
+"""Heads with a KV cache in the layouts of their authors: what ours guess is what the authors' code guesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cached import make_target, publish, read_golden, tell
+from checkpoints import refused
+
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters.protocol import Drafter
+
+PAIRS = ("eagle1", "eagle1_qkvbias", "eagle3", "eagle3_fcnorm", "eagle3_headdim")
+MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp", "deepseek_v3_mtp")
+
+
+def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
+    """The head of a golden file, converted and loaded."""
+    return load_drafter(convert(publish(name, directory / "in", **config), directory / "out").path)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *MTP])
+def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
+    drafter, golden = load_golden(name, tmp_path), read_golden(name)[1]
+    source: Any = drafter.open(make_target(name, drafter))
+    guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(drafter.args.vocab_size)
+    n, tokens = len(golden["context_hidden"]), golden["context_tokens"]
+
+    def expect(logits: mx.array, name: str, row: int) -> None:
+        np.testing.assert_allclose(logits[0, guessed], golden[name][row], atol=1e-4, rtol=0)
+
+    tell(source, golden["context_hidden"], tokens[:n], 0)
+    advance = source.begin(tokens[n])
+    logits, state = advance(tokens[n:], None)
+    expect(logits, "context_logits", -1)
+    for step, token in enumerate(golden["step_tokens"]):
+        assert guessed[mx.argmax(logits[0, guessed])].item() == token.item()
+        logits, state = advance(token.reshape(1), state)
+        expect(logits, "step_logits", step)
+    second = golden["second_tokens"]
+    tell(source, golden["second_hidden"], mx.concatenate([tokens[n:], second[:1]]), n)
+    logits, _ = source.begin(second[1])(second[1:], None)
+    expect(logits, "second_logits", -1)
+    # A negative control: without the first two positions there are other guesses.
+    source = drafter.open(make_target(name, drafter))
+    tell(source, golden["context_hidden"][2:], tokens[2:n], 2)
+    logits, _ = source.begin(tokens[n])(tokens[n:], None)
+    assert not np.allclose(logits[0, guessed], golden["context_logits"][-1], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3_fcnorm"])  # whose rows are multiples of 32
+def test_quantized_heads_load_and_guess_alike(name: str, tmp_path: Path) -> None:
+    done = convert(publish(name, tmp_path / "in"), tmp_path / "out", quantize=True, q_bits=8, q_group_size=32)
+    difference, largest = done.difference
+    assert 0 < difference < 0.1 * largest
+
+
+def test_layers_are_read_from_the_config(tmp_path: Path) -> None:
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}
+    drafter = load_golden("eagle3", tmp_path, **layers)
+    assert drafter.open(make_target("eagle3", drafter)).capture == (1, 5, 9)
+    refused(
+        publish("eagle3", tmp_path / "two", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5]}),
+        r".*expected 3 capture_layers, got 2",
+        tmp_path / "two-out",
+    )
+
+
+def test_damaged_heads_are_refused(tmp_path: Path) -> None:
+    weights = read_golden("eagle3")[0]
+    cases = {
+        "midlayer.self_attn.o_proj.weight": r"half a drafter: .* holds no layer\.self_attn\.o_proj\.weight; .*",
+        "midlayer.mlp.down_proj.weight": r"half a drafter: .*: expected layer\.mlp\.down_proj\.weight of shape .*",
+        "lm_head.weight": r"half a drafter: .*: expected lm_head\.weight of shape .*",
+    }
+    for i, (name, pattern) in enumerate(cases.items()):
+        arrays = {key: array for key, array in weights.items() if key != name}
+        refused(publish("eagle3", tmp_path / f"{i}", arrays=arrays), pattern, tmp_path / f"{i}-out")
+    two = weights | {"layers.1.mlp.gate_proj.weight": mx.zeros((48, 32))}
+    refused(publish("eagle3", tmp_path / "two", arrays=two), r".* has several layers, .*", tmp_path / "two-out")

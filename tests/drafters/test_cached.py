@@ -1,0 +1,169 @@
+"""Heads with a KV cache: plain decoding's tokens, and drafts as if the whole text had just been read."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cached import CACHED_KINDS, make_cached
+from families import make_family
+from mlx_lm.models.cache import make_prompt_cache
+from toys import assert_same_cache, assert_same_steps, ids, make_model, make_prompt, run
+
+from mlx_redrafter.drafters.cached import MAX_EXCESS
+from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.drafters.source import Source
+from mlx_redrafter.engine.model_parts import model_sizes
+from mlx_redrafter.engine.plan import Plan
+from mlx_redrafter.engine.target import Target
+from mlx_redrafter.engine.types import Kept
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+FEW = 8
+"""A vocabulary so small that random drafters are often right."""
+
+
+def fit(kind: str, model: Any) -> Drafter:
+    """A random head for a model."""
+    return make_cached(kind, *model_sizes(model), layers=len(model.layers))
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+@pytest.mark.parametrize("name", ["few tokens", "qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss"])
+def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
+    model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
+    drafter, vocab = fit(kind, model), min(50, model_sizes(model)[1])
+    for size, plan, temp in ((5, (3, 3), 0.0), (19, (1, 4), 0.9), (7, (3, 4, 9), 0.9)):
+        prompt = make_prompt(size, vocab=vocab)
+        options = {"max_tokens": 24, "temp": temp, "top_p": 0.95, "seed": 3, "prefill_step_size": 8}
+        expected = make_prompt_cache(model)
+        plain = run(model, prompt, prompt_cache=expected, **options)
+        for context in (False, True):
+            cache = make_prompt_cache(model)
+            with warnings.catch_warnings(action="ignore"):  # some take chains only
+                steps = run(model, prompt, drafter, plan=plan, prompt_cache=cache, context=context, **options)
+            assert_same_steps(steps, plain, tolerance=2e-3)
+            assert_same_cache(cache, expected, tolerance=2e-3)
+            assert steps[-1].stats.drafted
+            accepted += steps[-1].stats.accepted
+    assert accepted > 1 or name != "few tokens"
+
+
+class Watched:
+    """A drafter whose sources note each draft, and the text before its root."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.drafts = drafter, list[tuple[int, Plan, mx.array]]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def open(self, model: Any) -> Source:
+        """A source of the drafter's own class that notes its drafts."""
+        source: Any = self._drafter.open(model)
+        propose, end = source.propose, 0
+
+        def keep_end(kept: Kept) -> None:
+            nonlocal end
+            type(source).keep(source, kept)
+            end = kept.position + mx.array(kept.n_kept)
+
+        def note(root: mx.array, plan: Plan, adjust: Any, *, ordered: bool) -> Any:
+            tree = propose(root, plan, adjust, ordered=ordered)
+            self.drafts.append((end, plan, tree.tokens))
+            return tree
+
+        source.keep, source.propose = keep_end, note
+        return source
+
+
+def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> list[int]:
+    """The tokens of a draft after `text`, whose last token is the root, of a source that is told all at once."""
+    source = drafter.open(model)
+    target = Target(model, capture=source.capture)
+    tokens = mx.array(text[:-1])
+    source.keep(Kept(tokens, target.forward(tokens).hidden, None, len(tokens), 0))
+    return source.propose(mx.array(text[-1]), plan, None, ordered=False).tokens.tolist()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+@pytest.mark.parametrize("plan", [(1, 4), (3, 3), (3, 3, 6)], ids=str)
+def test_drafts_do_not_depend_on_how_the_text_was_told(plan: tuple[int, ...], kind: str) -> None:
+    """In pieces, plain steps and rounds, of which a part stays: a draft is that of a source that reads all at once."""
+    model = make_model(vocab=3)
+    drafter, prompt = fit(kind, model), make_prompt(80, vocab=3)
+    watched: Any = Watched(drafter)
+    steps = run(model, prompt, watched, max_tokens=40, plan=plan, prefill_step_size=70)
+    text = [*prompt, *ids(steps)]
+    assert steps[-1].stats.accepted > 4
+    checked = 0
+    for end, made, tokens in watched.drafts:
+        length = int(end.item()) if isinstance(end, mx.array) else end
+        if length < len(text):
+            assert tokens.tolist() == draft_afresh(drafter, model, text[: length + 1], made)
+            checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+def test_a_source_goes_on_after_an_early_end_and_a_fork(kind: str) -> None:
+    model = make_model(vocab=FEW)
+    drafter, prompt = fit(kind, model), make_prompt(12, vocab=FEW)
+    plan = Plan(2, 3, 7)
+    for count in range(1, 9):
+        source, cache = drafter.open(model), make_prompt_cache(model)
+        text = [*prompt, *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache))]
+        fork, more = source.fork(), make_prompt(3, vocab=FEW, seed=count)
+        for each in (fork, source):  # the one goes on another way, and the other is as if it had not
+            other = [3, 1, 2] if each is fork else more
+            again = make_prompt_cache(model) if each is fork else cache
+            if each is fork:
+                run(model, text, prompt_cache=again, max_tokens=0)
+            whole = [*text, *other]
+            steps = run(model, other, each, max_tokens=6, plan=plan, prompt_cache=again, history=text)
+            whole += ids(steps)
+            expected = run(model, [*text, *other], max_tokens=6)
+            assert ids(steps) == ids(expected)
+        tree = source.propose(mx.array(5), plan, None, ordered=False)
+        assert tree.tokens.tolist() == draft_afresh(drafter, model, [*whole, 5], plan)
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+def test_a_plain_step_that_does_not_stay_leaves_those_before_it(kind: str) -> None:
+    model = make_model(vocab=FEW)
+    drafter, tokens, plan = fit(kind, model), make_prompt(14, vocab=FEW), Plan(2, 3, 7)
+    source: Any = drafter.open(model)
+    target = Target(model, capture=source.capture)
+    read = [*tokens[:12], (tokens[12] + 1) % FEW]  # as if decoding had run ahead with another token
+    hidden = target.forward(mx.array(read)).hidden
+    for start, stop in ((0, 10), (10, 11), (11, 12), (12, 13)):
+        part = {name: states[start:stop] for name, states in hidden.items()}
+        source.keep(Kept(mx.array(read[start:stop]), part, None, stop - start, start))
+    source.rewind(1)
+    hidden = Target(model, capture=source.capture).forward(mx.array(tokens)).hidden
+    source.keep(Kept(mx.array(tokens[12:]), {name: states[12:] for name, states in hidden.items()}, None, 2, 12))
+    tree = source.propose(mx.array(5), plan, None, ordered=False)
+    assert tree.tokens.tolist() == draft_afresh(drafter, model, [*tokens, 5], plan)
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+def test_a_hole_and_a_window_leave_it_the_last_positions(kind: str) -> None:
+    model = make_model(vocab=FEW)
+    drafter, size = fit(kind, model), MAX_EXCESS + 200
+    tokens = mx.array(make_prompt(size, vocab=FEW))
+    source: Any = drafter.open(model)
+    source.max_kv_size = 20
+    hidden = Target(model, capture=source.capture).forward(tokens).hidden
+
+    def tell(start: int, stop: int) -> None:
+        part = {name: states[start:stop] for name, states in hidden.items()}
+        source.keep(Kept(tokens[start:stop], part, None, stop - start, start))
+
+    tell(0, 10)
+    tell(60, size)
+    assert source.propose(tokens[0], Plan(1, 2, 3), None, ordered=False).tokens.shape == (3,)
+    rows = [keys.shape[2] for keys, _ in source.state[0]]
+    assert all(count <= 20 + MAX_EXCESS for count in rows)

@@ -1,0 +1,56 @@
+"""Configs of drafters: sizes that are published are taken, and what is out of range is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_redrafter.drafters import dflash, dspark, eagle
+from mlx_redrafter.drafters.config import DrafterArgs, derive_args
+from mlx_redrafter.errors import CheckpointError
+
+LAYER: dict[str, Any] = {
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+}
+BLOCK = LAYER | {
+    "num_layers": 5,
+    "block_size": 16,
+    "mask_token_id": 151669,
+    "capture_layers": [1, 9, 17, 25, 33],
+    "hidden_state": "after_norm",
+}
+PUBLISHED: dict[str, DrafterArgs] = {
+    "eagle": eagle.DrafterArgs(4096, 128256, 4096, version=1, fc_bias=True, **LAYER),
+    "eagle 3": eagle.DrafterArgs(
+        8192, 151936, 6144, version=3, capture_layers=[1, 31, 60], own_embedding=True, **LAYER
+    ),
+    "dflash": dflash.DrafterArgs(5120, 248320, 5120, **BLOCK),
+    "dspark": dspark.DrafterArgs(4096, 151936, 4096, markov_rank=512, from_anchor=True, **BLOCK),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_are_read_from_a_config(name: str) -> None:
+    args = PUBLISHED[name]
+    assert derive_args(type(args), {}, args.to_dict(), "it") == args
+
+
+@pytest.mark.parametrize(
+    ("wrong", "pattern"),
+    [
+        ({"width": 0}, r"it/config\.json: expected width from 1 to \d+, got 0"),
+        ({"num_attention_heads": 7}, "expected a whole number of heads for each, got 7 heads, 8 of keys and values"),
+        ({"rope_theta": -1}, "expected rope_theta to be a number above 0, got -1"),
+        ({"capture_layers": [1, -2, 3]}, r"expected capture_layers as layer numbers, got \[1, -2, 3\]"),
+        ({"version": 2}, "expected version 1 or 3, got 2"),
+    ],
+)
+def test_what_no_layer_has_is_refused(wrong: dict[str, Any], pattern: str) -> None:
+    args = PUBLISHED["eagle 3"]
+    with pytest.raises(CheckpointError, match=pattern):
+        derive_args(type(args), {}, args.to_dict() | wrong, "it")
