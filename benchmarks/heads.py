@@ -81,7 +81,7 @@ RATES = dict.fromkeys(SIZES, (4e-3, 8e-3)) | {"medusa": (4e-3,), "arctic_lstm": 
 """The learning rates that are tried, by kind: the best from 4e-3 to 1.6e-2, where an EAGLE head diverges."""
 
 TEXTS, HELD_OUT, BIGRAM = 704, 24, "bigram of the same texts"
-LENGTHS, PLACES, LONG = (64, 512, 1024, 1984), 6, "after {} tokens"
+LENGTHS, PLACES, LONG = (64, 512, 1024, 1984), 4, "after {} tokens"
 """How many tokens of long files stand before a text, at how many places, and the category of such prompts."""
 
 
