@@ -20,7 +20,7 @@ from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, me
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, one_line
 
 from .block_configs import read_block_config
 from .layouts import find_drafter
@@ -226,7 +226,14 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         "capture_layers": find_capture_layers(config) if version == 3 else None,
     }
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
-    drafter = eagle.Drafter(derive_args(eagle.DrafterArgs, shapes, config | sizes, where))
+    args = derive_args(eagle.DrafterArgs, shapes, config | sizes, where)
+    try:
+        drafter = eagle.Drafter(args)
+    except (KeyError, TypeError, ValueError) as error:  # what mlx-lm makes of a rotation that it does not have
+        got = f"{args.rope_scaling!r:.60}"
+        raise CheckpointError(
+            f"{where}: expected a rope_scaling that mlx-lm has, got {got}: {one_line(error)}"
+        ) from error
     return Found(fill(drafter, parts, where, given), notes=tuple(notes))
 
 

@@ -48,7 +48,11 @@ def is_converted(config: dict[str, Any]) -> bool:
     if "speculators_model_type" in config:
         return False
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    return model_type in KINDS and (model_type == recurrent.MODEL_TYPE or "hidden_size" in config)
+    return (
+        "medusa_num_heads" not in config
+        and model_type in KINDS
+        and (model_type == recurrent.MODEL_TYPE or "hidden_size" in config)
+    )
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:

@@ -355,8 +355,9 @@ class BlockSource(CachedSource):
         return self.drafter.append(states, position, self._caches)
 
     def _drop_oldest(self) -> None:
+        before = self._n_rows
         super()._drop_oldest()
-        self._positions = self._positions[-self._n_rows :]
+        self._positions = self._positions[before - self._n_rows : before]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """See `StepwiseSource.begin`. Deeper than that it repeats the last row's guess: no plan asks for that."""

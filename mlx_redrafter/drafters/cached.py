@@ -113,13 +113,24 @@ class CachedSource(StepwiseSource):
         self._settle(kept.position)
         states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
         self._rows.append(Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position))
-        if isinstance(kept.n_kept, int) and sum(len(rows.tokens) for rows in self._rows) > MAX_WAITING:
-            tokens, states, position = self._join()
-            self._append(states[:-1], tokens[1:], position)
-            self._n_rows += len(tokens) - 1
-            last = mx.array([len(tokens) - 1])  # taken out, so that the rest is not held with it
-            self._rows = [Rows(tokens[last], states[last], 1, position + len(tokens) - 1)]
-            self._drop_oldest()
+        if sum(len(rows.tokens) for rows in self._rows) > MAX_WAITING:
+            self._take_in_known()
+        self._drop_oldest()
+
+    def _take_in_known(self) -> None:
+        """Takes in the rows of which it is known that they stay, and which token comes next."""
+        last = self._rows[-1]
+        n_known = sum(len(rows.tokens) for rows in self._rows) - (
+            1 if isinstance(last.n_kept, int) else len(last.tokens)
+        )
+        tokens, states, position = self._join()
+        if n_known:
+            self._append(states[:n_known], tokens[1 : n_known + 1], position)
+            self._n_rows += n_known
+        if isinstance(last.n_kept, int):
+            row = mx.array([n_known])  # taken out, so that the rest is not held with it
+            last = Rows(tokens[row], states[row], 1, position + n_known)
+        self._rows = [last]
 
     def _drop_oldest(self) -> None:
         most, count = min(filter(None, (self.max_kv_size, self._window)), default=None), self._n_rows

@@ -167,3 +167,20 @@ def test_a_hole_and_a_window_leave_it_the_last_positions(kind: str) -> None:
     assert source.propose(tokens[0], Plan(1, 2, 3), None, ordered=False).tokens.shape == (3,)
     rows = [keys.shape[2] for keys, _ in source.state[0]]
     assert all(count <= 20 + MAX_EXCESS for count in rows)
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+def test_rounds_fill_no_more_than_the_window(kind: str) -> None:
+    """Also those that drafted from the context alone, of which it drafts nothing."""
+    model = make_model(vocab=FEW)
+    drafter, size = fit(kind, model), MAX_EXCESS + 150
+    source: Any = drafter.open(model)
+    source.max_kv_size = 20
+    tokens = mx.array(make_prompt(size, vocab=FEW))
+    hidden = Target(model, capture=source.capture).forward(tokens).hidden
+    for at in range(size):
+        part = {name: states[at : at + 1] for name, states in hidden.items()}
+        source.keep(Kept(tokens[at : at + 1], part, None, mx.array(1), at))
+    waiting = sum(len(rows.tokens) for rows in source._rows)
+    assert source._n_rows <= 20 + MAX_EXCESS and waiting <= 66
+    assert source.propose(tokens[0], Plan(1, 2, 3), None, ordered=False).tokens.shape == (3,)
