@@ -162,7 +162,6 @@ def run(args: argparse.Namespace) -> int:
         for name, workload in workloads.items()
         if workload.drafter is not None and name != "bigram"
         for record in decode(replace(workload, prompts=long), 0.0, 48, args.output / f"{name}-long.jsonl", SHAPES[:1])
-        if record["kind"] == "speed"
     ]
     if args.results:
         write_records(args.results, records)
@@ -226,9 +225,13 @@ def sweep(
 
 
 def decode(
-    workload: Workload, temp: float, max_tokens: int, file: Path, shapes: Sequence[tuple[int, int]] = SHAPES
+    workload: Workload, temp: float, max_tokens: int, file: Path, shapes: Sequence[tuple[int, int]] | None = None
 ) -> list[Record]:
-    """The records of a drafter at a temperature, kept in a file; without a drafter those of everybody else."""
+    """The records of a drafter at a temperature, kept in a file; without a drafter those of everybody else.
+
+    Args:
+        shapes: W x K; None for `SHAPES`, and the costs of a greedy draft.
+    """
     if file.exists():
         return read_records(file)
     settings, sides = Settings(max_tokens=max_tokens, temp=temp, repeats=1), list[Contestant]()
@@ -237,9 +240,9 @@ def decode(
         sides = [side for side in make_contestants(workload, [], settings, context=True) if side.kind in wanted]
     else:
         sides = [make_ours(workload, None, "off", settings, PLAIN)]
-        sides += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in shapes]
+        sides += [make_ours(workload, workload.drafter, plan, settings, DRAFTED) for plan in shapes or SHAPES]
     print(f"decoding with {workload.drafter_name or 'none'} at temperature {temp}", file=sys.stderr)
-    is_timed = workload.drafter_name not in (None, BIGRAM) and temp == TEMPS[0]
+    is_timed = shapes is None and workload.drafter_name not in (None, BIGRAM) and temp == TEMPS[0]
     records = [measure_costs(workload)] if is_timed else []
     for side in sides:
         warm_up(workload, side)

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from mlx_redrafter.drafters import dflash, dspark
-from mlx_redrafter.drafters.block import is_positive
+from mlx_redrafter.drafters.config import is_positive
 from mlx_redrafter.errors import CheckpointError
 
 DEFAULT_BLOCK = 16

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
-from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, medusa, mtp, recurrent
+from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, is_converted, medusa, mtp, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
@@ -74,7 +74,7 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     stored = join_files(source)
     said = str(config.get("model_type", recurrent.MODEL_TYPE))
     is_quantized = said in KINDS and any(name.endswith(".scales") for name in stored)
-    if is_quantized or (said in KINDS and said != recurrent.MODEL_TYPE and "hidden_size" in config):
+    if is_quantized or (said != recurrent.MODEL_TYPE and is_converted(config)):
         return Found(load_drafter(source.files[0].parent), is_quantized)
     layers = find_layers(stored)
     if layers is not None and layers.has_model and not source.is_base:

@@ -17,7 +17,7 @@ Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self, cast
 
@@ -32,7 +32,7 @@ from ..engine.beam_search import Advance, State
 from ..engine.model_parts import compute_dtype, find_head, model_name
 from ..errors import CheckpointError
 from .cached import CachedSource
-from .config import MAX_COUNT, MAX_SIZE, LayerArgs
+from .config import MAX_COUNT, LayerArgs, is_list_of, is_positive, read_optional
 from .protocol import Drafter, Head
 from .source import Source
 
@@ -117,36 +117,6 @@ class BlockArgs(LayerArgs):
     def describe(self) -> str:
         """Its own sizes, in a few words."""
         return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
-
-
-def read_optional(
-    config: dict[str, Any], names: Sequence[str], is_valid: Callable[[Any], bool], expected: str, where: str
-) -> dict[str, Any]:
-    """The values of keys that a config need not have, None without one.
-
-    Raises:
-        CheckpointError: a value is not what is expected.
-    """
-    found = {name: config.get(name) for name in names}
-    for name, value in found.items():
-        if value is not None and not is_valid(value):
-            raise CheckpointError(f"{where}/config.json: expected {name} to be {expected}, got {value!r:.40}")
-    return found
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0."""
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is a size."""
-    return type(value) is int and 0 < value <= MAX_SIZE
-
-
-def is_list_of(kind: Any, value: Any) -> bool:
-    """Whether a value is a list of such items, none of them negative."""
-    return isinstance(value, list) and all(type(item) is kind and item >= 0 for item in value)
 
 
 class Attention(nn.Module):
@@ -314,15 +284,6 @@ class BlockDrafter(Drafter):
         guess, tokens = self.make_guess(rows, self.lm_head), mx.arange(count) % args.vocab_size
         return mx.concatenate([guess(tokens[row : row + 1], row) for row in range(count)])
 
-    @property
-    def output_layers(self) -> list[nn.Module]:
-        """See `Drafter.output_layers`."""
-        return [self.lm_head] if "lm_head" in self else []
-
-    def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
-        return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
-
 
 class BlockSource(CachedSource):
     """A block drafter: the keys and values of the text in each layer's cache, those of a block behind them.
@@ -357,7 +318,8 @@ class BlockSource(CachedSource):
     def _drop_oldest(self) -> None:
         before = self._n_rows
         super()._drop_oldest()
-        self._positions = self._positions[before - self._n_rows : before]
+        if self._n_rows < before:
+            self._positions = self._positions[before - self._n_rows : before]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """See `StepwiseSource.begin`. Deeper than that it repeats the last row's guess: no plan asks for that."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .protocol import PairDrafter
 
 MAX_WAITING = 64
-"""The most rows of plain steps that wait to be taken in together."""
+"""The most rows that wait to be taken in together, while nothing is drafted."""
 
 MAX_EXCESS = 256
 """By how many rows a cache may be longer than `max_kv_size` before its oldest rows are dropped."""
@@ -119,15 +119,13 @@ class CachedSource(StepwiseSource):
 
     def _take_in_known(self) -> None:
         """Takes in the rows of which it is known that they stay, and which token comes next."""
-        last = self._rows[-1]
-        n_known = sum(len(rows.tokens) for rows in self._rows) - (
-            1 if isinstance(last.n_kept, int) else len(last.tokens)
-        )
-        tokens, states, position = self._join()
+        last, (tokens, states, position) = self._rows[-1], self._join()
+        is_known = isinstance(last.n_kept, int)
+        n_known = len(tokens) - (1 if is_known else len(last.tokens))
         if n_known:
             self._append(states[:n_known], tokens[1 : n_known + 1], position)
             self._n_rows += n_known
-        if isinstance(last.n_kept, int):
+        if is_known:
             row = mx.array([n_known])  # taken out, so that the rest is not held with it
             last = Rows(tokens[row], states[row], 1, position + n_known)
         self._rows = [last]
@@ -158,11 +156,8 @@ class CachedSource(StepwiseSource):
 
     def _join(self) -> tuple[mx.array, mx.array, int]:
         """(tokens, states, the first one's position) of all rows that are not in the caches for good."""
-        tokens, states = (
-            mx.concatenate([getattr(rows, name) for rows in self._rows]) if len(self._rows) > 1 else first
-            for name, first in (("tokens", self._rows[0].tokens), ("states", self._rows[0].states))
-        )
-        return tokens, states, self._rows[0].position
+        tokens, states, _, positions = zip(*self._rows, strict=True)
+        return mx.concatenate(list(tokens)), mx.concatenate(list(states)), positions[0]
 
     def _append(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         for cache in self._caches:

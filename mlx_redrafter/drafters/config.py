@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -137,6 +137,36 @@ class DrafterArgs:
         return cls(**sizes)
 
 
+def read_optional(
+    config: dict[str, Any], names: Sequence[str], is_valid: Callable[[Any], bool], expected: str, where: str
+) -> dict[str, Any]:
+    """The values of keys that a config need not have, None without one.
+
+    Raises:
+        CheckpointError: a value is not what is expected.
+    """
+    found = {name: config.get(name) for name in names}
+    for name, value in found.items():
+        if value is not None and not is_valid(value):
+            raise CheckpointError(f"{where}/config.json: expected {name} to be {expected}, got {value!r:.40}")
+    return found
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0."""
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a size."""
+    return type(value) is int and 0 < value <= MAX_SIZE
+
+
+def is_list_of(kind: Any, value: Any) -> bool:
+    """Whether a value is a list of such items, none of them negative."""
+    return isinstance(value, list) and all(type(item) is kind and item >= 0 for item in value)
+
+
 @dataclass(frozen=True)
 class LayerArgs(DrafterArgs):
     """The sizes of a drafter that has transformer layers, in the names of their configs.
@@ -170,7 +200,7 @@ class LayerArgs(DrafterArgs):
             raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
         if scaling is not None and not isinstance(scaling, dict):
             raise CheckpointError(f"{where}/config.json: expected rope_scaling to be an object, got {scaling!r:.40}")
-        if layers is not None and not (isinstance(layers, list) and all(type(n) is int and n >= 0 for n in layers)):
+        if layers is not None and not is_list_of(int, layers):
             raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
         return replace(args, rope_scaling=scaling, capture_layers=layers)
 

@@ -27,8 +27,8 @@ import mlx.nn as nn
 
 from ..engine.beam_search import top_w
 from ..errors import CheckpointError
-from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer, is_count, read_optional
-from .config import MAX_SIZE
+from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer
+from .config import MAX_SIZE, is_count, read_optional
 from .protocol import Head
 
 MODEL_TYPE = "dflash"

@@ -24,8 +24,8 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from .block import Attend, Attention, BlockArgs, BlockDrafter, Guess, Layer, is_count, read_optional
-from .config import MAX_SIZE
+from .block import Attend, Attention, BlockArgs, BlockDrafter, Guess, Layer
+from .config import MAX_SIZE, is_count, read_optional
 from .protocol import Head
 
 MODEL_TYPE = "dspark"

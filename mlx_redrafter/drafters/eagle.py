@@ -251,10 +251,6 @@ class Drafter(PairDrafter, TrainableDrafter):
         """See `Drafter.output_layers`; while it is trained the target's, see `share`."""
         return [self.lm_head] if "lm_head" in self else list(getattr(self, "_shared", []))
 
-    def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
-        return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
-
 
 def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
     """(B, heads, T, head_dim) attention of a draft's tokens, see `Drafter.read`.

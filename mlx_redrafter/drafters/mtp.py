@@ -170,11 +170,6 @@ class Drafter(PairDrafter):
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
-    @property
-    def output_layers(self) -> list[nn.Module]:
-        """See `Drafter.output_layers`: none of its own."""
-        return []
-
     def part_of(self, name: str) -> str:
         """See `Drafter.part_of`."""
         return "router" if name in ROUTERS else "blocks"

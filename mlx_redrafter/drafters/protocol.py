@@ -99,14 +99,14 @@ class Drafter(nn.Module):
     @property
     def output_layers(self) -> list[nn.Module]:
         """Its output matrices, without a bias and of as many rows as it has guesses; none if it uses the target's."""
-        raise NotImplementedError
+        return [self.lm_head] if "lm_head" in self else []
 
     def part_of(self, name: str) -> str:
         """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding".
 
         A "router" stays as it is.
         """
-        raise NotImplementedError
+        return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
 
     def hold_draft_ids(self) -> None:
         """Makes room for `draft_ids`, which are not trained, where the args say that it can guess some tokens alone."""

@@ -169,21 +169,24 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
         assert engine.mode == "idle"
 
 
+async def decode_around_a_batch(
+    engine: Engine, long: GenerationRequest, short: GenerationRequest, count: int
+) -> tuple[list[TokenEvent], Generation]:
+    """(every event of the long request, its generation): after `count` tokens the short one joins it, and ends."""
+    first = engine.submit(long)
+    stream = first.events()
+    head = [await anext(stream) for _ in range(count)]
+    await collect(engine.submit(short))
+    return head + [event async for event in stream], first
+
+
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_draft_model_goes_on_after_a_batch(name: str) -> None:
     """It reads what the batch has made: as the target itself it is right before and after."""
     model = make_model() if name == "llama" else make_family(name)
     long, short = ask(PROMPTS[0], 150), ask(PROMPTS[1], 20)
-
-    async def main(engine: Engine) -> tuple[list[TokenEvent], Generation]:
-        first = engine.submit(long)
-        stream = first.events()
-        head = [await anext(stream) for _ in range(10)]
-        await collect(engine.submit(short))
-        return head + [event async for event in stream], first
-
     with running(model, DraftModel(model), options={"plan": (1, 3)}) as engine:
-        events, first = asyncio.run(finish(main(engine)))
+        events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
         assert tokens_of(events) == plain(long, model)
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
         drafting = first.stats.decoding
@@ -195,16 +198,8 @@ def test_a_head_with_a_cache_goes_on_after_a_batch(kind: str) -> None:
     """What the batch has decoded is a hole in its cache."""
     model = make_model()
     long, short = ask(PROMPTS[0], 60), ask(PROMPTS[1], 12)
-
-    async def main(engine: Engine) -> tuple[list[TokenEvent], Generation]:
-        first = engine.submit(long)
-        stream = first.events()
-        head = [await anext(stream) for _ in range(8)]
-        await collect(engine.submit(short))
-        return head + [event async for event in stream], first
-
     with running(model, make_cached(kind), options={"plan": (2, 3)}) as engine:
-        events, first = asyncio.run(finish(main(engine)))
+        events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 8)))
         assert tokens_of(events) == plain(long, model)
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
         assert first.stats.decoding.drafter_rounds > 10
