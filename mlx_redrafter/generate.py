@@ -261,7 +261,7 @@ def choose_drafter(
     """(what drafts, the options), of mlx-lm's keywords and ours.
 
     Raises:
-        RedrafterError: two of them say the same thing, an option is out of its range, or the draft model is none.
+        RedrafterError: two of them say the same thing, an option is out of its range, or the draft model does not fit.
     """
     if num_draft_tokens is not None:
         if options.get("draft_depth") is not None:

@@ -286,7 +286,7 @@ class BlockDrafter(Drafter):
 
 
 class BlockSource(CachedSource):
-    """A block drafter: the keys and values of the text in each layer's cache, those of a block behind them.
+    """A block drafter: the keys and values of the text in each layer's cache, those of a block after them.
 
     Args:
         drafter: its weights.

@@ -4,7 +4,7 @@
     h   = norm(layers(x))                       see `block`
     row j guesses from h_j, whatever was drafted before it: logits = U h_j, U: the target's output matrix
 
-DFlash 2 adds a convolution before and behind attention and MLP, over the rows of the block, whose coefficients follow
+DFlash 2 adds a convolution before and after attention and MLP, over the rows of the block, whose coefficients follow
 from the normed rows y before it:
 
     conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), one number for a group of channels
@@ -70,7 +70,7 @@ class DrafterArgs(BlockArgs):
 
 
 class Convolution(nn.Module):
-    """What is before and behind a part of a layer."""
+    """The convolution before and after a part of a layer."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()

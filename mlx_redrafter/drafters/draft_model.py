@@ -148,7 +148,7 @@ class DraftModelSource(Source):
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """See `Source.propose`; the root is the last token of the text."""
         self._trim(len(self._text) - 1)
-        # Until the end an error leaves a cache that is none.
+        # An error until the end must leave no half-written cache.
         cache, self._cache = self._cache or make_prompt_cache(self._model, self.max_kv_size), []
         logits = self._read_text(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)

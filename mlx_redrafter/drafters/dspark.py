@@ -7,7 +7,7 @@ Row j guesses the token at p + j + 1; where the config says that the root's row 
 The correction is added after multiplier and cap. A head without W1 and W2 guesses like DFlash, one position later.
 
 Those for Gemma 4 have its layers: values are the keys before their norm, normed without a weight; attention and MLP are
-normed behind, too; embeddings are multiplied by the root of the width.
+normed after it, too; embeddings are multiplied by the root of the width.
 
 Published heads also estimate how likely each row is right, to end a draft early. That is left out: how long a draft is
 follows from the plan, before anything is computed.
