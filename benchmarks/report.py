@@ -155,6 +155,27 @@ def make_synthetic_table(results: Results) -> str:
     return f"{format_markdown(rows)}\n{''.join(settings)}" if rows else ""
 
 
+def make_rounds_table(results: Results) -> str:
+    """What a round of each published kind of head takes, in plain steps, beside its verify forward alone."""
+    rows, records = [], results.files.get("published-heads", [])
+    for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
+        group = [each for each in records if each["drafter"] == record["drafter"]]
+        tokens, limit = record["tokens_per_round"], find_limit(find_costs(group), record)
+        rows.append(
+            {
+                "head": record["drafter"].split(",")[0],
+                "GB": record["drafter_gb"],
+                "of the target's": f"{record['drafter_gb'] / record['model_gb']:.0%}",
+                "tokens per round": tokens,
+                "round, in plain steps": tokens / record["ratio"],
+                "its verify forward": limit and tokens / limit,
+                "x plain": record["ratio"],
+                "same tokens": "yes" if record["same_tokens"] else "no",
+            }
+        )
+    return f"{format_markdown(rows)}\n{describe_setting(records)}" if rows else ""
+
+
 def make_predicted_table(results: Results) -> str:
     """What changes would bring on Apple's chips of 2024: predicted, beside what Apple measured."""
     found = study()
@@ -191,6 +212,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kinds": make_kinds_table,
     "heads": make_heads_table,
     "synthetic": make_synthetic_table,
+    "rounds": make_rounds_table,
     "predicted": make_predicted_table,
     "contributed": make_contributed_table,
 }
