@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.engine.stats import Stats
-from mlx_redrafter.serving.answer import Service
 from mlx_redrafter.serving.app import make_app
 from mlx_redrafter.serving.command import check_args, make_parser
+from mlx_redrafter.serving.completion import Service
 from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, load_service, url_of
 from mlx_redrafter.serving.types import (
@@ -195,6 +195,7 @@ class ScriptedEngine:
     generations: list[ScriptedGeneration] = field(default_factory=list)
     counters: EngineCounters = field(default_factory=EngineCounters)
     queued, running, prompt_cache_bytes, alive, mode, vocab_size = 0, 0, 0, True, "idle", 4098
+    context_length = 8192
 
     def __post_init__(self) -> None:
         self.gate.set()

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from .answer import Answer, Event, Service
-from .chat_messages import Message, join_parts
-from .openai_responses import as_chat_tools
+from .completion import Completion, Query, Service
+from .conversation import Message, choose_tools, join_parts, make_call, read_tools
+from .renderer import Event, Renderer
 from .schemas import ApiError, CountTokensBody, MessagesBody
 from .text_stream import Segment
 
@@ -18,40 +18,50 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_f
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Messages(Answer[CountTokensBody]):
+class Messages(Renderer[CountTokensBody]):
     """POST /v1/messages."""
 
     body_type: ClassVar[type[CountTokensBody]] = MessagesBody
 
-    def __init__(self, service: Service, body: CountTokensBody) -> None:
-        super().__init__(service, body)
+    def __init__(self, completion: Completion, body: CountTokensBody) -> None:
+        super().__init__(completion, body)
         self._content: list[dict[str, Any]] = []
-        self.reply = {
+        self._reply = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": self._content,
-            "model": service.model_name, "stop_reason": None, "stop_sequence": None,
+            "model": completion.service.names[0], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
 
-    def prepare(self) -> None:
-        """Makes the prompt of the messages."""
-        body = self.body
+    @staticmethod
+    def parse(body: CountTokensBody, service: Service) -> Query:
+        """The system prompt and the messages; each tool result is a message of its own."""
         blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
         system = "\n\n".join(join_parts([block], "system") for block in blocks)
-        messages = [{"role": "system", "content": system}] if system else []
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages += [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
-        tools = as_chat_tools(list(body.tools)) if body.tool_choice.type == "auto" else []
+        tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)
         thinking = body.thinking.get("type")
-        args = {
-            "enable_thinking": None if thinking is None else thinking != "disabled",
-            "reasoning_effort": body.output_config.effort,
-        }
-        prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-        self.encode_chat(messages, tools, args, prefilled=prefilled)
-        self.follow(body.output_config.format)
+        return Query(
+            messages=messages,
+            prefilled=messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
+            tools=tools,
+            forced=forced,
+            form=body.output_config.format or body.output_format,
+            template_args={
+                "enable_thinking": None if thinking is None else thinking != "disabled",
+                "reasoning_effort": body.output_config.effort,
+            },
+        )
+
+    async def collect(self) -> Event:
+        """The message in one piece."""
+        async for _ in self.events():
+            pass
+        return self._reply
 
     async def events(self) -> AsyncIterator[Event]:
         """The events in the API's order."""
-        yield {"type": "message_start", "message": self.reply | {"usage": self._describe_usage()}}
-        async for step, segment in self.blocks():
+        yield {"type": "message_start", "message": self._reply | {"usage": self._describe_usage()}}
+        async for step, segment in self.completion.blocks():
             if step == "begin":
                 self._content.append(make_block(segment))
                 yield self._block_event("start", content_block=self._content[-1])
@@ -59,10 +69,11 @@ class Messages(Answer[CountTokensBody]):
                 yield self._block_event("delta", delta=self._add_segment(segment))
             else:
                 yield self._block_event("stop")
-        reason = "stop_sequence" if self.stopped_by is not None else STOP_REASONS.get(self.finish_reason)
-        ended = {"stop_reason": reason, "stop_sequence": self.stopped_by}
-        self.reply |= {**ended, "usage": self._describe_usage()}
-        yield {"type": "message_delta", "delta": ended, "usage": self.reply["usage"]}
+        stopped_by = self.completion.stopped_by
+        reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(self.completion.finish_reason)
+        ended = {"stop_reason": reason, "stop_sequence": stopped_by}
+        self._reply |= {**ended, "usage": self._describe_usage()}
+        yield {"type": "message_delta", "delta": ended, "usage": self._reply["usage"]}
         yield {"type": "message_stop"}
 
     def _block_event(self, what: str, **fields: Any) -> Event:
@@ -78,15 +89,20 @@ class Messages(Answer[CountTokensBody]):
         return {"type": f"{kind}_delta", kind: segment.text}
 
     def _describe_usage(self) -> dict[str, Any]:
-        prompt, cached, generated, drafting = self.usage()
-        counts = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
-        return counts | {"output_tokens": generated} | drafting
+        usage = self.completion.count_usage()
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_read_input_tokens": usage.cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.generated,
+            **usage.drafting,
+        }
 
     @staticmethod
-    def describe_error(status: int, message: str) -> Event:
+    def describe_error(error: ApiError) -> Event:
         """An error as Anthropic's clients read it."""
-        default = "invalid_request_error" if status < 500 else "api_error"
-        return {"type": "error", "error": {"type": ERROR_TYPES.get(status, default), "message": message}}
+        default = "invalid_request_error" if error.status < 500 else "api_error"
+        return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, default), "message": str(error)}}
 
 
 class CountTokens(Messages):
@@ -108,11 +124,11 @@ def read_message(message: dict[str, Any], at: int) -> list[Message]:
     """A message as chat completions have it: each tool result is a message of its own.
 
     Raises:
-        ApiError: another role, or a block that is not text, thinking or of a tool.
+        ApiError: another role, or a content that cannot be read.
     """
     role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
-    if role not in ("user", "assistant"):
-        raise ApiError(f"{where}.role must be 'user' or 'assistant', got {role!r:.50}")
+    if role not in ("user", "assistant", "system"):
+        raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         return [{"role": role, "content": join_parts(content, f"{where}.content")}]
     results: list[Message] = []
@@ -123,9 +139,7 @@ def read_message(message: dict[str, Any], at: int) -> list[Message]:
             text = join_parts(block.get("content"), f"{where}.content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            call = {"type": "function", "id": block.get("id"), "function": function}
-            own.setdefault("tool_calls", []).append(call)
+            own.setdefault("tool_calls", []).append(make_call(block.get("id"), block.get("name"), block.get("input")))
         elif kind == "thinking":
             own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking", ""))
         elif kind != "redacted_thinking":

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,21 +22,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RedrafterError
-from .answer import Answer, Service, choose_status
 from .anthropic_messages import CountTokens, Messages
 from .command import LOOPBACK
+from .completion import Completion, Service, make_api_error
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
+from .renderer import Renderer
 from .schemas import ApiError, parse_body
 
-INTERFACES: dict[str, type[Answer[Any]]] = {
+APIS: dict[str, type[Renderer[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
-    "/chat/completions": ChatCompletions,
     "/v1/completions": Completions,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
     "/v1/messages/count_tokens": CountTokens,
 }
+"""Path -> what answers there; also without /v1."""
+
 PING_SECONDS = 10.0
 """How often a stream has a comment, for clients and proxies that do not wait forever for a first token."""
 
@@ -59,19 +62,31 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
     async def list_models(request: Request) -> Response:
-        name = service.model_name
-        model = {"id": name, "object": "model", "created": service.created, "owned_by": "mlx_redrafter"}
-        if "name" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [model]})
-        service.check_model(request.path_params["name"])
-        return JSONResponse(model)
+        """The names that the model is served under, in the shape of both OpenAI and Anthropic."""
+        length, when = service.engine.context_length, service.created
+        models = [
+            {
+                "id": name, "object": "model", "created": when, "owned_by": "mlx_redrafter",
+                "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(when, UTC).isoformat(),
+                "context_length": length, "max_model_len": length,
+            }
+            for name in service.names
+        ]  # fmt: skip
+        if (name := request.path_params.get("name")) is None:
+            ids = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+            return JSONResponse({"object": "list", "data": models} | ids)
+        service.check_model(name)
+        return JSONResponse(next((model for model in models if model["id"] == name), models[0] | {"id": name}))
 
-    routes = [Route(path, make_endpoint(service, kind), methods=["POST"]) for path, kind in INTERFACES.items()]
+    routes = [
+        Route(path.removeprefix(prefix), make_endpoint(service, api), methods=["POST"])
+        for path, api in APIS.items()
+        for prefix in ("", "/v1")
+    ]
     routes += [
         Route("/health", show_health),
         Route("/metrics", show_metrics),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{name:path}", list_models),
+        *(Route(f"{prefix}/models{name}", list_models) for prefix in ("/v1", "") for name in ("", "/{name:path}")),
         *([Route("/", page)] if page else []),
     ]
     open_paths = {"/health", *(["/"] if page else [])}
@@ -85,25 +100,26 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error})
 
 
-def make_endpoint(service: Service, kind: type[Answer[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """What answers the requests of an interface."""
+def make_endpoint(service: Service, api: type[Renderer[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """What answers the requests of an API."""
 
     async def answer_request(request: Request) -> Response:
-        body = parse_body(kind.body_type, await read_body(request, service.args.max_request_bytes))
+        body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
         service.check_model(body.model)
-        answer = kind(service, body)
-        await asyncio.get_running_loop().run_in_executor(service.prompt_thread, answer.prepare)
-        if kind is CountTokens:
-            return JSONResponse({"input_tokens": len(answer.prompt)})
-        answer.submit("" if request.client is None else request.client.host)
+        completion = Completion(service, body, api.parse(body, service))
+        await asyncio.get_running_loop().run_in_executor(service.prompt_thread, completion.prepare)
+        if api is CountTokens:
+            return JSONResponse({"input_tokens": len(completion.prompt)})
+        completion.submit("" if request.client is None else request.client.host)
+        renderer = api(completion, body)
         if body.stream:
-            return EventStream(answer)
-        watching = asyncio.create_task(close_when_gone(request, answer))
+            return EventStream(renderer)
+        watching = asyncio.create_task(close_when_gone(request, completion))
         try:
-            return JSONResponse(await answer.collect())
+            return JSONResponse(await renderer.collect())
         finally:
             watching.cancel()
-            answer.close()
+            completion.close()
 
     return answer_request
 
@@ -124,19 +140,19 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def close_when_gone(request: Request, answer: Answer[Any]) -> None:
-    """Ends an answer when its client goes."""
+async def close_when_gone(request: Request, completion: Completion) -> None:
+    """Ends a completion when its client goes."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    answer.close()
+    completion.close()
 
 
 class EventStream(StreamingResponse):
-    """A reply as server-sent events; the answer is closed however it ends."""
+    """A reply as server-sent events; the completion is closed however it ends."""
 
-    def __init__(self, answer: Answer[Any]) -> None:
-        self._answer = answer
-        super().__init__(answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, renderer: Renderer[Any]) -> None:
+        self._completion = renderer.completion
+        super().__init__(renderer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the last one, or until the client goes."""
@@ -145,7 +161,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             pinging.cancel()
-            self._answer.close()
+            self._completion.close()
 
     async def _ping(self, send: Send) -> None:
         while True:
@@ -157,28 +173,27 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """The reply to a request that failed with this error."""
     headers = getattr(error, "headers", None) or {}
     if isinstance(error, HTTPException):
-        expected = f"expected one of {', '.join(INTERFACES)}" if error.status_code == 404 else error.detail
+        expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code)
     elif isinstance(error, ClientDisconnect):
         error = ApiError("the body is not complete")  # nobody reads it
+    elif isinstance(error, RedrafterError):
+        error = make_api_error(error)
     elif not isinstance(error, ApiError):
-        message = str(error)
-        if not isinstance(error, RedrafterError):
-            logging.error("A request has failed", exc_info=error)
-            message = "the server failed; see its log"
-        error = ApiError(message, choose_status(error))
+        logging.error("A request has failed", exc_info=error)
+        error = ApiError("the server failed; see its log", 500)
     reply = make_error(request.url.path, error)
     reply.headers.update(headers)
     return reply
 
 
 def make_error(path: str, error: ApiError) -> Response:
-    """The reply that tells the client of an error, in the shape of the interface that it asked."""
-    kind = INTERFACES.get(path, ChatCompletions)
+    """The reply that tells the client of an error, in the shape of the API that it asked."""
+    api = APIS.get(f"/v1{path.removeprefix('/v1')}", ChatCompletions)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(kind.describe_error(error.status, str(error)), error.status, headers)
+    return JSONResponse(api.describe_error(error), error.status, headers)
 
 
 class Guard:

@@ -39,7 +39,10 @@ def make_parser() -> Parser:
     drafters("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
+    add("--served-model-name", nargs="+", metavar="NAME",
+        help="names of the model in requests, * for any; the first is in replies (default: its own)")  # fmt: skip
     add("--chat-template", help="a chat template instead of the tokenizer's")
+    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template where it has none")
     add("--chat-template-args", type=json_object, default={}, help="JSON object of more arguments for it")
     group = parser.add_argument_group("decoding, where a request says nothing else")
     add_options(group, without=OF_REQUESTS)

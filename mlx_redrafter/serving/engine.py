@@ -108,6 +108,7 @@ class Engine:
         self.vocab_size = check_request(
             model, mx.array([0]), None, self._options.quantization, self._options.max_kv_size
         )
+        self.context_length: int | None = None
         self._prefill_rows = count_prefill_rows(model, self._options)
         evaluate(model, drafter)  # another thread will use them
         self._prompt_cache = PromptCache(prompt_cache_bytes)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar
 
-from ..generate import encode
-from .answer import Answer, Chunk, Event, Service
+from .completion import Chunk, Completion, Query, Service
+from .conversation import choose_tools, read_tools
+from .renderer import Event, Renderer
 from .schemas import ChatBody, CompletionBody, OpenAIBody
+from .text_stream import Segment
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
-class OpenAICompletions(Answer[AnyOpenAIBody]):
+class OpenAICompletions(Renderer[AnyOpenAIBody]):
     """What both have in common.
 
     Attributes:
@@ -25,14 +28,12 @@ class OpenAICompletions(Answer[AnyOpenAIBody]):
     kinds: ClassVar[tuple[str, str]]
     last_line = "data: [DONE]\n\n"
 
-    def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
-        super().__init__(service, body)
-        self.choices = body.n
-        self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
+    def __init__(self, completion: Completion, body: AnyOpenAIBody) -> None:
+        super().__init__(completion, body)
         self._envelope = {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
-            "model": service.model_name,
+            "model": completion.service.names[0],
             "created": int(time.time()),
         }
 
@@ -44,10 +45,10 @@ class OpenAICompletions(Answer[AnyOpenAIBody]):
         """The field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def collect(self) -> dict[str, Any]:
-        """The reply in one piece, as JSON."""
+    async def collect(self) -> Event:
+        """The reply in one piece."""
         whole: dict[int, Chunk] = {}
-        async for chunk in self.chunks():
+        async for chunk in self.completion.chunks():
             if chunk is not (first := whole.setdefault(chunk.choice, chunk)):
                 first.segments += chunk.segments
                 first.logprobs += chunk.logprobs
@@ -57,7 +58,7 @@ class OpenAICompletions(Answer[AnyOpenAIBody]):
 
     async def events(self) -> AsyncIterator[Event]:
         """The chunks of a stream."""
-        async for chunk in self.chunks():
+        async for chunk in self.completion.chunks():
             drafts = {"redrafter": chunk.drafts} if chunk.drafts else {}
             yield self._envelope | {"choices": [self._describe_choice(chunk)]} | drafts
         if self.body.stream_options.get("include_usage"):
@@ -68,9 +69,15 @@ class OpenAICompletions(Answer[AnyOpenAIBody]):
         return found | ({"logprobs": self.describe_logprobs(chunk.logprobs)} if chunk.logprobs else {})
 
     def _describe_usage(self) -> dict[str, Any]:
-        prompt, cached, generated, drafting = self.usage()
-        counts = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
-        return counts | {"prompt_tokens_details": {"cached_tokens": cached}} | drafting
+        usage = self.completion.count_usage()
+        return {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.generated,
+            "total_tokens": usage.prompt + usage.generated,
+            "prompt_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+            **usage.drafting,
+        }
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):
@@ -79,17 +86,25 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     body_type = ChatBody
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    def prepare(self) -> None:
-        """Makes the prompt of the messages."""
-        body = self.body
-        self._call_counts = [0] * body.n
-        if body.logprobs or body.top_logprobs > 0:
-            self.top_logprobs = max(0, body.top_logprobs)
-        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tool_choice == "auto" else []
-        self.encode_chat(
-            body.messages, tools, {"reasoning_effort": body.reasoning_effort}, role_mapping=body.role_mapping
+    @staticmethod
+    def parse(body: ChatBody, service: Service) -> Query:
+        """The messages and tools as they are."""
+        tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        return Query(
+            messages=body.messages,
+            tools=tools,
+            forced=forced,
+            form=body.response_format,
+            template_args={"reasoning_effort": body.reasoning_effort},
+            role_mapping=body.role_mapping,
+            choices=body.n,
+            top_logprobs=max(0, body.top_logprobs) if body.logprobs or body.top_logprobs > 0 else None,
+            include_drafts=body.stream and bool(body.stream_options.get("include_drafts")),
         )
-        self.follow(body.response_format)
+
+    def __init__(self, completion: Completion, body: ChatBody) -> None:
+        super().__init__(completion, body)
+        self._call_counts = [0] * body.n
 
     def describe_text(self, chunk: Chunk) -> dict[str, Any]:
         """The field `message`, or `delta`."""
@@ -99,12 +114,20 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
             message["content"] = text or None
         if reasoning:
             message["reasoning"] = reasoning
-        for call in [segment for segment in chunk.segments if segment.kind == "tool_call"]:
-            described = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.text}}
-            place = {"index": self._call_counts[chunk.choice]} if self.body.stream else {}
-            self._call_counts[chunk.choice] += 1
-            message.setdefault("tool_calls", []).append(place | described)
+        for segment in chunk.segments:
+            if segment.kind == "tool_call":
+                place = {"index": self._call_counts[chunk.choice]} if self.body.stream else {}
+                self._call_counts[chunk.choice] += 1
+                message.setdefault("tool_calls", []).append(place | self._describe_call(segment))
         return {"delta" if self.body.stream else "message": message}
+
+    def _describe_call(self, segment: Segment) -> dict[str, Any]:
+        tool = self.completion.find_tool(segment)
+        if tool.kind == "custom":
+            own = {"name": tool.name, "input": read_input(segment)}
+        else:
+            own = {"name": segment.name, "arguments": segment.text}
+        return {"id": segment.id, "type": tool.kind, tool.kind: own}
 
 
 class Completions(OpenAICompletions[CompletionBody]):
@@ -113,14 +136,19 @@ class Completions(OpenAICompletions[CompletionBody]):
     body_type = CompletionBody
     kinds = ("text_completion", "text_completion")
 
-    def prepare(self) -> None:
-        """Makes the prompt of the text."""
-        body = self.body
+    @staticmethod
+    def parse(body: CompletionBody, service: Service) -> Query:
+        """The prompt as it is."""
+        top_logprobs = None
         if body.logprobs is not False or body.top_logprobs > 0:
-            self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
-        prompt = body.prompt
-        self.prompt = encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        self.follow(body.response_format)
+            top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
+        return Query(
+            prompt=body.prompt,
+            form=body.response_format,
+            choices=body.n,
+            top_logprobs=top_logprobs,
+            include_drafts=body.stream and bool(body.stream_options.get("include_drafts")),
+        )
 
     def describe_text(self, chunk: Chunk) -> dict[str, Any]:
         """The field `text`."""
@@ -136,3 +164,8 @@ class Completions(OpenAICompletions[CompletionBody]):
             "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in tokens],
             "text_offset": None,
         }
+
+
+def read_input(segment: Segment) -> str:
+    """The text that a custom tool is called with."""
+    return str(json.loads(segment.text).get("input", ""))

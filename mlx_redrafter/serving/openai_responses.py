@@ -1,16 +1,18 @@
-"""OpenAI's responses: text, reasoning and calls of function tools as items. Nothing is stored."""
+"""OpenAI's responses: text, reasoning and calls of tools as items. Of what was answered the last items are kept."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from itertools import takewhile
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from .answer import Answer, Event, Service
-from .chat_messages import Message, join_parts
-from .schemas import ApiError, FunctionTool, ResponsesBody
+from .completion import Completion, Query, Service
+from .conversation import Message, choose_tools, join_name, join_parts, log_once, make_call, read_tools
+from .openai_completions import read_input
+from .renderer import Event, Renderer
+from .schemas import ApiError, ResponsesBody
 from .text_stream import Segment
 
 ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -19,85 +21,124 @@ ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     ),
     "reasoning": ({"type": "reasoning", "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
-    "tool_call": ({"type": "function_call", "arguments": ""}, {}),
 }
-"""Kind of a segment -> (the item that it begins, the part of the item's content if it has one)."""
+"""Kind of a segment -> (the item that it begins, the part of the item's content)."""
+
+FAILED_CODES = ("server_error", "rate_limit_exceeded")
+"""The codes of a failed response that OpenAI's clients know, of those that there are here; the first for all others."""
 
 
-class Responses(Answer[ResponsesBody]):
+class Responses(Renderer[ResponsesBody]):
     """POST /v1/responses."""
 
     body_type = ResponsesBody
 
-    def __init__(self, service: Service, body: ResponsesBody) -> None:
-        super().__init__(service, body)
+    def __init__(self, completion: Completion, body: ResponsesBody) -> None:
+        super().__init__(completion, body)
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
-        self.reply = {
+        self._reply = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
-            "status": "in_progress", "model": service.model_name, "output": self._output, "error": None,
-            "incomplete_details": None, "instructions": body.instructions, "metadata": {}, "parallel_tool_calls": True,
-            "temperature": body.temp, "top_p": body.top_p, "tool_choice": body.tool_choice,
-            "tools": [tool.model_dump() for tool in body.tools], "usage": None,
+            "status": "in_progress", "model": completion.service.names[0], "output": self._output, "error": None,
+            "incomplete_details": None, "instructions": body.instructions, "metadata": body.metadata,
+            "parallel_tool_calls": True, "temperature": body.temp, "top_p": body.top_p,
+            "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
 
-    def prepare(self) -> None:
-        """Makes the prompt of the instructions and the items."""
-        body = self.body
-        messages = read_items(body.input)
-        if body.instructions is not None:
+    @staticmethod
+    def parse(body: ResponsesBody, service: Service) -> Query:
+        """The instructions and the items as messages."""
+        messages = read_items(body.input, service)
+        if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
-        tools = as_chat_tools(body.tools) if body.tool_choice == "auto" else []
-        self.encode_chat(join_system(messages), tools, {"reasoning_effort": body.reasoning.effort})
-        self.follow(body.text.format)
+        tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        return Query(
+            messages=messages,
+            tools=tools,
+            forced=forced,
+            form=body.text.format,
+            template_args={"reasoning_effort": body.reasoning.effort},
+        )
+
+    async def collect(self) -> Event:
+        """The response in one piece."""
+        async for _ in self.events():
+            pass
+        return self._reply
 
     async def events(self) -> AsyncIterator[Event]:
         """The events in the API's order."""
-        yield self._event("created", response=self.reply)
-        yield self._event("in_progress", response=self.reply)
+        yield self._event("created", response=self._reply)
+        yield self._event("in_progress", response=self._reply)
         steps = {"begin": self._begin_item, "add": self._add_segment, "end": self._end_item}
-        async for step, segment in self.blocks():
+        async for step, segment in self.completion.blocks():
             for event in steps[step](segment):
                 yield event
-        is_cut = self.finish_reason == "length"
+        is_cut = self.completion.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
-        self.reply |= {"status": status, "incomplete_details": details, "usage": self._describe_usage()}
-        yield self._event(status, response=self.reply)
+        self._reply |= {"status": status, "incomplete_details": details, "usage": self._describe_usage()}
+        yield self._event(status, response=self._reply)
+
+    def describe_failure(self, error: ApiError) -> Event:
+        """The last event of a stream that fails: the response with what came until then."""
+        code = error.code if error.code in FAILED_CODES else FAILED_CODES[0]
+        self._reply |= {"status": "failed", "error": {"code": code, "message": str(error)}}
+        return self._event("failed", response=self._reply)
 
     def _begin_item(self, segment: Segment) -> Iterator[Event]:
-        item, part = ITEMS[segment.kind]
-        call = {"call_id": segment.id, "name": segment.name} if segment.kind == "tool_call" else {}
-        self._output.append(item | call | {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"})
+        item, part = ITEMS[segment.kind] if segment.kind != "tool_call" else (self._begin_call(segment), {})
+        self._output.append(item | {"id": f"item_{uuid.uuid4().hex}", "status": "in_progress"})
         yield self._item_event("output_item.added", item=self._output[-1])
         if part:
             self._output[-1]["content"] = [dict(part)]
             yield self._item_event("content_part.added", part=part)
 
+    def _begin_call(self, segment: Segment) -> dict[str, Any]:
+        tool = self.completion.find_tool(segment)
+        if tool.kind == "local_shell":
+            action = {"type": "exec", "env": {}} | json.loads(segment.text)
+            return {"type": "local_shell_call", "call_id": segment.id, "action": action}
+        kind, field = ("custom_tool_call", "input") if tool.kind == "custom" else ("function_call", "arguments")
+        namespace = {"namespace": tool.namespace} if tool.namespace else {}
+        return {"type": kind, "call_id": segment.id, "name": tool.name, field: "", **namespace}
+
     def _add_segment(self, segment: Segment) -> Iterator[Event]:
-        if segment.kind == "tool_call":
-            self._output[-1]["arguments"] = segment.text
-            yield self._item_event("function_call_arguments.delta", delta=segment.text)
-        else:
-            (part,) = self._output[-1]["content"]
+        item = self._output[-1]
+        if segment.kind != "tool_call":
+            (part,) = item["content"]
             part["text"] += segment.text
             yield self._item_event(f"{part['type']}.delta", delta=segment.text, logprobs=[])
+        elif item["type"] == "custom_tool_call":
+            item["input"] = read_input(segment)
+            yield self._item_event("custom_tool_call_input.delta", delta=item["input"])
+            yield self._item_event("custom_tool_call_input.done", input=item["input"])
+        elif item["type"] == "function_call":
+            item["arguments"] = segment.text
+            yield self._item_event("function_call_arguments.delta", delta=segment.text)
+            yield self._item_event("function_call_arguments.done", name=item["name"], arguments=segment.text)
 
     def _end_item(self, segment: Segment) -> Iterator[Event]:
         item = self._output[-1]
-        if segment.kind == "tool_call":
-            yield self._item_event("function_call_arguments.done", name=segment.name, arguments=segment.text)
         for part in item.get("content", ()):
             yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._item_event("content_part.done", part=part)
-        item["status"] = "completed"
+        # The last item of an answer that was cut short is not whole; a call always is.
+        is_cut = self.completion.finish_reason == "length" and "content" in item
+        item["status"] = "incomplete" if is_cut else "completed"
+        self.completion.service.remember(item)
         yield self._item_event("output_item.done", item=item)
 
     def _describe_usage(self) -> dict[str, Any]:
-        prompt, cached, generated, drafting = self.usage()
-        counts = {"input_tokens": prompt, "output_tokens": generated, "total_tokens": prompt + generated}
-        details = {"input_tokens_details": {"cached_tokens": cached}, "output_tokens_details": {"reasoning_tokens": 0}}
-        return counts | details | drafting
+        usage = self.completion.count_usage()
+        return {
+            "input_tokens": usage.prompt,
+            "output_tokens": usage.generated,
+            "total_tokens": usage.prompt + usage.generated,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            **usage.drafting,
+        }
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
         place = {"output_index": len(self._output) - 1, "item_id": self._output[-1]["id"], "content_index": 0}
@@ -108,16 +149,14 @@ class Responses(Answer[ResponsesBody]):
         return {"type": f"response.{kind}", "sequence_number": self._event_count - 1, **fields}
 
 
-def as_chat_tools(tools: list[FunctionTool]) -> list[dict[str, Any]]:
-    """Tools as chat completions have them."""
-    return [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in tools]
-
-
-def read_items(items: list[dict[str, Any]]) -> list[Message]:
+def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Message]:
     """The items of a conversation as messages; what the assistant said and called in a row is one of them.
 
+    Calls of tools that are not functions are shown as calls of a function, their outputs as its results. What tools of
+    the API's own servers did is left out.
+
     Raises:
-        ApiError: an item of another kind.
+        ApiError: a content that cannot be read, or a reference to an item that is not kept.
     """
     messages: list[Message] = []
 
@@ -127,30 +166,29 @@ def read_items(items: list[dict[str, Any]]) -> list[Message]:
         return messages[-1]
 
     for at, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{at}]"
+        where, identifier = f"input[{at}]", str(item.get("id"))
+        if item.get("type") == "item_reference" or item.keys() == {"id"}:
+            if identifier not in service.items:
+                raise ApiError(f"{where}: there is no item {identifier!r:.100} here any more: send the item itself")
+            item = service.items[identifier]
+        kind = str(item.get("type") or "message")
         if kind == "message":
             text = join_parts(item.get("content"), f"{where}.content")
             if item.get("role") == "assistant":
                 assistant()["content"] += text
             else:
                 messages.append({"role": item.get("role"), "content": text})
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"type": "function", "id": item.get("call_id"), "function": function}
-            assistant().setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            text = join_parts(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind == "reasoning":
-            text = join_parts(item.get("content"), f"{where}.content")
+            text = join_parts(item.get("content") or item.get("summary"), f"{where}.content")
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        elif kind.endswith("_output") and "output" in item:
+            output = item["output"]
+            text = join_parts(output if isinstance(output, str | list) else json.dumps(output), f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id", item.get("id")), "content": text})
+        elif kind.endswith("_call") and "call_id" in item:
+            name = join_name(str(item.get("name") or kind.removesuffix("_call")), item.get("namespace"))
+            arguments = {"input": item["input"]} if "input" in item else item.get("arguments", item.get("action"))
+            assistant().setdefault("tool_calls", []).append(make_call(item["call_id"], name, arguments))
         else:
-            raise ApiError(f"{where}.type: items of type {kind!r:.50} are not supported")
+            log_once(f"items of this type are left out: {kind:.60}")
     return messages
-
-
-def join_system(messages: list[Message]) -> list[Message]:
-    """The messages with those of the system at the front in one: many templates take no second one."""
-    texts = [each["content"] for each in takewhile(lambda each: each["role"] in ("system", "developer"), messages)]
-    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
-    return [*system, *messages[len(texts) :]]

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp
 
 from ..command_models import find_drafter_name, load_pair
 from ..errors import RedrafterError, one_line
-from .answer import Service
 from .app import make_app
+from .completion import Service
 from .engine import Engine
 from .metrics import Metrics
 
@@ -47,6 +47,8 @@ def load_service(args: argparse.Namespace) -> Service:
     """
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
+    if args.use_default_chat_template and tokenizer.chat_template is None:  # newer tokenizers have no default
+        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)
     engine = Engine(
         model,
         tokenizer,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from .answer import Service
+    from .completion import Service
 
 PAGE = Path(__file__).with_name("race.html").read_text(encoding="utf-8")
 PORT = 8090

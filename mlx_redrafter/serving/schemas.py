@@ -1,10 +1,21 @@
-"""What the bodies of requests may hold: a model of pydantic for each interface."""
+"""What the bodies of requests may hold: a pydantic model for each API."""
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from ..options import OPTION_FLAGS
@@ -13,16 +24,14 @@ from .types import MAX_TOP_LOGPROBS, GenerationRequest
 DEFAULT_MODEL = "default_model"
 """mlx-lm's word for the model that the command line names; also for its drafter."""
 
-IGNORED = frozenset({
-    "cache_control", "client_metadata", "context_management", "inference_geo", "metadata", "num_draft_tokens",
-    "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "stream_options", "truncation", "user", "verbosity",
-})  # fmt: skip
-"""Fields that clients often send and that change no text; unless the interface has them."""
-
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 LARGEST_LOGIT = 1e18  # of biases and penalties: a product of two is still a float32
+CODES = {
+    400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    413: "request_too_large", 429: "rate_limit_exceeded", 503: "server_overloaded",
+}  # fmt: skip
+"""Status of HTTP -> what an error's `code` is where nothing is more exact."""
 
 
 class ApiError(Exception):
@@ -32,11 +41,14 @@ class ApiError(Exception):
         message: what was expected, and what was got.
         status: of HTTP.
         retry_after: seconds after which the client may try again; None if that is of no use.
+        code: a word for programs; None for the one of the status.
     """
 
-    def __init__(self, message: str, status: int = 400, retry_after: int | None = None) -> None:
+    def __init__(
+        self, message: str, status: int = 400, retry_after: int | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.retry_after, self.code = status, retry_after, code or CODES.get(status, "server_error")
 
 
 def unwrap_prompt(given: Any) -> Any:
@@ -50,8 +62,28 @@ def wrap_input(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Length = Annotated[int, Field(ge=1, le=INT32_MAX)]
+def refuse(given: Any) -> None:
+    """Refuses a field that would change the answer, unless it asks for nothing."""
+    if given:
+        raise ValueError("is not supported")
+
+
+def refuse_zero(given: int) -> int:
+    """A length, of which -1 is none."""
+    if given == 0:
+        raise ValueError("must be at least 1, or -1 for no limit")
+    return given
+
+
+def read_integer(given: Any) -> Any:
+    """An integer, which some clients write as 100.0."""
+    return int(given) if type(given) is float and given.is_integer() else given
+
+
+Refused = Annotated[Any, AfterValidator(refuse)]
+Integer = Annotated[int, BeforeValidator(read_integer)]
+Count = Annotated[Integer, Field(ge=0, le=INT32_MAX)]
+Length = Annotated[Integer, Field(ge=-1, le=INT32_MAX), AfterValidator(refuse_zero)]
 Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
@@ -59,6 +91,8 @@ StopStrings = Annotated[
     BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
 ]
 Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
+ToolList = list[dict[str, JsonValue]]
+ToolChoice = str | dict[str, JsonValue]
 
 
 def option(name: str, **more: Any) -> Any:
@@ -85,8 +119,9 @@ class AnswerFormat(Schema):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = None
 
-    def find_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that an answer must follow; None for plain text."""
+    @property
+    def schema_to_follow(self) -> dict[str, Any] | None:
+        """A JSON schema; None for plain text."""
         return None if self.type == "text" else (self.json_schema or self).content
 
 
@@ -97,48 +132,22 @@ class FormatAndEffort(Part):
     effort: str | None = None
 
 
-class ChatTool(Part):
-    """A tool of chat completions."""
-
-    type: Literal["function"]
-    function: dict[str, Any]
-
-
-class FunctionTool(Part):
-    """A tool of responses."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = ""
-    parameters: dict[str, JsonValue] | None = {}
-
-
-class MessagesTool(FunctionTool):
-    """A tool of messages; Anthropic's own would have to be run here."""
-
-    type: Literal["custom"] = "custom"  # type: ignore[assignment]
-    parameters: dict[str, JsonValue] | None = Field({}, alias="input_schema")
-
-
-class ToolChoice(Part):
-    """`tool_choice` of messages."""
-
-    type: Literal["auto", "none"] = "auto"
-
-
 class Body(BaseModel):
-    """The fields of every interface, with mlx-lm's names; None where one is not given."""
+    """The fields of every API, with mlx-lm's names; None where one is not given. Others are ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
+    adapters: str | None = None
     stream: bool = False
     stop: StopStrings = []
     max_tokens: Length | None = None
     temp: float | None = option("temp", alias="temperature")
     top_p: float | None = option("top_p")
-    top_k: int | None = option("top_k")
+    top_k: Annotated[int | None, BeforeValidator(lambda given: 0 if given == -1 else read_integer(given))] = option(
+        "top_k"
+    )
     min_p: float | None = option("min_p")
     xtc_probability: float | None = option("xtc_probability")
     xtc_threshold: float | None = option("xtc_threshold")
@@ -149,7 +158,7 @@ class Body(BaseModel):
     frequency_penalty: Logit | None = None
     frequency_context_size: Count | None = None
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32_MAX, strict=False)], Logit] | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     def sampling(self) -> dict[str, Any]:
@@ -162,8 +171,8 @@ class OpenAIBody(Body):
     """What OpenAI's chat and text completions have in common."""
 
     max_completion_tokens: Length | None = None
-    n: Annotated[int, Field(ge=1, le=16)] = 1
-    top_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
+    n: Annotated[Integer, Field(ge=1, le=16)] = 1
+    top_logprobs: Annotated[Integer, Field(ge=-1, le=MAX_TOP_LOGPROBS)] = -1
     stream_options: dict[str, Any] = {}
     response_format: AnswerFormat | None = None
 
@@ -179,8 +188,10 @@ class ChatBody(OpenAIBody):
     messages: Objects
     logprobs: bool = False
     modalities: list[Literal["text"]] = []
-    tools: list[ChatTool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    audio: Refused = None
+    functions: Refused = None
+    tools: ToolList = []
+    tool_choice: ToolChoice = "auto"
     reasoning_effort: str | None = None
     role_mapping: dict[str, str] | None = None
 
@@ -189,10 +200,10 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions; `prompt` is a text or token ids, perhaps alone in a list."""
 
     prompt: Annotated[str | list[Count], BeforeValidator(unwrap_prompt)]
-    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
-    suffix: Literal[""] = ""
+    logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
+    best_of: Annotated[Integer, Field(ge=1, le=1)] = 1
+    echo: Refused = None
+    suffix: Refused = None
 
 
 class ResponsesBody(Body):
@@ -201,13 +212,16 @@ class ResponsesBody(Body):
     input: Annotated[Objects, BeforeValidator(wrap_input)]
     instructions: str | None = None
     max_tokens: Length | None = Field(None, alias="max_output_tokens")
-    tools: list[FunctionTool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tools: ToolList = []
+    tool_choice: ToolChoice = "auto"
     reasoning: FormatAndEffort = FormatAndEffort()
     text: FormatAndEffort = FormatAndEffort()
-    include: list[Literal["reasoning.encrypted_content"]] = []
-    background: Literal[False] = False
-    top_logprobs: Literal[0] = 0
+    metadata: dict[str, JsonValue] = {}
+    background: Refused = None
+    conversation: Refused = None
+    previous_response_id: Refused = None
+    prompt: Refused = None
+    top_logprobs: Refused = None
 
 
 class CountTokensBody(Body):
@@ -216,10 +230,11 @@ class CountTokensBody(Body):
     messages: Objects
     system: str | list[dict[str, Any]] | None = None
     stop: StopStrings = Field([], alias="stop_sequences")
-    tools: list[MessagesTool] = []
-    tool_choice: ToolChoice = ToolChoice()
+    tools: ToolList = []
+    tool_choice: ToolChoice = "auto"
     thinking: dict[str, Any] = {}
     output_config: FormatAndEffort = FormatAndEffort()
+    output_format: AnswerFormat | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -231,11 +246,17 @@ class MessagesBody(CountTokensBody):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
+@lru_cache(256)
+def log_ignored(api: str, field: str) -> None:
+    """Logs a field that is not read, the first time that it comes."""
+    logging.info("%s: the field %s is ignored", api, field)
+
+
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A request's body, checked; a field that is null counts as one that is not there.
+    """A request's body, checked. A field that is null counts as one that is not there; unknown ones are ignored.
 
     Raises:
-        ApiError: it is not a JSON object, or a field is unknown, not supported or out of its range.
+        ApiError: it is not a JSON object, or a field is not supported or out of its range.
     """
     try:
         body = from_json(raw, allow_inf_nan=False)
@@ -243,10 +264,12 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
-    ignored = IGNORED - kind.model_fields.keys()
-    given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    for name in body.keys() - known:
+        log_ignored(kind.__name__.removesuffix("Body"), f"{name!r:.60}")
     try:
-        return kind.model_validate({name: value for name, value in given.items() if name not in ignored})
+        given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
+        return kind.model_validate(given)
     except ValidationError as error:
         raise ApiError(describe(error)) from None
 
@@ -255,8 +278,6 @@ def describe(error: ValidationError) -> str:
     """The first thing that is wrong, in one line."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        return f"{place:.100} is not supported"
     if first["type"] == "missing":
         return f"{place} is missing"
     message = first["msg"].replace("Input should be", "must be").removeprefix("Value error, ")

@@ -33,11 +33,14 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
-    def compile(self, schema: dict[str, Any], state: str | None = None) -> Callable[[], list[Processor]]:
+    def compile(
+        self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = ()
+    ) -> Callable[[], list[Processor]]:
         """A factory of processors for one answer.
 
         Args:
             state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
+            unless: tokens with which the answer may begin instead; nothing is masked after them.
 
         Raises:
             ApiError: the schema is wrong, or uses what llguidance does not know.

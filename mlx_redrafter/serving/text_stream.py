@@ -47,20 +47,33 @@ class TextStream:
         state: of mlx-lm's text state machine where the answer begins; None keeps reasoning and tool calls in the text.
         stops: the stop strings.
         tools: those that the model may call, in OpenAI's form. Without any, what looks like a call is text.
+        is_call: whether all of the text is one call: an object of `name` and `arguments`.
 
     Attributes:
         has_tool_calls: whether a tool was called.
     """
 
     def __init__(
-        self, tokenizer: Any, state: str | None, stops: Sequence[str], tools: Sequence[dict[str, Any]]
+        self,
+        tokenizer: Any,
+        state: str | None,
+        stops: Sequence[str],
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_call: bool = False,
     ) -> None:
         self.has_tool_calls = False
         self._tokenizer, self._tools, self._stops = tokenizer, list(tools), StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
         machine = TextStateMachine() if state is None else make_text_state_machine(tokenizer)
         self._state: Any = machine.make_state(state or "normal")
+        self._is_call = is_call
         self._call: str | None = None  # the text of a tool call that is not complete
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next token is one of reasoning."""
+        return KINDS.get(self._state[0]) == "reasoning"
 
     @property
     def stopped_by(self) -> str | None:
@@ -94,7 +107,7 @@ class TextStream:
         return [segment for state, piece in pieces for segment in self._add_piece(state, piece)]
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
-        if state == "tool":
+        if state == "tool" or (self._is_call and KINDS.get(state) == "text"):
             self._call = (self._call or "") + text
             return []
         piece = [Segment(KINDS[state], text)] if text and state in KINDS else []
@@ -106,12 +119,14 @@ class TextStream:
         text, self._call = self._call, None
         if self._tools:
             try:
-                parsed = self._tokenizer.tool_parser(text, self._tools)
+                parsed = json.loads(text) if self._is_call else self._tokenizer.tool_parser(text, self._tools)
                 calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
                 self.has_tool_calls |= bool(calls)
                 return calls
             except Exception as error:  # a parser may fail in many ways of what a model writes
                 logging.warning(f"a tool call cannot be parsed and is passed on as text: {one_line(error)}")
+        if self._is_call:
+            return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
         return [Segment("text", f"{self._tokenizer.tool_call_start}{text}{end or ''}")]
 

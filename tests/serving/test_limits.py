@@ -181,6 +181,10 @@ def test_an_engines_failure_is_told(scripted: Scripted, path: str, error: Except
     reply = ask(server, path, body)
     assert (reply.status, reply.error) == (status, str(error))
     last = events_of(ask(server, path, body | {"stream": True}))[-1]
+    if path == "/v1/responses":
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert last["response"]["output"][0]["content"][0]["text"] == "one"
+        last = last["response"]
     assert last["error"]["message"] == str(error)
 
 

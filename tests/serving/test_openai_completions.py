@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from servers import Running, ScriptedEngine, ask, events_of
+from servers import Running, ScriptedEngine, ask, events_of, start_scripted
 
 from mlx_redrafter import stream_generate
 
@@ -240,3 +240,16 @@ def test_models_are_listed(openai_client: openai.OpenAI) -> None:
     ):
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here, expected demo"):
             ask_for()
+
+
+def test_the_model_may_be_served_under_other_names(chat_tokenizer: Any) -> None:
+    with start_scripted(chat_tokenizer, "--served-model-name", "a", "b") as (server, _):
+        models = ask(server, "/models").json["data"]
+        assert [model["id"] for model in models] == ["a", "b"] and models[0]["context_length"] == 8192
+        assert ask(server, "/v1/completions", {"prompt": "x", "model": "b"}).json["model"] == "a"
+        reply = ask(server, "/v1/completions", {"prompt": "x", "model": "c"})
+        assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+        assert reply.error == "there is no model 'c' here, expected a or b"
+    with start_scripted(chat_tokenizer, "--served-model-name", "*") as (server, _):
+        assert ask(server, "/v1/completions", {"prompt": "x", "model": "gpt-5"}).json["model"] == "demo"
+        assert ask(server, "/v1/models/claude").json["id"] == "claude"

@@ -1,0 +1,386 @@
+"""One request on its way, of whatever API: from what was asked to the pieces of its choices."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from mlx_lm.server import convert_chat
+
+from ..command_models import find_drafter_name
+from ..engine.stats import USAGE_FIELDS, Stats
+from ..errors import RedrafterError
+from ..generate import encode
+from ..session.chat_template import render
+from .conversation import Message, Tool, Tools, arrange, make_call_schema, relax
+from .engine import Engine
+from .generation import Generation
+from .metrics import Metrics
+from .schemas import DEFAULT_MODEL, AnswerFormat, ApiError, Body
+from .structured_output import GrammarCompiler
+from .text_stream import Segment, TextStream, find_bytes
+from .types import (
+    REQUEST_OPTIONS,
+    ClientLimitReached,
+    DraftedRound,
+    EngineClosed,
+    GenerationFailed,
+    GenerationRequest,
+    GenerationStats,
+    QueueFull,
+    TokenEvent,
+)
+
+PLAIN = "none"
+"""A drafter's name that asks for plain decoding, for clients that cannot send null."""
+
+ANY_NAME = "*"
+"""A served name that stands for all."""
+
+MAX_RETRY_SECONDS = 60
+MAX_ITEMS = 1000
+"""How many of the last items of responses are kept for clients that refer to them."""
+
+IMPOSSIBLE = -9999.0
+"""The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
+
+
+@dataclass
+class Service:
+    """What the APIs need.
+
+    Attributes:
+        args: the command's flags.
+        model_name: what the model is shown as.
+        drafter_name: the same of the drafter; None without one.
+        prompt_thread: makes prompts, one at a time, so that a long one does not keep other streams waiting.
+        items: the last items that responses were made of, by their ids.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    args: argparse.Namespace
+    model_name: str
+    drafter_name: str | None
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
+    items: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size)
+        served = self.args.served_model_name or []
+        self.names = [name for name in served if name != ANY_NAME] or [self.model_name]
+        self.takes_any_name = ANY_NAME in served
+
+    def check_model(self, name: str) -> None:
+        """Refuses models that are not loaded.
+
+        Raises:
+            ApiError: it has another name.
+        """
+        if not self.takes_any_name and name not in (DEFAULT_MODEL, self.model_name, self.args.model, *self.names):
+            expected = " or ".join(self.names)
+            raise ApiError(f"there is no model {name!r:.100} here, expected {expected}", 404, code="model_not_found")
+
+    def remember(self, item: dict[str, Any]) -> None:
+        """Keeps an item of a response for later requests."""
+        self.items[item["id"]] = item
+        if len(self.items) > MAX_ITEMS:
+            self.items.popitem(last=False)
+
+
+@dataclass(kw_only=True)
+class Query:
+    """What is asked, in one form for all APIs.
+
+    Attributes:
+        prompt: a text or token ids; None for a conversation.
+        messages: as `conversation.arrange` takes them.
+        prefilled: whether the last message is the beginning of the answer.
+        tools: those that may be called.
+        forced: those of which one must be called; empty for no such duty.
+        form: what the answer must follow.
+        template_args: variables for the chat template that the client's own overrule; None is left out.
+        role_mapping: what is put before each role's text where there is no template.
+        choices: how many texts; with a seed each has its own, from that one on.
+        top_logprobs: of each token; None for no log-probabilities.
+        include_drafts: whether chunks say what was drafted.
+    """
+
+    prompt: str | list[int] | None = None
+    messages: list[Message] = field(default_factory=list)
+    prefilled: bool = False
+    tools: Tools = field(default_factory=dict)
+    forced: Tools = field(default_factory=dict)
+    form: AnswerFormat | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
+    role_mapping: dict[str, str] | None = None
+    choices: int = 1
+    top_logprobs: int | None = None
+    include_drafts: bool = False
+
+
+@dataclass
+class Chunk:
+    """A piece of one choice.
+
+    Attributes:
+        choice: its index.
+        logprobs: of the tokens since the last chunk, where they are asked for.
+        drafts: the field `redrafter`, where it is asked for.
+        finish_reason: "stop", "length" or "tool_calls" in the last one.
+    """
+
+    choice: int
+    segments: list[Segment] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    drafts: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+
+class Usage(NamedTuple):
+    """Numbers of tokens.
+
+    Attributes:
+        prompt, cached: of the prompt, and how many of them were cached.
+        generated, reasoning: of all choices, and how many of them are reasoning.
+        drafting: what drafting did, in the fields of `USAGE_FIELDS`.
+    """
+
+    prompt: int
+    cached: int
+    generated: int
+    reasoning: int
+    drafting: dict[str, Any]
+
+
+class Completion:
+    """A request: its prompt is made, then it is submitted, then its chunks are read.
+
+    Attributes:
+        prompt: the token ids, after `prepare`.
+        finish_reason: of the only choice, after its `blocks`.
+    """
+
+    def __init__(self, service: Service, body: Body, query: Query) -> None:
+        self.service, self.body, self.query = service, body, query
+        self.prompt: list[int] = []
+        self.finish_reason: str | None = None
+        self._state: str | None = None  # of mlx-lm's text state machine where the answer begins; None for text alone
+        self._processors: Callable[[], list[Any]] | None = None
+        self._generations: list[Generation] = []
+        self._texts: list[TextStream] = []
+        self._n_tokens = self._n_reasoning = 0
+        self._is_closed = False
+
+    def prepare(self) -> None:
+        """Makes the prompt and the grammar; called in the thread for that.
+
+        Raises:
+            ApiError: messages, tools or a schema that cannot be had.
+            RedrafterError: the template refuses the messages.
+        """
+        query, tokenizer = self.query, self.service.tokenizer
+        if query.prompt is None:
+            self.prompt = self._encode_chat()
+        else:
+            self.prompt = encode(tokenizer, query.prompt) if isinstance(query.prompt, str) else query.prompt
+        schema, unless = query.form.schema_to_follow if query.form else None, tuple[int, ...]()
+        if query.forced:
+            schema = make_call_schema(query.forced)
+        elif schema is not None and query.tools:
+            if not tokenizer.tool_call_start:
+                raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
+            unless = tuple(tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False))
+        if schema is not None:
+            self._processors = self.service.grammars.compile(schema, self._state, unless)
+
+    def _encode_chat(self) -> list[int]:
+        query, tokenizer, own = self.query, self.service.tokenizer, self.body.chat_template_kwargs
+        if "chat_template" in own:  # it might never end
+            raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
+        if query.tools and not (tokenizer.has_tool_calling or query.forced):
+            raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
+        messages, self._state = arrange(query.messages, prefilled=query.prefilled), "normal"
+        if not tokenizer.has_chat_template:
+            return list(tokenizer.encode(convert_chat(messages, query.role_mapping)))
+        given = {name: value for name, value in query.template_args.items() if value is not None}
+        args = self.service.args.chat_template_args | given | own | {"tools": describe_tools(query.tools) or None}
+        try:
+            text = render(tokenizer, messages, args, prefilled=query.prefilled)
+        except RedrafterError:
+            for variant in relax(messages):
+                try:
+                    text = render(tokenizer, variant, args, prefilled=query.prefilled)
+                    break
+                except RedrafterError:
+                    continue
+            else:
+                raise
+        prompt = list(tokenizer.encode(text, add_special_tokens=False))
+        if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
+            self._state = "reasoning"
+        self._state = tokenizer.response_initial_state or self._state
+        return prompt
+
+    def submit(self, client: str) -> None:
+        """Puts the request into the engine's queue, once for each choice.
+
+        Args:
+            client: the client's address.
+
+        Raises:
+            ApiError: the request cannot be served, or not now.
+        """
+        service, body, query = self.service, self.body, self.query
+        engine, args = service.engine, service.args
+        most, drafters = args.max_completion_tokens, [name for name in (service.drafter_name, PLAIN) if name]
+        if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
+            expected = " or ".join(drafters)
+            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
+        if body.adapters not in (None, args.adapter_path):
+            raise ApiError(f"adapters must be those of --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
+        if most is not None and (body.max_tokens or 0) > most:
+            raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
+        if query.choices > min(args.max_queue, args.max_per_client):
+            limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
+            raise ApiError(f"n must be within {limits}, got {query.choices}")
+        options = {name: getattr(args.options, name) for name in REQUEST_OPTIONS} | body.sampling()
+        if most is not None and not 0 < options["max_tokens"] <= most:
+            options["max_tokens"] = most
+        self._started = time.perf_counter()
+        request = GenerationRequest(
+            prompt=self.prompt,
+            draft=body.draft_model not in (None, PLAIN),
+            logits_processors=self._processors,
+            top_logprobs=query.top_logprobs or 0,
+            include_drafts=query.include_drafts,
+            client=client,
+            **options,
+        )
+        functions, is_call = describe_tools(query.tools), bool(query.forced)
+        try:
+            for at in range(query.choices):
+                seed = None if request.seed is None else request.seed + at
+                self._generations.append(engine.submit(replace(request, seed=seed)))
+                self._texts.append(TextStream(service.tokenizer, self._state, body.stop, functions, is_call=is_call))
+        except RedrafterError as error:
+            self.close()
+            raise make_api_error(error, engine.queued) from error
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the first choice."""
+        return self._texts[0].stopped_by
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The pieces of one choice after the other. A stop string ends a generation.
+
+        Raises:
+            GenerationFailed: the engine's; nothing comes after it.
+        """
+        for at, (generation, text) in enumerate(zip(self._generations, self._texts, strict=True)):
+            chunk = Chunk(at)
+            async for event in generation.events():
+                self._n_tokens += 1
+                self._n_reasoning += text.is_reasoning
+                reason: str | None = event.finish_reason
+                shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
+                if text.stopped_by is not None:
+                    reason = "stop"
+                    generation.cancel()
+                if self.query.top_logprobs is not None:
+                    chunk.logprobs.append(self._describe_token(event))
+                if self.query.include_drafts:
+                    source = event.draft_source
+                    token = {"text": shown, "from_draft": source is not None, "draft_source": source}
+                    self._note_drafts(chunk.drafts, token, event.drafts, generation.stats)
+                if segments or reason is not None:
+                    chunk.segments = segments
+                    chunk.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
+                    yield chunk
+                    chunk = Chunk(at)
+                if reason is not None:
+                    break
+
+    async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
+        """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block.
+
+        Raises:
+            GenerationFailed: the engine's.
+        """
+        last: Segment | None = None
+        async for chunk in self.chunks():
+            self.finish_reason = chunk.finish_reason
+            for segment in chunk.segments:
+                if last is None or segment.kind != last.kind or segment.kind == "tool_call":
+                    if last is not None:
+                        yield "end", last
+                    yield "begin", segment
+                yield "add", segment
+                last = segment
+        if last is not None:
+            yield "end", last
+
+    def find_tool(self, segment: Segment) -> Tool:
+        """The tool that a call names; one that the client has not given is a function."""
+        return self.query.tools.get(segment.name) or Tool({}, "function", segment.name)
+
+    def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
+        def describe(token: int, logprob: float) -> dict[str, Any]:
+            text = self.service.tokenizer.decode([token])
+            found = logprob if math.isfinite(logprob) else IMPOSSIBLE
+            raw = find_bytes(self.service.tokenizer, token, text)
+            return {"id": token, "token": text, "bytes": raw, "logprob": found}
+
+        top = [describe(*each) for each in event.top_logprobs]
+        return describe(event.token, event.logprob) | {"top_logprobs": top}
+
+    def _note_drafts(
+        self, told: dict[str, Any], token: dict[str, Any], drafts: DraftedRound | None, stats: GenerationStats
+    ) -> None:
+        told.setdefault("tokens", []).append(token)
+        told |= {name: getattr(stats.decoding, name) for name in ("rounds", "drafted", "accepted")}
+        told["seconds"] = round(stats.seconds, 6)
+        if drafts is not None:
+            *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
+            told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
+
+    def count_usage(self) -> Usage:
+        """What was read and made so far."""
+        stats = [generation.stats for generation in self._generations]
+        total = sum((each.decoding for each in stats), Stats())
+        drafting = {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
+        return Usage(stats[0].prompt_tokens, stats[0].cached_tokens, self._n_tokens, self._n_reasoning, drafting)
+
+    def close(self) -> None:
+        """Cancels what still runs, and counts it; once."""
+        generations = [] if self._is_closed else self._generations
+        self._is_closed = True
+        for generation in generations:
+            generation.cancel()
+            self.service.metrics.count(generation.stats, time.perf_counter() - self._started)
+
+
+def describe_tools(tools: Tools) -> list[dict[str, Any]]:
+    """Tools as chat templates and mlx-lm's parsers take them."""
+    return [{"type": "function", "function": tool.function} for tool in tools.values()]
+
+
+def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError:
+    """What a client is told of an error.
+
+    Args:
+        queued: how many requests wait, where the client may try again once they are through.
+    """
+    statuses = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, GenerationFailed: 500}
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
+    retry_after = min(MAX_RETRY_SECONDS, 1 + queued) if queued is not None and status in (429, 503) else None
+    return ApiError(str(error), status, retry_after)

@@ -1,0 +1,304 @@
+"""What clients send as a conversation, as chat templates take it: the policies of all APIs in one place.
+
+- Leading messages of the system and of the developer are one system message; later ones become marked text of the
+  user's next turn, as many templates take a system message at the beginning only.
+- Images, audio and files become placeholders, so that one of them does not end a conversation. A last turn that holds
+  nothing else is refused.
+- Of the tools that are not functions those that run on the API's own servers are left out; others are shown as
+  functions. What the assistant did with either in earlier turns is shown as calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from .schemas import ApiError
+
+Message = dict[str, Any]
+
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+"""The types of content parts that hold text."""
+
+PLACEHOLDER = re.compile(r"\[\w{1,40} omitted\]")
+"""What stands for a part that is not text."""
+
+CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The parameters of a tool whose input is a text."""
+
+LOCAL_SHELL = {
+    "name": "local_shell",
+    "description": "Runs a command on the user's machine.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "working_directory": {"type": "string"},
+            "timeout_ms": {"type": "integer"},
+        },
+        "required": ["command"],
+    },
+}
+
+
+class Tool(NamedTuple):
+    """A tool that the client runs.
+
+    Attributes:
+        function: what the template is shown: `name`, `description`, `parameters`.
+        kind: "function", "custom", whose input is a text, or "local_shell".
+        name, namespace: what the client calls it.
+    """
+
+    function: dict[str, Any]
+    kind: str
+    name: str
+    namespace: str | None = None
+
+
+Tools = dict[str, Tool]
+"""Tools by the names that the model is shown."""
+
+
+@lru_cache(256)
+def log_once(message: str) -> None:
+    """Logs something that clients send again and again, the first time."""
+    logging.info(message)
+
+
+def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Message]:
+    """The messages with those of the system where templates take them, see above; each content is one text.
+
+    Args:
+        prefilled: whether the last message is the beginning of the answer.
+
+    Raises:
+        ApiError: a message without a role, with a content that cannot be read, or nothing but images to answer.
+    """
+    flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    is_system = [message["role"] == "system" for message in flat]
+    n_leading = is_system.index(False) if False in is_system else len(flat)
+    system = "\n\n".join(message["content"] for message in flat[:n_leading])
+    arranged: list[Message] = [{"role": "system", "content": system}] if n_leading else []
+    late: list[str] = []
+    for message in flat[n_leading:]:
+        if message["role"] == "system":
+            late.append(f"<system>\n{message['content']}\n</system>")
+        elif message["role"] == "user" and late:
+            arranged.append(message | {"content": "\n\n".join([*late, message["content"]])})
+            late = []
+        else:
+            arranged.append(message)
+    if late:
+        end = len(arranged) - prefilled
+        if end and arranged[end - 1]["role"] == "user":
+            late.insert(0, arranged.pop(end := end - 1)["content"])
+        arranged.insert(end, {"role": "user", "content": "\n\n".join(late)})
+    last = arranged[-1]
+    if (
+        last["role"] == "user"
+        and PLACEHOLDER.search(last["content"])
+        and not PLACEHOLDER.sub("", last["content"]).strip()
+    ):
+        raise ApiError("the last message holds no text: this server reads text only, not images, audio or files")
+    return arranged
+
+
+def flatten(message: Message, where: str) -> Message:
+    """A message with its content as one text, the system's role, and the arguments of tool calls as objects."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
+    content = join_parts(message.get("content"), f"{where}.content")
+    flat = message | {"role": "system" if role == "developer" else role, "content": content}
+    if (calls := message.get("tool_calls")) is not None:
+        flat["tool_calls"] = read_calls(calls, f"{where}.tool_calls")
+    return flat
+
+
+def relax(messages: Sequence[Message]) -> list[list[Message]]:
+    """The same conversation for templates that refuse it: turns of one role in a row joined, then without a system."""
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if message["role"] == last.get("role") and message.keys() == last.keys() == {"role", "content"}:
+            joined[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    variants = [joined] if len(joined) < len(messages) else []
+    if len(joined) > 1 and [message["role"] for message in joined[:2]] == ["system", "user"]:
+        text = f"<system>\n{joined[0]['content']}\n</system>\n\n{joined[1]['content']}"
+        variants.append([joined[1] | {"content": text}, *joined[2:]])
+    return variants
+
+
+def join_parts(content: Any, where: str) -> str:
+    """The text of a content: a string, a list of parts, or None; with a placeholder for each part that is not text.
+
+    Raises:
+        ApiError: something else.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ApiError(f"{where} must be a text or a list of objects, got {content!r:.100}")
+    texts = [read_part(part) for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(f"{where}: expected texts, got {texts!r:.100}")
+    return "".join(texts)
+
+
+def read_part(part: dict[str, Any]) -> Any:
+    """The text of a part; a placeholder for another one than text."""
+    kind, source = str(part.get("type")), part.get("source")
+    if kind in TEXT_PARTS:
+        return part.get("text", part.get("refusal"))
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return f"{part.get('title') or 'Document'}:\n{source.get('data')}\n"
+    name = re.sub(r"^input_|_url$|\W", "", kind)
+    log_once(f"parts of messages that are no text are left out: {name:.40}")
+    return f"[{name or 'part':.40} omitted]"
+
+
+def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with objects as arguments, which clients send back as the JSON text that they were given.
+
+    Raises:
+        ApiError: something else.
+    """
+    try:
+        return [read_call(call) for call in calls]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ApiError(f"{where} must be calls of functions with arguments in JSON, got {calls!r:.100}") from error
+
+
+def read_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with an object as arguments; one of a custom tool as one of its function."""
+    if "custom" in call:
+        return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    parsed = from_json(arguments) if isinstance(arguments, str) else arguments
+    return call | {"function": function | {"arguments": parsed}}
+
+
+def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """A tool call as chat completions have it."""
+    return {"type": "function", "id": identifier, "function": {"name": name, "arguments": arguments}}
+
+
+def join_name(name: str, namespace: str | None) -> str:
+    """The name that the model is shown of a tool in a namespace."""
+    return name if not namespace else namespace + ("" if namespace.endswith("__") else "__") + name
+
+
+def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None) -> Tools:
+    """The tools of a request in any API's form, by the names that the model is shown.
+
+    Raises:
+        ApiError: a tool without a name, or whose parameters are no object.
+    """
+    tools: Tools = {}
+    for at, tool in enumerate(given):
+        kind, place = str(tool.get("type") or "function"), f"{where}[{at}]"
+        if kind == "namespace":
+            inner = tool.get("tools")
+            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+                raise ApiError(f"{place}.tools must be a list of objects, got {inner!r:.100}")
+            tools |= read_tools(inner, f"{place}.tools", str(tool.get("name")))
+            continue
+        if kind == "local_shell":
+            tools[kind] = Tool(LOCAL_SHELL, kind, kind)
+            continue
+        is_nested = isinstance(tool.get(kind), dict)  # as in chat completions
+        own: Any = tool[kind] if is_nested else tool
+        if "input_schema" in tool and kind in ("function", "custom"):  # as in messages
+            kind, own = "function", {**tool, "parameters": tool["input_schema"]}
+        if kind not in ("function", "custom"):
+            log_once(f"tools that are not run by the client are left out: {kind:.60}")
+            continue
+        name, parameters = own.get("name"), own.get("parameters")
+        if not isinstance(name, str) or not name:
+            raise ApiError(f"{place}.name must be a string, got {name!r:.100}")
+        if not isinstance(own.get("description", ""), str | None) or not isinstance(parameters, dict | None):
+            raise ApiError(f"{place} must have a text as description and an object as parameters, got {own!r:.100}")
+        shown = {"name": join_name(name, namespace), "description": own.get("description")}
+        if kind == "custom":
+            shown["parameters"] = CUSTOM_PARAMETERS
+        else:
+            shown["parameters"] = parameters
+            if is_nested:
+                shown = {**own, "name": shown["name"]}
+        function = {key: value for key, value in shown.items() if value is not None}
+        tools[function["name"]] = Tool(function, kind, name, namespace)
+    return tools
+
+
+def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
+    """(the tools that may be called, those of which one must be) by the `tool_choice` of any API.
+
+    Raises:
+        ApiError: a choice of another kind, or of a tool that is not there.
+    """
+    choice = choice if isinstance(choice, dict) else {"type": choice}
+    kind = choice.get("type", "auto")
+    if kind == "auto":
+        return tools, {}
+    if kind == "none":
+        return {}, {}
+    if kind in ("required", "any"):
+        if not tools:
+            raise ApiError(f"tool_choice {kind!r} needs tools, got none that the client runs")
+        return tools, tools
+    if kind == "allowed_tools":
+        inner = choice.get(kind, choice)
+        named = [find_tool(tools, (each.get(each.get("type")) or each).get("name")) for each in inner["tools"]]
+        allowed = {tool.function["name"]: tool for tool in named}
+        return allowed, allowed if inner.get("mode") == "required" else {}
+    if kind not in ("function", "custom", "tool", "local_shell"):
+        raise ApiError(f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}")
+    own = choice.get(kind, choice) if kind != "local_shell" else {"name": kind}
+    tool = find_tool(tools, own.get("name") if isinstance(own, dict) else None)
+    return tools, {tool.function["name"]: tool}
+
+
+def find_tool(tools: Tools, name: Any) -> Tool:
+    """The tool that a client calls so.
+
+    Raises:
+        ApiError: there is none.
+    """
+    for tool in tools.values():
+        if name in (tool.name, tool.function["name"]):
+            return tool
+    raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(tools) or 'none':.200}")
+
+
+def make_call_schema(tools: Tools) -> dict[str, Any]:
+    """The JSON schema of a call of one of these tools: an object of `name` and `arguments`."""
+    calls, definitions = [], {}
+    for at, (name, tool) in enumerate(tools.items()):
+        definitions[f"tool{at}"] = move_references(tool.function.get("parameters") or {"type": "object"}, f"tool{at}")
+        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{at}"}}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    return {"anyOf": calls, "$defs": definitions}
+
+
+def move_references(schema: Any, name: str) -> Any:
+    """A schema whose references to its own parts hold where it is `name` of another one's definitions."""
+    if isinstance(schema, list):
+        return [move_references(each, name) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: move_references(value, name) for key, value in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = f"#/$defs/{name}{target[1:]}"
+    return moved

@@ -1,0 +1,222 @@
+"""What coding agents and agent libraries send by default: the shapes of their requests, with the texts shortened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from servers import Running, ScriptedEngine, ask, events_of
+
+Scripted = tuple[Running, ScriptedEngine]
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {"path": {"type": "string", "description": "A file."}},
+    "required": ["path"],
+    "additionalProperties": False,
+}
+CHAT_TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
+RESPONSES_TOOL = {"type": "function", "name": "read", "description": "Reads.", "parameters": SCHEMA, "strict": False}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+TEXT_CALL = '</think><tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call>'
+FORCED_CALL = '</think>{"name": "read", "arguments": {"path": "a.py"}}'
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": "demo",
+    "max_tokens": 32000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli;"},
+        {"type": "text", "text": "You are an agent.", **CACHED},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "<system-reminder>Today.</system-reminder>"},
+                {"type": "text", "text": "Fix it."},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Look.", "signature": ""},
+                {
+                    "type": "tool_use",
+                    "id": "toolu_1",
+                    "name": "read",
+                    "input": {"path": "a.py"},
+                    "caller": {"type": "direct"},
+                },
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "is_error": False,
+                    "content": [
+                        {"type": "text", "text": "x = 1"},
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}},
+                    ],
+                    **CACHED,
+                },
+            ],
+        },
+        {"role": "system", "content": "The user sent a new message."},
+    ],
+    "tools": [
+        {"name": "read", "description": "Reads.", "input_schema": SCHEMA, "eager_input_streaming": True},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8, "allowed_domains": ["a.example"]},
+    ],
+    "metadata": {"user_id": "user_1"},
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
+CODEX: dict[str, Any] = {
+    "model": "demo",
+    "instructions": "You are an agent.",
+    "stream": True,
+    "store": False,
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions/>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
+        {
+            "type": "reasoning",
+            "summary": [{"type": "summary_text", "text": "Look."}],
+            "content": None,
+            "encrypted_content": "x",
+        },
+        {"type": "function_call", "name": "read", "arguments": '{"path":"a.py"}', "call_id": "call_1"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "x = 1"},
+        {
+            "type": "custom_tool_call",
+            "status": "completed",
+            "call_id": "call_2",
+            "name": "apply_patch",
+            "input": "*** Begin",
+        },
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done."},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Mode: plan."}]},
+    ],
+    "tools": [
+        RESPONSES_TOOL,
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
+        },
+        {
+            "type": "namespace",
+            "name": "mcp__docs",
+            "description": "Docs.",
+            "tools": [RESPONSES_TOOL | {"name": "search"}],
+        },
+        {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {"type": "object"}},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "messages": [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": [{"type": "text", "text": "Fix it."}]},
+    ],
+    "tools": [CHAT_TOOL],
+}
+AGENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Claude Code": ("/v1/messages?beta=true", CLAUDE_CODE),
+    "Codex": ("/v1/responses", CODEX),
+    "opencode": (
+        "/v1/chat/completions",
+        CHAT | {"max_tokens": 8192, "tool_choice": "auto", "temperature": 0.55, "top_p": 1},
+    ),
+    "Zed": (
+        "/v1/chat/completions",
+        CHAT
+        | {
+            "max_completion_tokens": 8192,
+            "stop": [],
+            "parallel_tool_calls": False,
+            "prompt_cache_key": None,
+            "reasoning_effort": None,
+        },
+    ),
+    "Continue": ("/v1/chat/completions", CHAT | {"max_tokens": 8192, "presence_penalty": 0.0, "stop": None}),
+    "aider": ("/v1/chat/completions", {**CHAT, "tools": None, "temperature": 0}),
+    "LangChain": (
+        "/v1/chat/completions",
+        CHAT | {"stream": False, "n": 1, "parallel_tool_calls": False, "tool_choice": "auto"},
+    ),
+    "OpenAI Agents": (
+        "/v1/responses",
+        {
+            "model": "demo",
+            "input": [{"role": "user", "content": "Fix it."}],
+            "include": [],
+            "tools": [RESPONSES_TOOL],
+            "stream": True,
+        },
+    ),
+}
+FORCED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Pydantic AI": ("/v1/chat/completions", CHAT | {"stream": False, "tool_choice": "required", "n": 1}),
+    "Instructor": (
+        "/v1/chat/completions",
+        CHAT | {"stream": False, "tool_choice": {"type": "function", "function": {"name": "read"}}},
+    ),
+    "AI SDK": ("/v1/responses", {"model": "demo", "input": "x", "tools": [RESPONSES_TOOL], "tool_choice": "required"}),
+    "Anthropic": (
+        "/v1/messages",
+        {
+            "model": "demo",
+            "max_tokens": 99,
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"name": "read", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "read", "disable_parallel_tool_use": True},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
+    path, body = AGENTS[agent]
+    scripted[1].texts = [[TEXT_CALL]]
+    reply = ask(scripted[0], path, body)
+    assert reply.status == 200, reply.body
+    assert "Fix it." in scripted[1].prompt and "web_search" not in scripted[1].prompt
+    if body["stream"]:
+        last = events_of(reply)[-1]
+        assert last.get("type") in ("message_stop", "response.completed") or last["usage"]["completion_tokens"]
+    assert b"a.py" in reply.body
+
+
+@pytest.mark.parametrize("agent", FORCED)
+def test_libraries_force_calls(scripted: Scripted, agent: str) -> None:
+    path, body = FORCED[agent]
+    scripted[1].texts = [[FORCED_CALL]]
+    reply = ask(scripted[0], path, body)
+    assert reply.status == 200, reply.body
+    assert b"tool_calls" in reply.body or b"function_call" in reply.body or b"tool_use" in reply.body
+
+
+def test_late_words_of_the_system_are_in_the_last_turn(scripted: Scripted) -> None:
+    ask(scripted[0], *AGENTS["Claude Code"])
+    assert "<tool>x = 1[image omitted]<user><system>\nThe user sent a new message.\n</system>" in scripted[1].prompt
+    ask(scripted[0], *AGENTS["Codex"])
+    assert scripted[1].prompt.endswith("<tool>Done.<user><system>\nMode: plan.\n</system><assistant><think>")

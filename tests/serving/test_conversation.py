@@ -1,0 +1,203 @@
+"""What becomes of the conversations that agents send: the prompt that the model is shown, in all APIs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from servers import Running, ScriptedEngine, ask
+
+Scripted = tuple[Running, ScriptedEngine]
+IMAGE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},
+    "/v1/responses": {"type": "input_image", "image_url": "data:image/png;base64,x"},
+    "/v1/messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}},
+}
+TEXT = {"/v1/chat/completions": "text", "/v1/responses": "input_text", "/v1/messages": "text"}
+CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+"""What a model says that calls a tool."""
+
+
+def post(server: Running, path: str, messages: list[dict[str, Any]], **fields: Any) -> Any:
+    """A request for an answer to these messages, in the API of the path."""
+    name = "input" if path == "/v1/responses" else "messages"
+    return ask(server, path, {name: messages, "model": "demo", "max_tokens": 99, **fields} if path == "/v1/messages"
+               else {name: messages, "model": "demo", **fields})  # fmt: skip
+
+
+def say(role: str, content: Any) -> dict[str, Any]:
+    """A message."""
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("path", IMAGE)
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([say("system", "A"), say("system", "B"), say("user", "Hi")], "<system>A\n\nB<user>Hi"),
+        (
+            [say("user", "Hi"), say("assistant", "Yes?"), say("system", "Late."), say("user", "Go.")],
+            "<user>Hi<assistant>Yes?<user><system>\nLate.\n</system>\n\nGo.",
+        ),
+        ([say("user", "Hi"), say("system", "Late.")], "<user>Hi\n\n<system>\nLate.\n</system>"),
+        (
+            [say("system", "A"), say("user", "Hi"), say("assistant", "Yes?"), say("user", "Go."), say("system", "B")],
+            "<system>A<user>Hi<assistant>Yes?<user>Go.\n\n<system>\nB\n</system>",
+        ),
+    ],
+)
+def test_the_system_may_speak_at_any_time(
+    scripted: Scripted, path: str, messages: list[dict[str, Any]], prompt: str
+) -> None:
+    reply = post(scripted[0], path, messages)
+    assert reply.status == 200, reply.body
+    assert scripted[1].prompt.startswith(f"{prompt}<assistant>")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_the_developer_is_the_system(scripted: Scripted, path: str) -> None:
+    assert post(scripted[0], path, [say("developer", "A"), say("user", "Hi"), say("developer", "B")]).status == 200
+    assert scripted[1].prompt.startswith("<system>A<user>Hi\n\n<system>\nB\n</system><assistant>")
+
+
+@pytest.mark.parametrize("path", IMAGE)
+def test_an_image_does_not_end_a_conversation(scripted: Scripted, path: str) -> None:
+    shown = say("user", [{"type": TEXT[path], "text": "See: "}, IMAGE[path]])
+    assert post(scripted[0], path, [shown, say("assistant", "Nice."), say("user", "Why?")]).status == 200
+    assert scripted[1].prompt.startswith("<user>See: [image omitted]<assistant>Nice.<user>Why?<assistant>")
+    assert post(scripted[0], path, [shown]).status == 200
+    reply = post(scripted[0], path, [say("user", "Hi"), say("assistant", "Yes?"), say("user", [IMAGE[path]])])
+    assert reply.status == 400 and "the last message holds no text" in reply.error
+
+
+def test_a_document_of_text_is_read(scripted: Scripted) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "42"}
+    blocks = [{"type": "document", "title": "Answers", "source": source}, {"type": "text", "text": "What is it?"}]
+    assert post(scripted[0], "/v1/messages", [say("user", blocks)]).status == 200
+    assert scripted[1].prompt.startswith("<user>Answers:\n42\nWhat is it?")
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
+    assert post(scripted[0], "/v1/messages", [say("user", [pdf, blocks[1]])]).status == 200
+    assert scripted[1].prompt.startswith("<user>[document omitted]What is it?")
+
+
+CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": {"type": "grammar"}}
+NAMESPACE = {
+    "type": "namespace", "name": "mcp__files", "description": "Files.",
+    "tools": [{"type": "function", "name": "read", "parameters": {"type": "object"}}],
+}  # fmt: skip
+HOSTED = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "tool_search", "execution": "client"}]
+
+
+def test_tools_of_all_kinds_are_shown_as_functions(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    tools: Any = [CUSTOM, NAMESPACE, {"type": "local_shell"}, *HOSTED]
+    scripted[1].texts = [
+        [
+            "</think>",
+            CALL % ("apply_patch", '{"input": "*** Begin"}'),
+            CALL % ("mcp__files__read", '{"path": "a"}'),
+            CALL % ("local_shell", '{"command": ["ls"]}'),
+        ]
+    ]
+    with scripted_openai.responses.stream(model="demo", input="Edit.", tools=tools) as stream:
+        kinds = [event.type.removeprefix("response.") for event in stream]
+        made: Any = stream.get_final_response()
+    shown = "".join(
+        f"<tool_call> is how to call {name}\n" for name in ("apply_patch", "mcp__files__read", "local_shell")
+    )
+    assert scripted[1].prompt.startswith(f"{shown}<user>Edit.")
+    patch, read, shell = made.output
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", "*** Begin")
+    assert (read.type, read.name, read.namespace) == ("function_call", "read", "mcp__files")
+    assert (shell.type, shell.action.command, shell.action.type) == ("local_shell_call", ["ls"], "exec")
+    assert kinds.count("custom_tool_call_input.done") == kinds.count("function_call_arguments.done") == 1
+    history: Any = [
+        say("user", "Edit."),
+        *[item.model_dump(exclude_none=True) for item in made.output],
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done."},
+        {"type": "function_call_output", "call_id": read.call_id, "output": [{"type": "input_text", "text": "A"}]},
+        {"type": "local_shell_call_output", "id": shell.call_id, "output": "a.py"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    scripted[1].texts = [["</think>ok"]]
+    scripted_openai.responses.create(model="demo", input=history, tools=tools)
+    calls = (
+        '<tool_call>apply_patch {"input": "*** Begin"}</tool_call><tool_call>mcp__files__read {"path": "a"}</tool_call>'
+    )
+    assert f"<assistant>{calls}<tool_call>local_shell" in scripted[1].prompt
+    assert scripted[1].prompt.endswith("<tool>Done.<tool>A<tool>a.py<assistant><think>")
+
+
+def test_a_custom_tool_of_a_chat_takes_a_text(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs."}}]
+    scripted[1].texts = [["</think>", CALL % ("run", '{"input": "ls"}')]]
+    made = scripted_openai.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "x"}], tools=tools
+    )
+    (call,) = made.choices[0].message.tool_calls or ()
+    assert call.type == "custom" and (call.custom.name, call.custom.input) == ("run", "ls")
+    history: Any = [say("user", "x"), made.choices[0].message.model_dump(), say("tool", "a.py") | {"tool_call_id": "1"}]
+    scripted_openai.chat.completions.create(model="demo", messages=history, tools=tools)
+    assert '<tool_call>run {"input": "ls"}</tool_call><tool>a.py' in scripted[1].prompt
+
+
+def test_tools_of_others_servers_are_left_out(scripted: Scripted) -> None:
+    hosted = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
+    assert post(scripted[0], "/v1/messages", [say("user", "Hi")], tools=hosted).status == 200
+    assert scripted[1].prompt.startswith("<user>Hi")
+
+
+def test_items_may_be_referred_to(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
+    scripted[1].texts = [["</think>It is blue."]]
+    made = scripted_openai.responses.create(model="demo", input="Why?")
+    reference: Any = {"type": "item_reference", "id": made.output[0].id}
+    scripted_openai.responses.create(model="demo", input=[{"role": "user", "content": "Why?"}, reference])
+    assert scripted[1].prompt == "<user>Why?<assistant>It is blue.<assistant><think>"
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "choice"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "f"}}, "required"),
+        (
+            "/v1/chat/completions",
+            {"type": "function", "function": {"name": "f"}},
+            {"type": "function", "function": {"name": "f"}},
+        ),
+        ("/v1/responses", {"type": "function", "name": "f"}, "required"),
+        ("/v1/responses", {"type": "function", "name": "f"}, {"type": "function", "name": "f"}),
+        (
+            "/v1/responses",
+            {"type": "function", "name": "f"},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
+        ),
+        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, {"type": "any"}),
+        ("/v1/messages", {"name": "f", "input_schema": {"type": "object"}}, {"type": "tool", "name": "f"}),
+    ],
+)
+def test_a_forced_call_is_one_object(scripted: Scripted, path: str, tool: Any, choice: Any) -> None:
+    scripted[1].texts = [['</think>{"name": "f", "arguments": {"a": 1}}']]
+    reply = post(scripted[0], path, [say("user", "x")], tools=[tool], tool_choice=choice)
+    assert reply.status == 200, reply.body
+    made = reply.json
+    if path == "/v1/chat/completions":
+        (choice,) = made["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        found = call["function"]["name"], call["function"]["arguments"], choice["finish_reason"]
+        assert found == ("f", '{"a": 1}', "tool_calls") and choice["message"]["content"] is None
+    elif path == "/v1/responses":
+        (item,) = made["output"]
+        assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", '{"a": 1}')
+    else:
+        (block,) = made["content"]
+        assert (block["type"], block["name"], block["input"]) == ("tool_use", "f", {"a": 1})
+        assert made["stop_reason"] == "tool_use"
+
+
+def test_tools_that_are_not_allowed_are_not_shown(scripted: Scripted) -> None:
+    tools = [{"type": "function", "name": name} for name in "fgh"]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
+    assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice=choice).status == 200
+    assert scripted[1].prompt.startswith("<tool_call> is how to call g\n<user>x")
+    assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="none").status == 200
+    assert scripted[1].prompt.startswith("<user>x")
