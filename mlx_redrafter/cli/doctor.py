@@ -223,9 +223,11 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
         )
         if trial["others"]:
             tried = ", ".join(f"{tokens:.2f} with {what}" for what, tokens in trial["others"].items())
+            best = max(trial["others"], key=trial["others"].__getitem__)
+            is_better = trial["others"][best] >= trial["tokens_per_round"] + HARDLY_ANY
             lines.append(
                 f"Warning: its first guess is hardly ever right. Is it for this model? Tokens per round with other "
-                f"hidden states: {tried}; a better one belongs into its config.json"
+                f"hidden states: {tried}" + f"; record {best} in its config.json" * is_better
             )
     return lines
 

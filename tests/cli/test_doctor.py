@@ -222,6 +222,9 @@ def test_a_drafter_with_the_wrong_state_is_told_the_right_one(measured: Measured
     report = diagnose(model, drafter, tokenizer)
     assert list(report["drafter"]["trial"]["others"]) == ["hidden_state before_norm"]
     assert "its first guess is hardly ever right" in format_report(report)
+    assert "in its config.json" not in format_report(report)
+    report["drafter"]["trial"]["others"]["hidden_state before_norm"] += 1
+    assert "; record hidden_state before_norm in its config.json" in format_report(report)
     assert drafter.args.hidden_state is None
 
 
