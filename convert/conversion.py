@@ -157,6 +157,8 @@ def convert(
     config: dict[str, Any] = {"dtype": dtype}
     if quantize:
         quantization, skipped = quantize_layers(drafter, group_size, bits, q_mode, parts)
+        if skipped and not quantization:
+            raise RedrafterError(f"no layer can be quantized: {skipped[0]}")
         notes += skipped
         if quantization:
             config |= {"quantization": quantization, "quantization_config": quantization}

@@ -17,12 +17,12 @@ import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, is_converted, medusa, mtp, recurrent
-from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
+from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args, is_count
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
 from mlx_redrafter.errors import CheckpointError, one_line
 
-from .block_configs import read_block_config
+from .block_configs import DEFAULT_BLOCK, get_object, read_block_config, read_rope
 from .layouts import find_drafter
 from .mtp import Layers, find_layers, read_layer
 from .sources import Source, describe_base, describe_missing, find_source
@@ -37,6 +37,17 @@ TENSORRT_LLM_KEYS = {
     "redrafter_is_rnn": "rnn",
 }
 """Keys of TensorRT-LLM's config and Apple's."""
+
+SIZES = (
+    "vocab_size",
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "markov_rank",
+    "conv_kernel_size",
+    "selector_rank",
+)
+"""What published configs of heads with layers call as we do, and tensors say too."""
 
 PADDING = 64
 """TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error in the config."""
@@ -138,7 +149,7 @@ def make_recurrent(parts: Parts, source: Source) -> Found:
         notes.append(f"the last {padding} rows of the head are left out: config.json says vocab_size {size}")
         drafter.args = args = replace(args, vocab_size=args.vocab_size - padding)
         drafter.lm_head[-1].weight = drafter.lm_head[-1].weight[: args.vocab_size]
-    for difference in compare_config(args, config):
+    for difference in compare_config(vars(args), config):
         # Without its cell a drafter may look whole, but of another hidden size.
         if not args.rnn and difference.startswith(("says rnn True", "says hidden_size")):
             raise CheckpointError(f"half a drafter: {where}/config.json {difference}")
@@ -202,14 +213,12 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
     shapes, notes = join_shapes(parts, where), list[str]()
     if others := sorted(name for name in parts if name.startswith("layers.")):
         raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
-    version = 3 if "layer.hidden_norm.weight" in parts else 1
+    version = 3 if {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"} & parts.keys() else 1
     fc = need_matrix(shapes, "fc.weight", where)
     width, hidden_size = fc[0], fc[1] // (2 if version == 1 else eagle.N_TAPS)
+    vocab_size = find_vocab_size(shapes, config)
     if version == 1:
         parts.pop("embed_tokens.weight", None)
-        vocab_size = shapes.get("embed_tokens.weight", (config.get("vocab_size"),))[0]
-    else:
-        vocab_size = config.get("vocab_size")
     given = read_draft_ids(parts, vocab_size, where)
     if config.get("norm_output") is not None:
         notes.append("config.json says norm_output, which projects read differently: it is ignored")
@@ -223,7 +232,7 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         "own_embedding": "embed_tokens.weight" in parts,
         "fc_norm": "fc_norm.0.weight" in parts,
         "norm_before_residual": config.get("norm_before_residual") is True,
-        "capture_layers": find_capture_layers(config) if version == 3 else None,
+        "capture_layers": find_capture_layers(config, where) if version == 3 else None,
     }
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
     args = derive_args(eagle.DrafterArgs, shapes, config | sizes, where)
@@ -234,7 +243,7 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         raise CheckpointError(
             f"{where}: expected a rope_scaling that mlx-lm has, got {got}: {one_line(error)}"
         ) from error
-    return Found(fill(drafter, parts, where, given), notes=tuple(notes))
+    return Found(fill(drafter, parts, where, given), notes=(*notes, *compare_published(args, config)))
 
 
 def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) -> Found:
@@ -251,17 +260,18 @@ def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) 
 
 def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, model: nn.Module | None) -> Found:
     """A DFlash or DSpark head. One in float16 is read as bfloat16, see `BlockDrafter`."""
-    shapes = join_shapes(parts, where)
+    shapes, notes = join_shapes(parts, where), list[str]()
     config = read_block_config(config, kind, 1 + find_last(parts, r"layers\.(\d+)\..*"), where)
+    if kind == dflash.MODEL_TYPE and "block_size" not in config:
+        config["block_size"] = DEFAULT_BLOCK
+        notes.append(f"config.json does not say block_size: {DEFAULT_BLOCK} is assumed")
     fc, n_states = need_matrix(shapes, "fc.weight", where), len(config["capture_layers"])
-    if fc[1] % n_states:
-        raise CheckpointError(f"{where}: expected fc.weight to read {n_states} states side by side, got shape {fc}")
-    rows = ("embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight")
-    vocab_size = next((shapes[name][0] for name in rows if name in shapes), config.get("vocab_size"))
+    target = model_sizes(model) if model is not None else (None, None)
+    needs_target = not {"embed_tokens.weight", "lm_head.weight"} <= shapes.keys()
+    check_states(fc, n_states, (config.get("target_hidden_size"), target[0], fc[0] if needs_target else None), where)
+    vocab_size = find_vocab_size(shapes, config) or target[1]
     if vocab_size is None:
-        if model is None:
-            raise CheckpointError(f"{where}/config.json does not say vocab_size: give --base-model")
-        vocab_size = model_sizes(model)[1]
+        raise CheckpointError(f"{where} has no config.json that says vocab_size: give --base-model")
     given = read_draft_ids(parts, vocab_size, where)
     sizes: dict[str, Any] = {
         "width": fc[0],
@@ -279,19 +289,63 @@ def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, mode
         kernel = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
         groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (kernel[1] or 1))
         rank = shapes.get("selector.predecessor.weight", (0, None))[1]
+        group_size = fc[0] // groups if groups else None
+        if group_size and config.get("conv_group_size", group_size) != group_size:
+            got = f"{group_size}, as its tensors have, got {config['conv_group_size']!r:.40}"
+            raise CheckpointError(f"{where}/config.json: expected conv_group_size {got}")
         sizes |= {
             "conv_kernel_size": kernel[1],
-            "conv_group_size": fc[0] // groups if groups else None,
+            "conv_group_size": group_size,
             "selector_rank": rank,
             "selector_top_k": config["selector_top_k"] if rank else None,
         }
     drafter_class, args_class = KINDS[kind]
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
-    drafter = fill(drafter_class(derive_args(args_class, shapes, config | sizes, where)), parts, where, given)
-    if not any(array.dtype == mx.float16 for array in list_weights(drafter).values()):
-        return Found(drafter)
-    drafter.set_dtype(mx.bfloat16)
-    return Found(drafter, notes=("it is stored in float16, whose range may be too small for it: read as bfloat16",))
+    args = derive_args(args_class, shapes, config | sizes, where)
+    drafter = fill(drafter_class(args), parts, where, given)
+    notes += compare_published(args, config)
+    if any(array.dtype == mx.float16 for array in list_weights(drafter).values()):
+        drafter.set_dtype(mx.bfloat16)
+        notes.append("it is stored in float16, whose range may be too small for it: read as bfloat16")
+    return Found(drafter, notes=tuple(notes))
+
+
+def check_states(fc: tuple[int, ...], n_states: int, sizes: Iterable[Any], where: str) -> None:
+    """Compares the number of layers that a config says with what a block drafter reads of them, side by side.
+
+    Args:
+        fc: the shape of its input projection; its rows are as wide as most targets.
+        sizes: what the target's width may be, the most certain first; None for what is not known.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    width, n_inputs = fc
+    for size in sizes if n_inputs != n_states * width else ():
+        if is_count(size) and n_inputs % size == 0 and n_inputs // size != n_states:
+            expected = f"{n_inputs // size} target_layer_ids, as fc.weight reads {n_inputs} numbers, {size} of each"
+            raise CheckpointError(f"{where}/config.json: expected {expected}, got {n_states}")
+    if n_inputs % n_states:
+        expected = f"fc.weight to read the outputs of {n_states} target_layer_ids side by side"
+        raise CheckpointError(f"{where}: expected {expected}, got shape {fc}")
+
+
+def find_vocab_size(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any]) -> Any:
+    """V, of a tensor with a row for each token; what the config says where no tensor tells."""
+    names = ["embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight"]
+    names += [] if DRAFT_IDS in shapes else ["lm_head.weight"]
+    return next((shapes[name][0] for name in names if name in shapes), config.get("vocab_size"))
+
+
+def compare_published(args: Any, config: dict[str, Any]) -> list[str]:
+    """A note for each size that the config of a published head with layers gives otherwise than its tensors."""
+    sizes = {name: getattr(args, name) or 0 for name in SIZES if hasattr(args, name)} | {
+        "hidden_size": args.width,
+        "target_hidden_size": args.hidden_size,
+        "draft_vocab_size": args.n_guesses,
+        "num_hidden_layers": getattr(args, "num_layers", 1),
+    }
+    return [f"config.json {difference}; the tensors are believed" for difference in compare_config(sizes, config)]
 
 
 def read_draft_ids(parts: Parts, vocab_size: Any, where: str) -> dict[str, mx.array]:
@@ -308,10 +362,9 @@ def read_draft_ids(parts: Parts, vocab_size: Any, where: str) -> dict[str, mx.ar
     return {DRAFT_IDS: mx.arange(len(offsets), dtype=mx.int32) + offsets}
 
 
-def find_capture_layers(config: dict[str, Any]) -> list[int] | None:
+def find_capture_layers(config: dict[str, Any], where: str) -> list[int] | None:
     """The layers whose outputs an EAGLE-3 head reads, as SpecForge and SGLang mean the key; None without the key."""
-    own = config.get("eagle_config")
-    layers = (own if isinstance(own, dict) else {}).get("eagle_aux_hidden_state_layer_ids")
+    layers: list[int] | None = get_object(config, "eagle_config", where).get("eagle_aux_hidden_state_layer_ids")
     return layers if layers is not None else config.get("eagle_aux_hidden_state_layer_ids")
 
 
@@ -327,17 +380,14 @@ def read_layer_sizes(
     heads = config.get("num_attention_heads")
     head_dim = width // heads if type(heads) is int and heads > 0 else None
     keys = need_matrix(shapes, f"{layer}.self_attn.k_proj.weight", where)[0]
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(config.get(key), dict):
-            rope |= config[key]
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    rope = read_rope(config, where)
+    thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
     is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     return {
         "head_dim": head_dim,
         "num_key_value_heads": keys // head_dim if head_dim else None,
         "intermediate_size": need_matrix(shapes, f"{layer}.mlp.gate_proj.weight", where)[0],
-        "rope_theta": theta,
+        "rope_theta": next(theta for theta in thetas if theta is not None),
         "rope_scaling": None if is_plain else rope,
         "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
     }
@@ -380,8 +430,10 @@ def fill(drafter: Any, parts: Parts, where: str, given: Mapping[str, mx.array] |
     expected = {name: shape for name, shape in list_shapes(drafter).items() if name not in arrays}
     shapes = join_shapes(parts, where)
     for name in sorted(expected.keys() | shapes.keys()):
-        if shapes.get(name) != expected.get(name):
-            wanted, got = expected.get(name), shapes.get(name)
+        if name not in shapes:
+            raise CheckpointError(f"half a drafter: {where} is of kind {drafter.args.model_type}, and has no {name}")
+        if shapes[name] != expected.get(name):
+            wanted, got = expected.get(name), shapes[name]
             raise CheckpointError(f"half a drafter: {where}: expected {name} of shape {wanted}, got {got}")
     for name, slices in parts.items():
         arrays[name] = join_tensors(name, slices, where, integers=name == DRAFT_IDS)

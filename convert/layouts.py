@@ -9,11 +9,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_redrafter.drafters import arctic_lstm, eagle, medusa, mlp_speculator, recurrent
+from mlx_redrafter.drafters import arctic_lstm, dflash, dspark, eagle, medusa, mlp_speculator, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS
 from mlx_redrafter.errors import CheckpointError
 
-from .block_configs import find_block_kind
+from .block_configs import ARCHITECTURE, find_block_kind, name_architecture
 
 T = TypeVar("T")
 
@@ -86,8 +86,19 @@ BLOCK: Renames = (
 )
 """The names of DFlash's authors, and those of Muse's; DSpark's authors', and SpecForge's older ones."""
 
-BLOCK_NAMES = {"hidden_norm.weight", "encoder.fc.weight", "encoder.output_norm_enc.weight"}
-"""What a block drafter has, and no other kind: EAGLE's norm of this name is in its layer."""
+BLOCK_NAME = re.compile(
+    r"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|candidate_selector\..*|.*\bmarkov_w1\.weight"
+)
+"""What a block drafter may have, and no other kind: EAGLE's norm of this name is in its layer."""
+
+EAGLE_NAME = re.compile(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight")
+
+NEEDED: dict[str, tuple[str, ...]] = {
+    eagle.MODEL_TYPE: ("fc.weight",),
+    dflash.MODEL_TYPE: ("fc.weight", "hidden_norm.weight"),
+    dspark.MODEL_TYPE: ("fc.weight", "hidden_norm.weight"),
+}
+"""The kinds that have layers as base models do -> what each has, whatever its sizes."""
 
 OTHER_KINDS = (
     (
@@ -117,14 +128,12 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
         tails = {name: tail for name, tail in tails.items() if name in inside}
     kind = config.get("model_type")
     says_other = isinstance(kind, str) and kind.isidentifier() and kind != recurrent.MODEL_TYPE
+    model_type, renames = find_kind(tails.values(), config, where)
     for pattern, verdict in OTHER_KINDS:
-        if not {"fc.weight", *BLOCK_NAMES} & set(tails.values()) and any(
-            re.fullmatch(pattern, tail) for tail in tails.values()
-        ):
+        if model_type not in NEEDED and any(re.fullmatch(pattern, tail) for tail in tails.values()):
             raise CheckpointError(f"{where} {verdict.format(model=f'a {kind}' if says_other else 'a base model')}")
     if not inside and set(tails.values()) <= {HEAD}:
         raise CheckpointError(f"{where} holds no drafter: its tensors are {sorted(tails)}")
-    model_type, renames = find_kind(tails.values(), config, where)
     names: dict[str, str] = {}
     for name, tail in sorted(tails.items()):
         ours = rename(tail, renames)
@@ -136,6 +145,9 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
             raise CheckpointError(f"{where} holds two drafters: {names[ours]!r} and {name!r}")
         if ours:
             names[ours] = name
+    for ours in NEEDED.get(model_type, ()):
+        if ours not in names:
+            raise CheckpointError(f"half a drafter: {where} is of kind {model_type}, and has no {ours}")
     return model_type, {ours: tensors[name] for ours, name in names.items()}
 
 
@@ -145,9 +157,9 @@ def find_kind(names: Collection[str], config: dict[str, Any], where: str) -> tup
     Raises:
         CheckpointError: see `find_block_kind`.
     """
-    if BLOCK_NAMES & set(names):
+    if any(map(BLOCK_NAME.fullmatch, names)) or ARCHITECTURE.fullmatch(name_architecture(config)):
         return find_block_kind(config, where, has_markov_head=any("markov_w1" in name for name in names)), BLOCK
-    if "fc.weight" in names:
+    if any(map(EAGLE_NAME.fullmatch, names)):
         return eagle.MODEL_TYPE, EAGLE
     if "forget_emb.0.weight" in names:
         return arctic_lstm.MODEL_TYPE, ARCTIC_LSTM

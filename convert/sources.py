@@ -15,6 +15,7 @@ from mlx_redrafter.drafters import KINDS
 from mlx_redrafter.drafters.recurrent import MODEL_TYPE
 from mlx_redrafter.errors import CheckpointError, one_line
 
+from .layouts import find_drafter
 from .mtp import Layers, find_layers
 
 INDEX = "model.safetensors.index.json"
@@ -140,6 +141,24 @@ def read_index(path: Path) -> tuple[Layers | None, dict[str, str]]:
     return find_layers(placed), placed
 
 
+def check_index(path: Path, files: Iterable[str], name: str) -> None:
+    """Refuses what is no drafter by the names of its tensors, before they are downloaded.
+
+    Args:
+        path: where the index of `name` is, and its config.
+        files: those that would be read.
+
+    Raises:
+        CheckpointError: saying what it is.
+    """
+    layers, placed = read_index(path)
+    config = read_object(path / "config.json") if (path / "config.json").is_file() else {}
+    if layers is not None and layers.has_model:
+        raise CheckpointError(describe_base(name))
+    if layers is None and str(config.get("model_type")) not in KINDS and set(files) <= set(placed.values()):
+        find_drafter(placed, config, name)
+
+
 def describe_base(name: str) -> str:
     """What is said of a whole model where a drafter is expected."""
     return f"{name} is a model that has a multi-token-prediction layer: convert --from-base takes that alone"
@@ -147,7 +166,7 @@ def describe_base(name: str) -> str:
 
 def describe_missing(name: str) -> str:
     """What is said of a model without a multi-token-prediction layer."""
-    advice = "conversions to MLX leave it out, so give the repository of the model's authors"
+    advice = "few models have one, and conversions to MLX leave it out; give the repository of such a model's authors"
     return f"{name} has no multi-token-prediction layer: {advice}"
 
 
@@ -158,7 +177,7 @@ def download(name: str, revision: str | None, *, is_base: bool = False) -> Path:
         is_base: whether only the weights of the multi-token-prediction layer are wanted; see `find_base`.
 
     Raises:
-        CheckpointError: no hub id, the hub does not give it, or a whole model where a drafter is wanted.
+        CheckpointError: no hub id, the hub does not give it, or a model without a drafter where one is wanted.
     """
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name!r}")
@@ -168,8 +187,8 @@ def download(name: str, revision: str | None, *, is_base: bool = False) -> Path:
             index = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX]))
             if is_base:
                 files = choose_base_files(index, present, name)
-            elif (found := read_index(index)[0]) is not None and found.has_model:
-                raise CheckpointError(describe_base(name))
+            else:
+                check_index(index, choose_files(present, name), name)
         files = files or choose_files(present, name)
         if is_base:
             files = [INDEX, *files]

@@ -31,6 +31,12 @@ WEIGHTS = "model*.safetensors"
 BUILTIN = "builtin"
 """What may be given for a drafter to mean the model's own multi-token-prediction layer."""
 
+DRAFTER_HELP = (
+    "directory or Hugging Face repo of its drafter; "
+    f"{BUILTIN!r} says how to get the model's own multi-token-prediction layer"
+)
+"""What commands say of `--drafter`."""
+
 DTYPES = ("float16", "bfloat16", "float32")
 """What a drafter may be stored in."""
 
@@ -100,10 +106,10 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
     """
     refuse_builtin(path_or_hf_repo)
-    path = find_model(path_or_hf_repo)
-    has_config = (path / "config.json").is_file()
-    if has_config and not is_converted(read_object(path / "config.json")):
+    file = find_model(path_or_hf_repo, ["config.json"]) / "config.json"  # which says whether the rest is wanted
+    if file.is_file() and not is_converted(read_object(file)):
         return convert_in_memory(path_or_hf_repo, model)
+    path = find_model(path_or_hf_repo)
     config = check_directory(path)
     kind, args_class = find_kind(config, f"{path}")
     try:
@@ -111,7 +117,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         for file in path.glob(WEIGHTS):
             tensors |= cast(Arrays, mx.load(str(file)))
         args = derive_args(args_class, {name: array.shape for name, array in tensors.items()}, config, f"{path}")
-        for difference in compare_config(args, config):
+        for difference in compare_config(vars(args), config):
             raise CheckpointError(f"{path / 'config.json'} {difference}")
         loaded, _ = load_model(
             path, model_config={**config, **vars(args)}, get_model_classes=lambda config: (kind, args_class)
@@ -140,8 +146,8 @@ def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
     if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
         first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
         raise CheckpointError(
-            f"a model that mlx-lm has loaded has no multi-token-prediction layer: take it from its authors' repository "
-            f"with '{first}', then give --drafter OUT"
+            f"mlx-lm loads no multi-token-prediction layer, and few models have one: where the authors' repository "
+            f"has it, take it from there with '{first}', then give --drafter OUT"
         )
 
 
@@ -153,12 +159,12 @@ def convert_in_memory(path_or_hf_repo: str | Path, model: nn.Module | None) -> D
     """
     convert: Any = import_module("mlx_redrafter.convert.heads")  # which needs this module
     drafter, _, notes = convert.read_drafter(path_or_hf_repo, model)
-    _log.info("%s is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result", path_or_hf_repo)
-    for note in notes:
-        _log.info("note: %s", note)
     if model is not None:
         drafter.check_fit(model, f"{path_or_hf_repo}")
         evaluate(model)  # see `load_drafter`
+    _log.info("%s is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result", path_or_hf_repo)
+    for note in notes:
+        _log.info("note: %s", note)
     return drafter
 
 
@@ -210,8 +216,11 @@ def save_drafter(
         raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
 
 
-def find_model(path_or_hf_repo: str | Path) -> Path:
+def find_model(path_or_hf_repo: str | Path, files: list[str] | None = None) -> Path:
     """The local directory of a model, downloaded from the hub when the name is not a path.
+
+    Args:
+        files: patterns of what is downloaded; None for mlx-lm's.
 
     Raises:
         CheckpointError: neither a local directory nor available on the hub.
@@ -222,7 +231,7 @@ def find_model(path_or_hf_repo: str | Path) -> Path:
         return Path(path)
     try:
         validate_repo_id(name)
-        return Path(_download(name))
+        return Path(_download(name, allow_patterns=files))
     except HFValidationError:
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:

@@ -127,7 +127,7 @@ def test_missing_directory_is_refused(loader: Callable[[str | Path], Any], store
 
 
 def test_hub_names_are_downloaded_or_refused(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str) -> Path:
+    def download(name: str, allow_patterns: list[str] | None) -> Path:
         if name == "some/drafter":
             return stored
         raise OSError(f"no\n\n  connection for {name}")

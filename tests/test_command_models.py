@@ -11,6 +11,7 @@ import pytest
 from small import save_target, small_llama
 from toys import make_tokenizer
 
+from mlx_redrafter.cli.arguments import make_parser
 from mlx_redrafter.command_models import load_pair
 from mlx_redrafter.errors import CheckpointError
 
@@ -37,5 +38,7 @@ def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
     flags = Namespace(adapter_path=None, trust_remote_code=False)
     with pytest.raises(CheckpointError, match=r"convert --from-base ORIGINAL --mlx-path OUT', then give --drafter OUT"):
         load_pair(flags, "no/such-model", "builtin")
+    told = " ".join(make_parser("generate", "", "none").format_help().split())
+    assert "'builtin' says how to get the model's own" in told
     with pytest.raises(CheckpointError, match="no/such-model"):
         load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..checkpoints import DRAFTER_HELP
 from ..command_models import find_drafter_name, load_pair
 from ..drafters.protocol import Drafter
 from ..errors import Parser, RedrafterError
@@ -21,7 +22,7 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
     drafters = parser.add_mutually_exclusive_group().add_argument
-    drafters("--drafter", help=f"local directory or Hugging Face repo of its drafter; {without_drafter} if not given")
+    drafters("--drafter", help=f"{DRAFTER_HELP}; {without_drafter} if not given")
     drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")

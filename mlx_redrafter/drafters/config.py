@@ -59,6 +59,11 @@ class DrafterArgs:
         return None
 
     @property
+    def min_layers(self) -> int:
+        """How many layers a target must have at least, so that it has those whose outputs are read."""
+        return 0
+
+    @property
     def before_norm(self) -> bool:
         """Whether it reads the target's hidden state from before the final norm."""
         return self.hidden_state == BEFORE_NORM
@@ -115,9 +120,8 @@ class DrafterArgs:
         sizes = {}
         for field in fields(cls):
             value = config.get(field.name, field.default)
-            if value is MISSING:
-                advice = "python -m mlx_redrafter.convert reads heads as they are published"
-                raise CheckpointError(f"{where}/config.json does not say {field.name}: {advice}")
+            if value is MISSING or (value is None and field.default is MISSING):
+                raise CheckpointError(f"{where} has no config.json that says {field.name}")
             if field.type == "bool" and type(value) is not bool:
                 raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
             least = 0 if field.name.endswith("_id") else 1
@@ -204,6 +208,11 @@ class LayerArgs(DrafterArgs):
             raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
         return replace(args, rope_scaling=scaling, capture_layers=layers)
 
+    @property
+    def min_layers(self) -> int:
+        """See `DrafterArgs.min_layers`."""
+        return 1 + max(self.capture_layers or [-1])
+
     def describe_states(self) -> str:
         """See `DrafterArgs.describe_states`."""
         if self.capture_layers is None:
@@ -275,9 +284,13 @@ def _shorten(value: object) -> str:
     return one_line(repr(value))[:40]
 
 
-def compare_config(args: DrafterArgs, config: dict[str, Any]) -> Iterator[str]:
-    """A clause for each size that the config gives otherwise than the tensors; -1 and null give none."""
-    for key, value in vars(args).items():
+def compare_config(sizes: Mapping[str, Any], config: dict[str, Any]) -> Iterator[str]:
+    """A clause for each size that the config gives otherwise than the tensors; -1 and null give none.
+
+    Args:
+        sizes: what the tensors say, by the config's names.
+    """
+    for key, value in sizes.items():
         given = config.get(key, -1)
         if given not in (-1, None, value):
             yield f"says {key} {_shorten(given)}, its tensors say {value}"

@@ -61,7 +61,11 @@ class DrafterArgs(BlockArgs):
             if (given[first] is None) != (given[second] is None):
                 raise CheckpointError(f"{where}/config.json: expected both {first} and {second}, or none")
         if args.width % (given["conv_group_size"] or 1):
-            raise CheckpointError(f"{where}: {args.width} channels are not groups of {given['conv_group_size']}")
+            got = given["conv_group_size"]
+            raise CheckpointError(f"{where}/config.json: expected conv_group_size to divide {args.width}, got {got}")
+        if (given["selector_top_k"] or 1) > args.n_guesses:
+            most, got = f"from 1 to the {args.n_guesses} tokens that it can guess", given["selector_top_k"]
+            raise CheckpointError(f"{where}/config.json: expected selector_top_k {most}, got {got}")
         return replace(args, **given)
 
     def describe(self) -> str:

@@ -93,6 +93,11 @@ class DrafterArgs(LayerArgs, TrainableArgs):
             )
         return args
 
+    @property
+    def min_layers(self) -> int:
+        """See `DrafterArgs.min_layers`; where it does not say which it reads, what `default_layers` needs."""
+        return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
+
     def describe_states(self) -> str:
         """See `DrafterArgs.describe_states`."""
         if self.version == 3 and self.capture_layers is None:

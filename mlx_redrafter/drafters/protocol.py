@@ -69,6 +69,10 @@ class Drafter(nn.Module):
         for what, expected, got in zip(("hidden size", "vocabulary size"), own, model_sizes(model), strict=True):
             if expected != got:
                 raise CheckpointError(f"{name} expects {what} {expected}, the target has {got}")
+        least, count = self.args.min_layers, len(getattr(model, "layers", []))
+        if count < least:
+            states = self.args.describe_states()
+            raise CheckpointError(f"{name} reads {states}: expected a target of at least {least} layers, got {count}")
 
     def explain_chains(self) -> str | None:
         """Why it drafts chains only; None where it drafts trees."""

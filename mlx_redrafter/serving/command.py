@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints import DRAFTER_HELP
 from ..command_models import check_demo_flags
 from ..errors import Parser, RedrafterError
 from ..options import OPTION_FLAGS, Options, add_options
@@ -34,7 +35,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
     drafters = parser.add_mutually_exclusive_group().add_argument
-    drafters("--drafter", help="local directory or Hugging Face repo of its drafter; without one the context drafts")
+    drafters("--drafter", help=f"{DRAFTER_HELP}; without one the context drafts")
     drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     drafters("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--adapter-path", help="path of trained adapter weights and config")

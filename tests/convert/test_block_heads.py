@@ -107,9 +107,29 @@ def test_layers_of_speculators_are_counted_from_one(tmp_path: Path) -> None:
     assert drafter.open(make_target("dspark_speculators", drafter)).capture == (1, 5, 9)
     for name, key in (("dspark_speculators", "aux_hidden_state_layer_ids"), ("dspark", "target_layer_ids")):
         source = publish(name, tmp_path / key, **{key: None})
-        refused(source, ".* does not say target_layer_ids, the layers whose outputs it reads", tmp_path / f"{key}-out")
-    two = publish("dspark", tmp_path / "two", target_layer_ids=[1, 5, 9, 10, 11, 12, 13])
-    refused(two, r".*: expected fc\.weight to read 7 states side by side, got shape \(40, 120\)", tmp_path / "two-out")
+        pattern = f"{source} has no config.json that says target_layer_ids, the layers whose outputs it reads"
+        refused(source, pattern, tmp_path / f"{key}-out")
+
+
+def test_a_wrong_number_of_layers_is_said(tmp_path: Path) -> None:
+    expected = r".*/config\.json: expected 3 target_layer_ids, as fc\.weight reads \d+ numbers, \d+ of each, got 2"
+    refused(publish("dflash_assistant", tmp_path / "1", target_layer_ids=[1, 5]), expected, tmp_path / "1-out")
+    sizes = {"target_layer_ids": [1, 5], "target_hidden_size": 40}
+    refused(publish("dspark", tmp_path / "2", **sizes), expected, tmp_path / "2-out")
+    source = publish("dspark", tmp_path / "3", target_layer_ids=[1, 5])
+    with pytest.raises(CheckpointError, match=expected):
+        load_drafter(source, make_target("dspark", load_golden("dspark", tmp_path)))
+    seven = publish("dspark", tmp_path / "7", target_layer_ids=[1, 5, 9, 10, 11, 12, 13])
+    pattern = r".*: expected fc\.weight to read the outputs of 7 target_layer_ids side by side, got shape \(40, 120\)"
+    refused(seven, pattern, tmp_path / "7-out")
+
+
+def test_a_target_of_too_few_layers_is_refused(tmp_path: Path) -> None:
+    drafter = load_golden("dspark", tmp_path)
+    load_drafter(tmp_path / "in", make_target("dspark", drafter, layers=10))
+    pattern = "reads the outputs of layers 1, 5, 9: expected a target of at least 10 layers, got 9"
+    with pytest.raises(CheckpointError, match=pattern):
+        load_drafter(tmp_path / "in", make_target("dspark", drafter, layers=9))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark_speculators"])
@@ -123,7 +143,7 @@ def test_a_target_says_the_vocabulary_where_the_config_does_not(tmp_path: Path) 
     name = "dflash_assistant"
     target = make_target(name, load_golden(name, tmp_path))
     source = publish(name, tmp_path / "bare")
-    refused(source, ".* does not say vocab_size: give --base-model", tmp_path / "bare-out")
+    refused(source, f"{source} has no config.json that says vocab_size: give --base-model", tmp_path / "bare-out")
     assert load_drafter(source, target).args.vocab_size == 97
 
 
@@ -165,31 +185,71 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("dflash", {"rope_parameters": {"rope_type": "dynamic"}}, ".*: expected a rotation of .*"),
         ("dflash", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ".*: expected a rotation of .*"),
-        ("dflash", {"layer_types": ["full_attention"]}, ".*: expected 2 layer_types, got .*"),
+        ("dflash", {"rope_theta": 0}, ".*: expected rope_theta to be a number above 0, got 0"),
+        ("dflash", {"rope_scaling": "x"}, ".*: expected rope_scaling to be an object, got 'x'"),
+        ("dflash", {"dflash_config": "x"}, ".*: expected dflash_config to be an object, got 'x'"),
+        ("dflash", {"layer_types": ["full_attention"]}, ".*: expected 2 layer_types, each full_attention .*"),
+        ("dflash", {"layer_types": ["full_attention", "x"]}, ".*: expected 2 layer_types, .*, got .*'x'.*"),
         ("dflash", {"block_size": 1}, ".*: expected block_size from 2 to 256, got 1"),
-        ("dspark", {"block_size": None}, ".*: expected block_size from 1 .*"),
+        ("dspark", {"block_size": None}, ".* has no config.json that says block_size"),
         ("dspark", {"mask_token_id": 101}, ".*: expected mask_token_id below 101, got 101"),
         ("dspark", {"mask_token_id": -1}, ".*: expected mask_token_id from 0 .*"),
         ("dspark", {"target_layer_ids": [-1, 5, 9]}, ".*: expected capture_layers as layer numbers, .*"),
         ("dspark_gemma4", {"final_logit_softcapping": 0}, ".*: expected final_logit_softcapping to be a number .*"),
-        ("dflash2", {"sliding_window": "9"}, ".*: expected layer_windows to be one for each of 2 layers, .*"),
+        ("dflash2", {"sliding_window": "9"}, ".*: expected sliding_window to be a number from 1, got '9'"),
+        ("dflash2", {"sliding_window": None}, ".*: expected sliding_window to be a number from 1, got None"),
+        ("dflash2", {"sliding_window": 0}, ".*: expected sliding_window to be a number from 1, got 0"),
+        ("dflash2", {"conv_group_size": 7}, ".*: expected conv_group_size 8, as its tensors have, got 7"),
+        ("dflash2", {"conv_group_size": 16}, ".*: expected conv_group_size 8, as its tensors have, got 16"),
+        ("dflash2", {"selector_top_k": 102}, ".*: expected selector_top_k from 1 to the 101 tokens .*, got 102"),
     )
     for i, (name, config, message) in enumerate(cases):
+        if name == "dflash2":  # whose keys are under that one
+            config = config | {"dflash_config": read_golden(name)[2]["dflash_config"] | config}
         refused(publish(name, tmp_path / f"config {i}", **config), message, tmp_path / f"config {i} out")
-    for name, tensor in (
-        ("dflash", "layers.1.self_attn.o_proj.weight"),
-        ("dflash2", "layers.1.mlp_conv.base_kernel"),
-        ("dflash2", "candidate_selector.successor_codebook"),
-        ("dspark", "markov_head.markov_w2.weight"),
-        ("dspark_speculators", "lm_head.weight"),
+    for name, tensor, ours in (
+        ("dflash", "fc.weight", "fc.weight"),
+        ("dflash", "hidden_norm.weight", "hidden_norm.weight"),
+        ("dflash_assistant", "encoder.fc.weight", "fc.weight"),
+        ("dspark", "hidden_norm.weight", "hidden_norm.weight"),
+        ("dflash", "layers.1.self_attn.o_proj.weight", "layers.1.self_attn.o_proj.weight"),
+        ("dflash2", "layers.1.mlp_conv.base_kernel", "layers.1.mlp_conv.base_kernel"),
+        ("dflash2", "candidate_selector.successor_codebook", "selector.successor.weight"),
+        ("dspark", "markov_head.markov_w2.weight", "markov_w2.weight"),
+        ("dspark_speculators", "lm_head.weight", "lm_head.weight"),
     ):
+        kind = "dflash" if name.startswith("dflash") else "dspark"
+        said = f"(is of kind {kind}, and has|can guess some tokens alone, and holds) no {re.escape(ours)}"
         weights = read_golden(name)[0]
         del weights[tensor]
         broken = publish(name, tmp_path / f"{name} {tensor}", arrays=weights)
-        refused(broken, "half a drafter: .*", tmp_path / f"{name} {tensor} out")
+        refused(broken, f"half a drafter: .* {said}", tmp_path / f"{name} {tensor} out")
     more = read_golden("dflash")[0] | {"gru.weight_ih_l0": mx.zeros((3, 48))}
     broken = publish("dflash", tmp_path / "more", arrays=more)
     refused(broken, r".* holds a tensor that no dflash has: 'gru\.weight_ih_l0'", tmp_path / "more-out")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_sizes_that_a_config_says_otherwise_are_noted(name: str, tmp_path: Path) -> None:
+    """And those of the published configs are not."""
+    said = NOTHING_SAID.get(name, {})
+    sound = convert(publish(name, tmp_path / "sound", **said), tmp_path / "sound-out")
+    assert sound.notes == ()
+    wrong = {"hidden_size": 64, "intermediate_size": 64, "markov_rank": 5, "draft_vocab_size": 50}
+    if "vocab_size" in read_golden(name)[2] and name.startswith("dspark"):  # of others no tensor tells
+        wrong["vocab_size"] = 111
+    if name.startswith("dflash"):
+        del wrong["markov_rank"]
+    done = convert(publish(name, tmp_path / "in", **said | wrong), tmp_path / "out")
+    assert done.args == sound.args and len(done.notes) == len(wrong)
+    for key, value in wrong.items():
+        assert [note for note in done.notes if note.startswith(f"config.json says {key} {value}, its tensors say ")]
+
+
+def test_a_block_size_that_is_not_said_is_noted(tmp_path: Path) -> None:
+    done = convert(publish("dflash", tmp_path / "in", block_size=None), tmp_path / "out")
+    assert done.notes == ("config.json does not say block_size: 16 is assumed",)
+    assert done.args.max_depth == 15
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)

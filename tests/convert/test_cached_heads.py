@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from checkpoints import refused
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
+from mlx_redrafter.errors import CheckpointError
 
 PAIRS = ("eagle1", "eagle1_qkvbias", "eagle3", "eagle3_fcnorm", "eagle3_headdim")
 MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp", "deepseek_v3_mtp")
@@ -75,11 +77,54 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     weights = read_golden("eagle3")[0]
     cases = {
         "midlayer.self_attn.o_proj.weight": r"half a drafter: .* holds no layer\.self_attn\.o_proj\.weight; .*",
-        "midlayer.mlp.down_proj.weight": r"half a drafter: .*: expected layer\.mlp\.down_proj\.weight of shape .*",
-        "lm_head.weight": r"half a drafter: .*: expected lm_head\.weight of shape .*",
+        **{
+            name: rf"half a drafter: .* is of kind eagle, and has no {re.escape(name.replace('midlayer', 'layer'))}"
+            for name in ("fc.weight", "lm_head.weight", "midlayer.hidden_norm.weight", "midlayer.mlp.down_proj.weight")
+        },
     }
     for i, (name, pattern) in enumerate(cases.items()):
         arrays = {key: array for key, array in weights.items() if key != name}
         refused(publish("eagle3", tmp_path / f"{i}", arrays=arrays), pattern, tmp_path / f"{i}-out")
+    layered = {name.replace("midlayer", "layers.0"): array for name, array in weights.items() if name != "fc.weight"}
+    pattern = r"half a drafter: .* is of kind eagle, and has no fc\.weight"
+    refused(publish("eagle3", tmp_path / "layered", arrays=layered), pattern, tmp_path / "layered-out")
     two = weights | {"layers.1.mlp.gate_proj.weight": mx.zeros((48, 32))}
     refused(publish("eagle3", tmp_path / "two", arrays=two), r".* has several layers, .*", tmp_path / "two-out")
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle1"])
+def test_sizes_that_a_config_says_otherwise_are_noted(name: str, tmp_path: Path) -> None:
+    wrong = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 2, "draft_vocab_size": 50}
+    done = convert(publish(name, tmp_path / "in", **wrong), tmp_path / "out")
+    assert done.args == convert(publish(name, tmp_path / "sound"), tmp_path / "sound-out").args
+    for key, said in wrong.items():
+        assert [note for note in done.notes if note.startswith(f"config.json says {key} {said}, its tensors say ")]
+    assert len(done.notes) == len(wrong)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *MTP])
+def test_configs_that_agree_with_the_tensors_give_no_note(name: str, tmp_path: Path) -> None:
+    assert convert(publish(name, tmp_path / "in"), tmp_path / "out").notes == ()
+
+
+def test_what_a_config_must_say_is_named(tmp_path: Path) -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"rope_theta": 0}, ".*: expected rope_theta to be a number above 0, got 0"),
+        ({"rope_scaling": "x"}, ".*: expected rope_scaling to be an object, got 'x'"),
+        ({"eagle_config": [1]}, r".*: expected eagle_config to be an object, got \[1\]"),
+        ({"num_attention_heads": None}, ".* has no config.json that says num_attention_heads"),
+    )
+    for i, (config, message) in enumerate(cases):
+        refused(publish("eagle3", tmp_path / f"{i}", **config), message, tmp_path / f"{i}-out")
+    source = publish("eagle3", tmp_path / "bare")
+    (source / "config.json").unlink()
+    refused(source, f"{source} has no config.json that says vocab_size", tmp_path / "bare-out")
+
+
+@pytest.mark.parametrize(("layers", "least"), [(None, 4), ([1, 5, 9], 10)])
+def test_a_target_of_too_few_layers_is_refused(layers: list[int] | None, least: int, tmp_path: Path) -> None:
+    source = publish("eagle3", tmp_path / "in", eagle_aux_hidden_state_layer_ids=layers)
+    drafter = load_drafter(source)
+    with pytest.raises(CheckpointError, match=f"reads the outputs of .*: expected a target of at least {least} layers"):
+        load_drafter(source, make_target("eagle3", drafter, layers=least - 1))
+    load_drafter(source, make_target("eagle3", drafter, layers=least))

@@ -95,6 +95,12 @@ def test_layers_that_mlx_cannot_pack_are_named(
     assert convert(done.path, tmp_path / "back", dequantize=True).args == drafter.args
 
 
+def test_a_quantization_that_fits_no_layer_is_refused(tmp_path: Path) -> None:
+    source = apple(tmp_path / "in", tensors(make(**WIDE)))
+    pattern = "no layer can be quantized: .* is not quantized: MLX does not pack .* weights by 7"
+    refused(source, pattern, tmp_path / "result", "-q", "--q-group-size", "7")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", ["input projection", "no blocks"])

@@ -14,7 +14,7 @@ from checkpoints import base, command, prefixed, refused, save
 from heads import NAMES, Arrays, draft_logits, make_head, publish, read_golden
 from mlx.utils import tree_flatten
 from small import save_target, small_llama
-from toys import make_tokenizer
+from toys import make_model, make_tokenizer
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
@@ -73,6 +73,10 @@ def test_a_published_head_is_loaded_as_it_is(tmp_path: Path, caplog: pytest.LogC
         message
         == f"{tmp_path / 'in'} is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result"
     )
+    caplog.clear()
+    with pytest.raises(CheckpointError, match="expects hidden size"):
+        load_drafter(tmp_path / "in", make_model())
+    assert caplog.messages == []
 
 
 def test_a_depth_that_a_head_cannot_draft_is_refused(tmp_path: Path) -> None:
@@ -178,13 +182,16 @@ ODD: dict[str, Arrays] = {
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no output matrix": (changed("medusa", "1.1.weight"), "half a drafter: IN: expected output.1.weight of shape .*"),
-    "a block without its bias": (changed("medusa", "1.0.linear.bias"), "half a drafter: IN: expected blocks.1.0.*"),
+    "no output matrix": (changed("medusa", "1.1.weight"), "half a drafter: IN .* medusa, and has no output.1.weight"),
+    "a block without its bias": (
+        changed("medusa", "1.0.linear.bias"),
+        "half a drafter: IN .* medusa, and has no blocks.1.0.*",
+    ),
     "half a block": (changed("medusa", "0.0.linear.weight"), "half a drafter: IN holds no blocks.0.0.linear.*"),
     "heads that use the target's matrix": (changed("medusa_v2"), "IN holds Medusa heads that use .*--base-model"),
     "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN holds a tensor that no medusa has: 'x.weight'"),
-    "no number of stages": (changed("mlp_speculator", n_predict=None), "IN/.*: expected n_predict from 1 .* None"),
-    "fewer stages than it says": (changed("mlp_speculator", n_predict=4), "half a drafter: IN: .* emb.3.* None"),
+    "no number of stages": (changed("mlp_speculator", n_predict=None), "IN has no config.json that says n_predict"),
+    "fewer stages than it says": (changed("mlp_speculator", n_predict=4), "half a drafter: IN .*, and has no emb.3.*"),
     "untied gates": (changed("arctic_lstm", tie_lstm_embs=False), "IN: expected tie_lstm_embs true .*, got False"),
     "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN holds .*'proj.0.1.weight'"),
     "no cell": (changed("arctic_lstm", "cell_proj.1"), "half a drafter: IN holds 3 gates of four of proj.1.weight"),

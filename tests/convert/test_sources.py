@@ -11,26 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cached import make_cached, name_as_published, save_base
+from cached import make_cached, name_as_published, publish, save_base
 from checkpoints import (
     CONFIG,
+    FORMS,
     INDEX,
     WEIGHTS,
     apple,
     base,
     came_through,
+    configure,
     make,
     modelopt,
     ranks,
     refused,
     save,
+    shard,
     tensors,
     trainer,
     trap,
 )
+from mlx_lm import utils as mlx_lm_utils
+from toys import make_model
 
+from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert import sources
 from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.errors import CheckpointError
 
 Write = Callable[[Path], Path | None]
 """Puts something into a directory; the path to convert, when it is not the directory."""
@@ -122,12 +129,14 @@ class Hub:
     """Stands in for the Hugging Face hub, with repositories in a directory: `owner/name/revision/files`.
 
     Attributes:
-        downloaded: names of files that were asked for.
+        downloaded: names of files that were asked for last.
+        ever_downloaded: of those that were asked for at all.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.downloaded: list[str] = []
+        self.ever_downloaded: set[str] = set()
 
     def list_repo_files(self, repo: str, *, revision: str | None) -> list[str]:
         place = self.root / repo / (revision or "main")
@@ -138,6 +147,7 @@ class Hub:
     def snapshot_download(self, repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         present = self.list_repo_files(repo, revision=revision)
         self.downloaded = [name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)]
+        self.ever_downloaded |= set(self.downloaded)
         return str(self.root / repo / (revision or "main"))
 
 
@@ -146,6 +156,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(tmp_path / "hub")
     monkeypatch.setattr(sources, "HfApi", lambda: hub)
     monkeypatch.setattr(sources, "snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr(mlx_lm_utils, "snapshot_download", hub.snapshot_download)
     return hub
 
 
@@ -191,6 +202,31 @@ def test_of_a_model_only_the_shards_with_its_layer_are_downloaded(hub: Hub, tmp_
     pattern = "some/converted has no multi-token-prediction layer: .*"
     refused("some/converted", pattern, tmp_path / "result", origin="--from-base")
     assert hub.downloaded == [INDEX]
+
+
+def test_a_model_without_a_drafter_is_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    place = hub.root / "some" / "model" / "main"
+    shard(place, base(), 2, index=True)
+    configure(place, model_type="llama")
+    refused("some/model", "some/model is a llama, not a drafter", tmp_path / "result")
+    with pytest.raises(CheckpointError, match=r"^some/model is a llama, not a drafter$"):
+        load_drafter("some/model", make_model())
+    assert hub.ever_downloaded == {CONFIG, INDEX}
+    # An index that names other files than those that are there says nothing about them.
+    (place / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "other.safetensors")}))
+    refused("some/model", ".* is a llama, not a drafter", tmp_path / "result")
+    assert len(hub.ever_downloaded) == 4
+
+
+@pytest.mark.parametrize("form", ["two shards and an index", "ModelOpt", "a shard for each tensor"])
+def test_a_drafter_in_shards_is_downloaded(form: str, hub: Hub, tmp_path: Path) -> None:
+    FORMS[form](hub.root / "some" / "drafter" / "main", tensors(make()))
+    assert came_through(convert("some/drafter", tmp_path / "out"), make())
+
+
+def test_a_published_head_is_downloaded(hub: Hub) -> None:
+    publish("eagle3", hub.root / "some" / "head" / "main")
+    assert load_drafter("some/head").args.model_type == "eagle"
 
 
 def test_requested_revision_is_read(hub: Hub, tmp_path: Path) -> None:

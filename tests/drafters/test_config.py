@@ -47,6 +47,7 @@ def test_published_sizes_are_read_from_a_config(name: str) -> None:
         ({"num_attention_heads": 7}, "expected a whole number of heads for each, got 7 heads, 8 of keys and values"),
         ({"rope_theta": -1}, "expected rope_theta to be a number above 0, got -1"),
         ({"capture_layers": [1, -2, 3]}, r"expected capture_layers as layer numbers, got \[1, -2, 3\]"),
+        ({"num_attention_heads": None}, r"it has no config\.json that says num_attention_heads"),
         ({"version": 2}, "expected version 1 or 3, got 2"),
     ],
 )
