@@ -81,6 +81,8 @@ def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Mes
         ApiError: a message without a role, with a content that cannot be read, or nothing but images to answer.
     """
     flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    if not flat:
+        raise ApiError("there is no message to answer: all that was sent is left out here")
     is_system = [message["role"] == "system" for message in flat]
     n_leading = is_system.index(False) if False in is_system else len(flat)
     system = "\n\n".join(message["content"] for message in flat[:n_leading])
@@ -257,7 +259,11 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
         return tools, tools
     if kind == "allowed_tools":
         inner = choice.get(kind, choice)
-        named = [find_tool(tools, (each.get(each.get("type")) or each).get("name")) for each in inner["tools"]]
+        try:
+            names = [(each.get(each.get("type")) or each).get("name") for each in inner["tools"]]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ApiError(f"tool_choice.tools must be a list of tools, got {choice!r:.100}") from error
+        named = [find_tool(tools, name) for name in names]
         allowed = {tool.function["name"]: tool for tool in named}
         return allowed, allowed if inner.get("mode") == "required" else {}
     if kind not in ("function", "custom", "tool", "local_shell"):
