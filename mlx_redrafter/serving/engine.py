@@ -11,9 +11,11 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -32,9 +34,9 @@ from ..errors import one_line
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
-from .generation import Generation, Item, deliver, make_events, read_logprobs
+from .generation import Generation, Item, make_events, read_logprobs
 from .prompt_cache import PromptCache
-from .rows import Batch, CacheHandoff, Loops, Row
+from .rows import Batch, Loops
 from .types import (
     MAX_TOP_LOGPROBS,
     REQUEST_OPTIONS,
@@ -51,18 +53,10 @@ from .types import (
 CLOSING = "the server is shutting down"
 
 ALONE_STEPS = 16
-"""Tokens that the only row of a batch gets there before it is decoded alone: the next request may come soon."""
+"""Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
 
-PENALTIES = (
-    "logit_bias",
-    "repetition_penalty",
-    "repetition_context_size",
-    "presence_penalty",
-    "presence_context_size",
-    "frequency_penalty",
-    "frequency_context_size",
-)
-"""The fields of a request that are arguments of mlx-lm's `make_logits_processors`."""
+PENALTIES = tuple(signature(make_logits_processors).parameters)
+"""Fields of a request too."""
 
 
 class Engine:
@@ -100,19 +94,20 @@ class Engine:
         prompt_cache_bytes: int = 1 << 30,
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        self._model, self._drafter, self._options = model, drafter, options or Options()
+        options = options or Options()
+        self._model, self._drafter, self._options = model, drafter, options
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
         self._xtc_special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._max_queue, self._max_per_client = max_queue, max_per_client
         self._max_prompt_tokens, self._size = max_prompt_tokens, decode_concurrency
-        self.vocab_size = check_request(
-            model, mx.array([0]), None, self._options.quantization, self._options.max_kv_size
-        )
+        self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         self.context_length: int | None = None
-        self._prefill_rows = count_prefill_rows(model, self._options)
+        self._prefill_rows = count_prefill_rows(model, options)
         evaluate(model, drafter)  # another thread will use them
         self._prompt_cache = PromptCache(prompt_cache_bytes)
         self._loops = Loops(model, drafter, self._note_drafter_failure)
+        prefill = max(1, self._prefill_rows), options.prefill_step_size
+        self._make_batch = partial(Batch, model, decode_concurrency, *prefill)
         self._batch = self._make_batch()
         self._alone_steps = 0
         self._outbox: list[tuple[Generation, Item]] = []
@@ -121,7 +116,7 @@ class Engine:
         self._queue: deque[Generation] = deque()
         self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
-        self._ready: threading.Event = threading.Event()
+        self._ready = threading.Event()
         self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -138,7 +133,7 @@ class Engine:
     @property
     def running(self) -> int:
         """How many requests run."""
-        return len(self._loops.rows) + self.batch_rows
+        return len(self._rows())
 
     @property
     def batch_rows(self) -> int:
@@ -176,9 +171,7 @@ class Engine:
         """
         with self._condition:
             self._closing = True
-            for generation in self._queue:
-                self._refuse(generation, EngineClosed(CLOSING))
-            self._queue.clear()
+            self._drop_waiting(EngineClosed(CLOSING))
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -202,7 +195,7 @@ class Engine:
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed(CLOSING)
-            self._drop_cancelled_waiting()
+            self._drop_waiting()
             if len(self._queue) >= self._max_queue:
                 raise QueueFull(f"{self._max_queue} requests are waiting already")
             if self._clients[request.client] >= self._max_per_client:
@@ -234,23 +227,20 @@ class Engine:
             raise RequestError(one_line(error)) from error
         return Generation(request, options, processors)
 
-    def _drop_cancelled_waiting(self) -> None:
-        for generation in [each for each in self._queue if each.cancelled]:
+    def _drop_waiting(self, error: Exception | None = None) -> None:
+        """Ends those that were cancelled while they waited, or with an error all that wait."""
+        for generation in [each for each in self._queue if error or each.cancelled]:
             self._queue.remove(generation)
-            self._refuse(generation, None)
+            self._count_end(generation, "failed" if error else "cancelled")
+            generation.put(error)
 
-    def _refuse(self, generation: Generation, error: Exception | None) -> None:
-        """Ends a generation that waits."""
-        self._release(generation)
-        self.counters.finished["cancelled" if error is None else "failed"] += 1
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
-            generation.loop.call_soon_threadsafe(generation.deliver, error)
-
-    def _release(self, generation: Generation) -> None:
-        client = generation.request.client
-        self._clients[client] -= 1
-        if not self._clients[client]:
-            del self._clients[client]
+    def _count_end(self, generation: Generation, reason: str) -> None:
+        cached = generation.stats.cached_tokens
+        self.counters.finished[reason] += 1
+        self.counters.cached_tokens += cached
+        self.counters.prompt_tokens += generation.read - cached
+        with self._condition:
+            self._clients -= Counter([generation.request.client])  # keeps no zeros
 
     # What follows is the engine's thread.
 
@@ -258,7 +248,9 @@ class Engine:
         with on_stream(), wired_limit(self._model):
             try:
                 self._host_stream = mx.new_stream(mx.cpu)  # beside the forward that is being computed
-                self._warm_up()
+                # Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
+                for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4)):
+                    pass
             except Exception as error:
                 self._start_error = error
                 return
@@ -269,17 +261,18 @@ class Engine:
                     self._step()
                 except Exception as error:
                     logging.exception("The engine has failed, and with it all requests that ran")
-                    self._fail_all(error)
-                self._flush()
+                    running = self._rows()
+                    self._batch.close()
+                    self._batch = self._make_batch()
+                    self._end(dict.fromkeys(running, error))
+                    self._prompt_cache.clear()
+                    mx.clear_cache()
+                outbox, self._outbox = self._outbox, []
+                for generation, item in outbox:
+                    generation.put(item)
             self._prompt_cache.clear()
             mx.synchronize()
         self._batch.close()
-
-    def _warm_up(self) -> None:
-        """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs."""
-        options = replace(self._options, max_tokens=4)
-        for _ in decode_tokens([0] * 8, self._model, self._drafter, options):
-            pass
 
     def _wait(self) -> bool:
         """Waits for something to do; False where nothing is to come."""
@@ -295,45 +288,37 @@ class Engine:
         if self._aborting:
             for row in self._rows():
                 row.error = EngineClosed(CLOSING)
-        self._end_failed_and_cancelled()
+        self._end({row: row.error or "cancelled" for row in self._rows() if row.error or row.cancelled})
         self._admit()
-        if self._batch.rows:
+        if self.batch_rows:
             self._step_batch()
         for row in self._loops.rows:
             self._step_alone(row)
 
-    def _make_batch(self) -> Batch:
-        return Batch(self._model, self._size, max(1, self._prefill_rows), self._options.prefill_step_size)
-
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[Generation]:
         """Everything that runs."""
         return [*self._loops.rows, *self._batch.rows]
 
     def _admit(self) -> None:
         """Starts requests from the queue, and makes the single one part of a batch where there is another."""
         with self._condition:
-            self._drop_cancelled_waiting()
+            self._drop_waiting()
             room = min(self._size - self.running, len(self._queue))
-            generations = [self._queue.popleft() for _ in range(room)]
-        if generations and self._prefill_rows and self.running + room > 1:
+            admitted = [self._queue.popleft() for _ in range(room)]
+        if admitted and self._prefill_rows and self.running + room > 1:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
-        for generation in generations:
-            generation.stats.queue_seconds = time.perf_counter() - generation.submitted
-            request = generation.request
-            may_draft = request.draft and request.logits_processors is None
-            row = Row(generation, generation.options, list(request.prompt), generation.processors, may_draft)
+        for row in admitted:
+            row.stats.queue_seconds = time.perf_counter() - row.submitted
             with self._failing(row):
-                if request.logits_processors is not None:
-                    row.processors += request.logits_processors()
-                start = CacheHandoff(*self._prompt_cache.fetch(row.text))
-                row.read = generation.stats.cached_tokens = start.held
-                if self._prefill_rows and (room > 1 or self.running):
-                    self._batch.add(row, start)
-                else:
-                    self._loops.add(row, start)
+                if row.request.logits_processors is not None:
+                    row.processors += row.request.logits_processors()
+                start = self._prompt_cache.fetch(row.text)
+                row.read = row.stats.cached_tokens = start[1]
+                is_batched = self._prefill_rows and (room > 1 or self.running)
+                (self._batch if is_batched else self._loops).add(row, start)
 
-    def _hand_to_batch(self, row: Row) -> None:
+    def _hand_to_batch(self, row: Generation) -> None:
         """Once the row's cache ends before its last token, which is what the batch then reads first."""
         while row in self._loops.rows and not self._loops.stop_running_ahead(row):
             self._step_alone(row)
@@ -342,7 +327,7 @@ class Engine:
                 self._batch.add(row, self._loops.remove(row))
                 self.counters.mode_switches["batch"] += 1
 
-    def _step_alone(self, row: Row) -> None:
+    def _step_alone(self, row: Generation) -> None:
         with self._failing(row):
             made = self._loops.step(row)
             if made.tokens:
@@ -356,109 +341,64 @@ class Engine:
         is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
         self._alone_steps = self._alone_steps + 1 if is_alone else 0
         if self._alone_steps >= ALONE_STEPS and not self._queue and made[0][0].may_draft:
-            self._hand_to_loop()
+            # It goes on alone, after the token that the batch is computing.
+            row, following, start = self._batch.remove_only()
+            with self._failing(row):
+                if row.error is not None:
+                    raise row.error
+                ended = self._report([(row, following)])
+                self._loops.add(row, start)
+                self.counters.mode_switches["single"] += 1
+                self._end(ended)
 
-    def _hand_to_loop(self) -> None:
-        """Reports the token that the batch is computing, after which its only row goes on alone."""
-        row, made, start = self._batch.remove_only()
-        with self._failing(row):
-            if row.error is not None:
-                raise row.error
-            ended = self._report([(row, made)])
-            self._loops.add(row, start)
-            self.counters.mode_switches["single"] += 1
-            self._end(ended)
-
-    def _report(self, made: list[tuple[Row, Round]]) -> dict[Row, FinishReason]:
+    def _report(self, made: list[tuple[Generation, Round]]) -> dict[Generation, FinishReason]:
         """Posts what one forward has made for each row; returns the rows that end with it."""
-        now, ended = time.perf_counter(), dict[Row, FinishReason]()
-        taken = [(row, each, row.take(each.tokens, self._end_tokens)) for row, each in made]
+        now = time.perf_counter()
+        taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
         with mx.stream(self._host_stream):
-            pairs = [pair for _, each, tokens in taken for pair in zip(each.logprobs, tokens, strict=False)]
+            pairs = [pair for _, each, tokens, _ in taken for pair in zip(each.logprobs, tokens, strict=False)]
             logprobs = iter(read_logprobs(pairs))
-            for row, each, tokens in taken:
-                if tokens[-1] in self._end_tokens:
-                    ended[row] = "stop"
-                elif row.generated == row.options.max_tokens:
-                    ended[row] = "length"
-                self._count(row, each, len(tokens), now)
-                own = [next(logprobs) for _ in tokens]
-                events = make_events(row.generation.request, each, tokens, own, ended.get(row))
-                self._outbox.append((row.generation, events))
-        return ended
+            for row, each, tokens, reason in taken:
+                decoding, stats = Stats(), row.stats
+                if stats.time_to_first_token is None:
+                    stats.time_to_first_token = now - row.submitted
+                else:
+                    decoding = decoding.add_round(
+                        each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
+                    )
+                stats.seconds = now - row.submitted - stats.time_to_first_token
+                for counts in (stats, self.counters):
+                    counts.decoding += decoding
+                    counts.generated_tokens += len(tokens)
+                events = make_events(row.request, each, tokens, [next(logprobs) for _ in tokens], reason)
+                self._outbox.append((row, events))
+        return {row: reason for row, _, _, reason in taken if reason}
 
-    def _count(self, row: Row, made: Round, size: int, now: float) -> None:
-        """Counts a round of which `size` tokens were taken."""
-        stats, counters = row.generation.stats, self.counters
-        if stats.time_to_first_token is None:
-            stats.time_to_first_token = now - row.generation.submitted
-        else:
-            own = Stats().add_round(made.plan, size - 1, made.replayed, from_context=made.from_context)
-            stats.decoding += own
-            counters.decoding += own
-        stats.generated_tokens += size
-        counters.generated_tokens += size
-        stats.seconds = now - row.generation.submitted - stats.time_to_first_token
-
-    def _end_failed_and_cancelled(self) -> None:
-        rows = self._rows()
-        for row in rows:
-            if row.error is not None:
-                self._fail([row], row.error)
-        self._end({row: "cancelled" for row in rows if row.generation.cancelled and row.error is None})
-
-    def _end(self, reasons: Mapping[Row, str]) -> None:
-        """Takes rows out, and keeps their caches for later requests."""
-        if not reasons:
-            return
-        caches = {row: self._loops.remove(row) for row in reasons if row in self._loops.rows}
-        caches |= self._batch.remove(reasons, keep_caches=self._prompt_cache.max_bytes > 0)
-        for row, start in caches.items():
-            self._prompt_cache.store(row.text[: start.held], start.cache or [])
-        for row, reason in reasons.items():
-            self._forget(row, reason, None)
-
-    def _fail(self, rows: Sequence[Row], error: Exception) -> None:
-        """Takes rows out after an error; their caches are undefined."""
-        self._batch.remove(rows, keep_caches=False)
-        for row in rows:
+    def _end(self, ended: Mapping[Generation, str | Exception]) -> None:
+        """Takes rows out, by how they end; without an error their caches are kept for later requests."""
+        kept = [row for row, reason in ended.items() if isinstance(reason, str)]
+        caches = self._batch.remove(kept, keep_caches=self._prompt_cache.max_bytes > 0)
+        caches |= {row: self._loops.remove(row) for row in kept if row in self._loops.rows}
+        for row, (cache, held) in caches.items():
+            self._prompt_cache.store(row.text[:held], cache or [])
+        self._batch.remove(ended, keep_caches=False)
+        for row, reason in ended.items():
             self._loops.discard(row)
-            is_own = isinstance(error, GenerationFailed)
-            self._forget(row, "failed", error if is_own else GenerationFailed(one_line(error)))
-
-    def _fail_all(self, error: Exception) -> None:
-        """Fails what runs, after an error that may have left anything behind."""
-        rows = self._rows()
-        self._batch.close()
-        self._batch = self._make_batch()
-        self._fail(rows, error)
-        self._prompt_cache.clear()
-        mx.clear_cache()
+            error = None if isinstance(reason, str) else reason
+            if error is not None and not isinstance(error, GenerationFailed):
+                error = GenerationFailed(one_line(error))
+            self._count_end(row, reason if isinstance(reason, str) else "failed")
+            self._outbox.append((row, error))
 
     @contextmanager
-    def _failing(self, row: Row) -> Iterator[None]:
+    def _failing(self, row: Generation) -> Iterator[None]:
         """An exception fails this row alone."""
         try:
             yield
         except Exception as error:
             logging.exception("A request has failed")
-            self._fail([row], error)
-
-    def _forget(self, row: Row, reason: str, error: Exception | None) -> None:
-        self.counters.finished[reason] += 1
-        self.counters.cached_tokens += row.generation.stats.cached_tokens
-        self.counters.prompt_tokens += row.read - row.generation.stats.cached_tokens
-        self._outbox.append((row.generation, error))
-        with self._condition:
-            self._release(row.generation)
+            self._end({row: error})
 
     def _note_drafter_failure(self, error: Exception) -> None:
         self.counters.drafter_failures += 1
         logging.error("The drafter has failed; the request goes on without it", exc_info=error)
-
-    def _flush(self) -> None:
-        """Sends what was posted to the event loops, in one call each."""
-        outbox, self._outbox = self._outbox, []
-        for loop in {generation.loop for generation, _ in outbox}:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(deliver, [each for each in outbox if each[0].loop is loop])

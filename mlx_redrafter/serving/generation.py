@@ -1,40 +1,51 @@
-"""One generation as its client has it: the events of its tokens, delivered in the client's event loop."""
+"""One generation, from `Engine.submit` to its end, and the events of its tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Container, Sequence
+from contextlib import suppress
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
+from ..drafters.source import Source
 from ..engine.decode import Round
+from ..engine.round import Processor
 from ..options import Options
 from .types import DraftedRound, DraftSource, FinishReason, GenerationRequest, GenerationStats, TokenEvent
 
 Item = list[TokenEvent] | Exception | None
-"""What a generation gets: tokens, or its end."""
+"""What a client gets: tokens, or the end."""
 
 
 class Generation:
-    """A request that was submitted; see `Engine.submit`.
+    """A request that was submitted; after that the engine's thread writes all but `cancelled`.
 
     Attributes:
-        request: what was asked for.
-        stats: counts so far; the engine's thread writes them.
+        options: its sampling, and how caches are made.
+        processors: its logits processors.
+        text: prompt and generated tokens.
+        read: how many of the prompt's tokens are in its cache.
+        source: what the drafter keeps of its text; what a batch decodes is a hole in it.
+        may_run_ahead: whether its loop enqueues steps before it has read the one before.
+        error: what ends it in the next step.
         cancelled: whether `cancel` was called.
     """
 
-    def __init__(self, request: GenerationRequest, options: Options, processors: list[Any]) -> None:
+    def __init__(self, request: GenerationRequest, options: Options, processors: list[Processor]) -> None:
         assert options.seed is not None
         self.request, self.options, self.processors = request, options, processors
-        self.stats = GenerationStats(prompt_tokens=len(request.prompt), seed=options.seed)
+        self.stats = GenerationStats(len(request.prompt), options.seed)
+        self.text, self.read = list(request.prompt), 0
+        self.source: Source | None = None
+        self.error: Exception | None = None
+        self.may_draft, self.may_run_ahead = request.draft and request.logits_processors is None, True
         self.cancelled = False
         self.submitted = time.perf_counter()
-        self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """Yields each token; ends after the one with a `finish_reason`, or when it is cancelled. To be called once.
@@ -52,20 +63,19 @@ class Generation:
         """Ends it after the round that is being computed; from any thread. What was read stays in the prompt cache."""
         self.cancelled = True
 
-    def deliver(self, item: Item) -> None:
-        """Called in its event loop: events, or the end."""
-        self._items.put_nowait(item)
+    def put(self, item: Item) -> None:
+        """Sends events, or the end; from any thread."""
+        with suppress(RuntimeError):  # the client's loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
-
-def deliver(outbox: Iterable[tuple[Generation, Item]]) -> None:
-    """Called in an event loop with what its generations get."""
-    for generation, item in outbox:
-        generation.deliver(item)
-
-
-def find_source(made: Round) -> DraftSource:
-    """What had drafted the tokens of a round, but the last one."""
-    return "context" if made.from_context else "drafter"
+    def take(self, tokens: list[int], end_tokens: Container[int]) -> tuple[list[int], FinishReason | None]:
+        """(those of a round's tokens that belong to the text, which they are appended to; why it ends with them)."""
+        left = self.options.max_tokens - self.stats.generated_tokens  # negative without a limit
+        tokens = tokens[:left] if left > 0 else tokens
+        size = next((i for i, token in enumerate(tokens, 1) if token in end_tokens), len(tokens))
+        self.text += tokens[:size]
+        is_end = tokens[size - 1] in end_tokens
+        return tokens[:size], "stop" if is_end else "length" if size == left else None
 
 
 def make_events(
@@ -76,26 +86,23 @@ def make_events(
     reason: FinishReason | None,
 ) -> list[TokenEvent]:
     """The events of the tokens that were taken of a round, at least one; `reason` is the last one's."""
-    last = len(tokens) - 1
+    drafts = None
+    if request.include_drafts and made.tree is not None:
+        nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
+        drafts = DraftedRound(nodes, parents, list(made.path[: len(tokens)]), tokens[-1])
+    source: DraftSource
+    last, source = len(tokens) - 1, "context" if made.from_context else "drafter"
     return [
         TokenEvent(
             token,
             logprobs[i],
             find_likeliest(made.logprobs[i], request.top_logprobs),
-            find_source(made) if i < last else None,
+            source if i < last else None,
             reason if i == last else None,
-            describe_draft(made, tokens) if i == 0 and request.include_drafts else None,
+            drafts if i == 0 else None,
         )
         for i, token in enumerate(tokens)
     ]
-
-
-def describe_draft(made: Round, tokens: Sequence[int]) -> DraftedRound | None:
-    """What a round drafted, of which `tokens` were taken; None for a plain step."""
-    if made.tree is None:
-        return None
-    nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
-    return DraftedRound(nodes, parents, list(made.path[: len(tokens)]), tokens[-1])
 
 
 def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +16,8 @@ from ..engine import kv_cache
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
-class _Entry(NamedTuple):
+@dataclass(eq=False)
+class _Entry:
     tokens: Tokens
     cache: kv_cache.Cache
     nbytes: int
@@ -33,11 +34,15 @@ class PromptCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self.nbytes = 0
+        self._entries: list[_Entry] = []  # the least recently used one first
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all caches together."""
+        return sum(entry.nbytes for entry in self._entries)
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
         """(a copy of the cache that holds most of the beginning of `tokens`, or None; how many it holds).
@@ -47,46 +52,38 @@ class PromptCache:
         """
         wanted = np.array(tokens[:-1], np.int32)
         best, most = None, 0
-        for key, entry in self._entries.items():
+        for entry in self._entries:
             held = common_prefix(entry.tokens, wanted)
             if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
-                best, most = key, held
+                best, most = entry, held
         if best is None:
             return None, 0
-        self._entries.move_to_end(best)
-        entry = self._entries[best]
-        cache = copy.deepcopy(entry.cache)
-        if most < len(entry.tokens):
-            trim_prompt_cache(cache, len(entry.tokens) - most)
+        self._entries.remove(best)
+        self._entries.append(best)
+        cache = copy.deepcopy(best.cache)
+        if most < len(best.tokens):
+            trim_prompt_cache(cache, len(best.tokens) - most)
         return cache, most
 
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache) -> None:
         """Keeps a cache of exactly these tokens, which belongs to this object from now on."""
-        nbytes = sum(c.nbytes for c in cache)
-        if not tokens or nbytes > self.max_bytes:
+        new = _Entry(np.array(tokens, np.int32), cache, sum(c.nbytes for c in cache))
+        if not tokens or new.nbytes > self.max_bytes:
             return
         mx.async_eval([c.state for c in cache])  # else it would keep alive what it was computed from
-        new = _Entry(np.array(tokens, np.int32), cache, nbytes)
-        useless = [
-            key
-            for key, old in self._entries.items()
-            if common_prefix(old.tokens, new.tokens) == len(old.tokens)
-            and (len(old.tokens) == len(tokens) or _can_trim(cache))
-        ]
-        for key in useless:
-            self._drop(key)
-        self._entries[new.tokens.tobytes()] = new
-        self.nbytes += nbytes
+        can_trim = _can_trim(cache)
+
+        def is_useless(old: _Entry) -> bool:
+            is_prefix = common_prefix(old.tokens, new.tokens) == len(old.tokens)
+            return is_prefix and (can_trim or len(old.tokens) == len(tokens))
+
+        self._entries = [old for old in self._entries if not is_useless(old)] + [new]
         while self.nbytes > self.max_bytes:
-            self._drop(next(iter(self._entries)))
+            del self._entries[0]
 
     def clear(self) -> None:
         """Drops all caches."""
-        self._entries.clear()
-        self.nbytes = 0
-
-    def _drop(self, key: bytes) -> None:
-        self.nbytes -= self._entries.pop(key).nbytes
+        self._entries = []
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:

@@ -1,16 +1,16 @@
-"""The two ways of decoding: this package's loop for one row, which drafts, and mlx-lm's batches of several.
+"""The two ways of decoding: this package's loop for one generation, which drafts, and mlx-lm's batches of several.
 
-A row is a request that runs. It goes from one way to the other with the cache of its text, and goes on with the tokens
-that are not in it yet, so that nothing is read twice. All this runs in one thread, on mlx-lm's generation stream.
+A generation goes from one way to the other with the cache of its text, and goes on with the tokens that are not in it
+yet, so that nothing is read twice. All this runs in one thread, on mlx-lm's generation stream.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from dataclasses import replace
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,12 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..decoding import open_decoder
 from ..drafters.protocol import Drafter
-from ..drafters.source import Source
 from ..engine import kv_cache
 from ..engine.decode import Decoder, Round, Rounds
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
-from ..options import Options
 from .generation import Generation
 
 MAX_PAUSE = 0.5
@@ -39,128 +37,77 @@ DRAWS = 8
 NO_LIMIT = 2**31 - 1
 """Tokens that a batch may make for a row: the engine ends rows itself."""
 
-
-@dataclass(eq=False)
-class Row:
-    """A request that runs.
-
-    Attributes:
-        options: its sampling, and how caches are made.
-        text: prompt and generated tokens.
-        processors: its logits processors.
-        may_draft: whether its tokens may be drafted.
-        read: how many of the prompt's tokens are in its cache.
-        source: what the drafter keeps of its text; what a batch decodes is a hole in it.
-        error: what a processor has raised in a batch.
-    """
-
-    generation: Generation
-    options: Options
-    text: list[int]
-    processors: list[Processor]
-    may_draft: bool
-    read: int = 0
-    source: Source | None = None
-    error: Exception | None = None
-
-    @property
-    def generated(self) -> int:
-        """How many tokens were generated."""
-        return len(self.text) - self.generation.stats.prompt_tokens
-
-    def take(self, tokens: list[int], end_tokens: Container[int]) -> list[int]:
-        """Those of a round's tokens that belong to the text, which they are appended to: up to its end."""
-        limit = self.options.max_tokens
-        tokens = tokens if limit == -1 else tokens[: limit - self.generated]
-        ends = (i + 1 for i, token in enumerate(tokens) if token in end_tokens)
-        tokens = tokens[: next(ends, len(tokens))]
-        self.text += tokens
-        return tokens
-
-
-class CacheHandoff(NamedTuple):
-    """Where a row goes on: its cache, None for a new one, and how many tokens of its text that holds."""
-
-    cache: kv_cache.Cache | None
-    held: int
-
-
-@dataclass
-class _Loop:
-    """A row's own decode loop."""
-
-    decoder: Decoder
-    rounds: Rounds
-    may_run_ahead: bool = True
+Start = tuple[kv_cache.Cache | None, int]
+"""Where a generation goes on: its cache, None for a new one, and how many tokens of its text that holds."""
 
 
 class Loops:
-    """This package's decode loop for every row: drafts where the row may, and takes turns where there are several.
+    """This package's decode loop for every generation: drafts where it may; several take turns.
 
     Args:
         drafter: None for none.
-        on_drafter_failure: called with what a drafter raises; the row goes on without.
+        on_drafter_failure: called with what a drafter raises; the generation goes on without.
     """
 
     def __init__(
         self, model: nn.Module, drafter: Drafter | None, on_drafter_failure: Callable[[Exception], None]
     ) -> None:
         self._model, self._drafter, self._on_drafter_failure = model, drafter, on_drafter_failure
-        self._loops: dict[Row, _Loop] = {}
+        self._loops: dict[Generation, tuple[Decoder, Rounds]] = {}
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Generation]:
         """In the order of their turns."""
         return list(self._loops)
 
-    def add(self, row: Row, start: CacheHandoff) -> None:
+    def add(self, row: Generation, start: Start) -> None:
         """Starts a loop on what the cache does not hold.
 
         Raises:
             RedrafterError: see `generate_step`.
         """
+        cache, held = start
         options = replace(
             row.options,
             max_tokens=-1,
             context=row.options.context if row.may_draft else False,
             logits_processors=row.processors or None,
-            prompt_cache=start.cache,
-            history=tuple(row.text[: start.held]),
+            prompt_cache=cache,
+            history=tuple(row.text[:held]),
             on_drafter_failure=self._on_drafter_failure,
         )
         if row.may_draft and row.source is None and self._drafter is not None:
             row.source = self._drafter.open(self._model)
-        decoder, rounds = open_decoder(
-            row.text[start.held :], self._model, row.source, options, may_run_ahead=lambda: loop.may_run_ahead
+        row.may_run_ahead = True
+        self._loops[row] = open_decoder(
+            row.text[held:], self._model, row.source, options, may_run_ahead=lambda: row.may_run_ahead
         )
-        loop = self._loops[row] = _Loop(decoder, rounds)
 
-    def step(self, row: Row) -> Round:
+    def step(self, row: Generation) -> Round:
         """The row's next round, or an empty one after a piece of its prompt."""
-        loop = self._loops[row]
-        made = next(loop.rounds)
-        row.read = min(max(row.read, loop.decoder.target.length), row.generation.stats.prompt_tokens)
+        decoder, rounds = self._loops[row]
+        made = next(rounds)
+        row.read = min(max(row.read, decoder.target.length), row.stats.prompt_tokens)
         return made
 
-    def stop_running_ahead(self, row: Row) -> bool:
+    def stop_running_ahead(self, row: Generation) -> bool:
         """Whether the row can be handed over now; if not, after its next round."""
-        loop = self._loops[row]
-        loop.may_run_ahead = False
-        return loop.decoder.target.length < len(row.text)
+        row.may_run_ahead = False
+        return self._loops[row][0].target.length < len(row.text)
 
-    def remove(self, row: Row) -> CacheHandoff:
+    def remove(self, row: Generation) -> Start:
         """Ends the row's loop."""
-        loop = self._loops.pop(row)
-        with closing(loop.rounds):
-            held = min(loop.decoder.target.length, len(row.text))
+        decoder, rounds = self._loops.pop(row)
+        with closing(rounds):
+            held = min(decoder.target.length, len(row.text))
             if held:
-                loop.decoder.finish(held, row.text[held - 1])
-        return CacheHandoff(loop.decoder.target.cache, held)
+                decoder.finish(held, row.text[held - 1])
+        return decoder.target.cache, held
 
-    def discard(self, row: Row) -> None:
-        """Ends the row's loop after an exception: its cache is undefined."""
-        if (loop := self._loops.pop(row, None)) is not None:
-            loop.rounds.close()
+    def discard(self, row: Generation) -> None:
+        """Ends the row's loop, if it has one, after an exception: its cache is undefined."""
+        if row in self._loops:
+            self._loops.pop(row)[1].close()
 
 
 class RowSampler:
@@ -208,37 +155,34 @@ class Batch:
         )
         self._prefill_rows, self._prefill_step_size, self._piece = prefill_rows, prefill_step_size, FIRST_PIECE
         self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
-        self._rows: dict[int, Row] = {}
-        self._samplers: dict[Row, RowSampler] = {}
-        self._held: dict[Row, int] = {}  # when they were added
+        self._rows: dict[int, tuple[Generation, RowSampler]] = {}
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Generation]:
         """In the order in which they came."""
-        return list(self._rows.values())
+        return [row for row, _ in list(self._rows.values())]  # also asked for by other threads
 
-    def add(self, row: Row, start: CacheHandoff) -> None:
+    def add(self, row: Generation, start: Start) -> None:
         """Adds a row, whose text goes on after what its cache holds."""
+        (cache, held), sampler = start, self._greedy
         if row.options.temp:
-            sampler = RowSampler(row.options.make_sampler(row.generation.stats.seed), len(row.text))
-        else:
-            sampler = self._greedy
+            sampler = RowSampler(row.options.make_sampler(row.stats.seed), len(row.text))
         (uid,) = self._generator.insert(
-            [row.text[start.held :]],
+            [row.text[held:]],
             [NO_LIMIT],
-            caches=[start.cache or make_prompt_cache(self._model)],
-            all_tokens=[row.text[: start.held]],
+            caches=[cache or make_prompt_cache(self._model)],
+            all_tokens=[row.text[:held]],
             samplers=[sampler],
             logits_processors=[[guard(row, processor) for processor in row.processors]],
         )
-        self._rows[uid], self._samplers[row], self._held[row] = row, sampler, start.held
+        self._rows[uid] = row, sampler
 
-    def step(self) -> list[tuple[Row, Round]]:
+    def step(self) -> list[tuple[Generation, Round]]:
         """One token for each row whose prompt is read, and a piece of the prompts of others."""
-        started, reading = time.perf_counter(), [row for row in self._rows.values() if not row.generated]
-        others_wait, size = len(reading) < len(self._rows), self._prefill_step_size
+        started, reading = time.perf_counter(), sum(not row.stats.generated_tokens for row in self.rows)
+        others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
-            size = min(size, max(MIN_PIECE, self._piece // min(len(reading), self._prefill_rows)))
+            size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
         if others_wait and any(not each.end_of_prompt for each in prompts):
@@ -248,40 +192,37 @@ class Batch:
             elif seconds < MAX_PAUSE / 2:
                 self._piece = min(self._prefill_step_size, self._piece * 2)
         for each in prompts:
-            row = self._rows[each.uid]
-            row.read = max(row.read, min(self._held[row] + each.progress[0], row.generation.stats.prompt_tokens))
-        return [(self._rows[each.uid], Round([each.token], [each.logprobs])) for each in tokens]
+            row, (done, total) = self._rows[each.uid][0], each.progress
+            row.read = max(row.read, min(len(row.text) - total + done, row.stats.prompt_tokens))
+        return [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
 
-    def remove(self, rows: Iterable[Row], *, keep_caches: bool) -> dict[Row, CacheHandoff]:
+    def remove(self, rows: Iterable[Generation], *, keep_caches: bool) -> dict[Generation, Start]:
         """Takes rows out; their caches hold all tokens that `step` returned.
 
         Args:
             keep_caches: whether they are wanted.
         """
         wanted = set(rows)
-        uids = [uid for uid, row in self._rows.items() if row in wanted]
+        uids = [uid for uid, (row, _) in self._rows.items() if row in wanted]
         caches = self._generator.remove(uids, return_prompt_caches=keep_caches)
-        removed = {uid: self._rows.pop(uid) for uid in uids}
-        for row in removed.values():
-            del self._samplers[row], self._held[row]
-        return {removed[uid]: CacheHandoff(cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
+        removed = {uid: self._rows.pop(uid)[0] for uid in uids}
+        return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
-    def remove_only(self) -> tuple[Row, Round, CacheHandoff]:
+    def remove_only(self) -> tuple[Generation, Round, Start]:
         """Takes the only row out just after `step` returned a token of it; with the next one, being computed."""
-        (row,) = self.rows
-        last = self._samplers[row].last
-        assert last is not None
+        ((row, sampler),) = self._rows.values()
+        assert sampler.last is not None
+        tokens, logprobs = sampler.last[0], sampler.last[1][0]
         start = self.remove([row], keep_caches=True)[row]
-        tokens, logprobs = cast(list[int], last[0].tolist()), last[1][0]
-        mx.eval(logprobs)
-        return row, Round(tokens, [logprobs]), start
+        mx.eval(tokens, logprobs)
+        return row, Round(cast(list[int], tokens.tolist()), [logprobs]), start
 
     def close(self) -> None:
         """Frees what mlx-lm holds."""
         self._generator.close()
 
 
-def guard(row: Row, processor: Processor) -> Processor:
+def guard(row: Generation, processor: Processor) -> Processor:
     """A processor whose errors end its own row, not the batch."""
 
     def call(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -122,12 +122,11 @@ class GenerationStats:
     """Counts of one generation so far.
 
     Attributes:
-        prompt_tokens, generated_tokens: the end-of-text token included.
         cached_tokens: how many of the prompt's were in the prompt cache.
+        generated_tokens: the end-of-text token included.
         decoding: of the rounds after the prompt's; in a batch each token is a plain step.
         seed: the one in use, also when it was drawn.
-        queue_seconds: from `submit` until it ran; None before.
-        time_to_first_token: seconds from `submit`; None before.
+        queue_seconds, time_to_first_token: from `submit` until it ran, and until its first token; None before.
         seconds: from the first token to the last one so far.
     """
 
@@ -147,9 +146,7 @@ class EngineCounters:
 
     Attributes:
         prompt_tokens: read by the model, those of the prompt cache not counted.
-        cached_tokens: found in the prompt cache.
-        generated_tokens: of all generations.
-        decoding: of all generations together; see `GenerationStats`.
+        cached_tokens, generated_tokens, decoding: of all generations, see `GenerationStats`.
         rounds: of single mode, plain steps included.
         batch_steps: of batch mode.
         mode_switches: to "batch" and to "single".
