@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import UnsupportedModelError
+from . import kv_cache
 from .tree_attention import MODEL_LOCK
 
 T = TypeVar("T")
@@ -36,6 +37,9 @@ NORMS = _names("norm final_layernorm final_layer_norm embedding_norm final_norm 
 
 HEADS = _names("lm_head embed_out output")
 """The names of the matrix that makes logits of hidden states, where it is not the embedding."""
+
+LENGTHS = _names("max_position_embeddings max_sequence_length max_seq_len model_max_length n_positions n_ctx")
+"""The names under which configs say how long a text may be."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
 """How the names of modules begin that do not read text."""
@@ -142,6 +146,24 @@ def _has_layers(module: nn.Module) -> bool:
 
 def _is_embedding(module: Any) -> bool:
     return isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
+
+
+def find_context_length(model: nn.Module) -> int | None:
+    """How many tokens a text may have, as the model's config says, scaled ropes included; None where it does not.
+
+    Models of states alone have no such limit, whatever mlx-lm's defaults for their configs say.
+    """
+    args = getattr(model, "args", None) if kv_cache.counts_tokens(make_prompt_cache(model)) else None
+    for config in (args, getattr(args, "text_config", None)):
+        values: dict[str, Any] = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+        length = next((values[name] for name in LENGTHS if isinstance(values.get(name), int)), None)
+        if length is not None:
+            rope = values.get("rope_scaling") or {}
+            if rope.get("rope_type", rope.get("type")) in ("linear", "dynamic", "yarn"):
+                scaled = rope.get("original_max_position_embeddings", length) * rope.get("factor", 1)
+                length = max(length, int(scaled))
+            return length
+    return None
 
 
 def compute_dtype(model: nn.Module) -> mx.Dtype:

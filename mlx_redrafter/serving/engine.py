@@ -27,6 +27,7 @@ from ..checkpoints import evaluate
 from ..decoding import draw_seed
 from ..drafters.protocol import Drafter
 from ..engine.decode import Round, on_stream
+from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_request
 from ..engine.stats import Stats
 from ..engine.wired_limit import wired_limit
@@ -41,6 +42,7 @@ from .types import (
     MAX_TOP_LOGPROBS,
     REQUEST_OPTIONS,
     ClientLimitReached,
+    ContextLengthExceeded,
     EngineClosed,
     EngineCounters,
     FinishReason,
@@ -69,10 +71,12 @@ class Engine:
         max_queue: requests that may wait.
         max_per_client: requests of one client that may wait or run.
         max_prompt_tokens: None for no limit.
+        context_length: of prompt and answer together; None for what the model's config says.
         decode_concurrency: requests that may run together.
         prompt_cache_bytes: of caches that are kept for later requests; 0 for none.
 
     Attributes:
+        context_length: None for no limit, as where old rows of the caches are dropped.
         counters: what was done since the start.
         vocab_size: the model's.
 
@@ -90,6 +94,7 @@ class Engine:
         max_queue: int = 64,
         max_per_client: int = 32,
         max_prompt_tokens: int | None = None,
+        context_length: int | None = None,
         decode_concurrency: int = 32,
         prompt_cache_bytes: int = 1 << 30,
     ) -> None:
@@ -100,8 +105,9 @@ class Engine:
         self._xtc_special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._max_queue, self._max_per_client = max_queue, max_per_client
         self._max_prompt_tokens, self._size = max_prompt_tokens, decode_concurrency
+        from_config = find_context_length(model) if options.max_kv_size is None else None
+        self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
-        self.context_length: int | None = None
         self._prefill_rows = count_prefill_rows(model, options)
         evaluate(model, drafter)  # another thread will use them
         self._prompt_cache = PromptCache(prompt_cache_bytes)
@@ -187,6 +193,7 @@ class Engine:
 
         Raises:
             RequestError: a number out of range, or too long a prompt.
+            ContextLengthExceeded: it leaves no room for an answer.
             QueueFull: as many requests wait as may.
             ClientLimitReached: the client has as many as it may have.
             EngineClosed: the engine ends.
@@ -206,11 +213,16 @@ class Engine:
         return generation
 
     def _check(self, request: GenerationRequest) -> Generation:
-        prompt, most = request.prompt, self._max_prompt_tokens
+        prompt, most, length = request.prompt, self._max_prompt_tokens, self.context_length
         if not prompt:
             raise RequestError("the prompt is empty: expected at least one token")
         if most is not None and len(prompt) > most:
             raise RequestError(f"the prompt must have at most {most} tokens, got {len(prompt)}")
+        if length is not None and len(prompt) >= length:
+            raise ContextLengthExceeded(
+                f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
+                f"{length} tokens, those of the answer included"
+            )
         for name, ids in (("token ids", prompt), ("logit_bias token ids", request.logit_bias or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
@@ -225,6 +237,8 @@ class Engine:
             processors = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
         except ValueError as error:
             raise RequestError(one_line(error)) from error
+        if length is not None and not 0 < options.max_tokens <= length - len(prompt):
+            options = replace(options, max_tokens=length - len(prompt))
         return Generation(request, options, processors)
 
     def _drop_waiting(self, error: Exception | None = None) -> None:

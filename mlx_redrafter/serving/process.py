@@ -57,6 +57,7 @@ def load_service(args: argparse.Namespace) -> Service:
         max_queue=args.max_queue,
         max_per_client=args.max_per_client,
         max_prompt_tokens=args.max_prompt_tokens,
+        context_length=args.context_length,
         decode_concurrency=args.decode_concurrency,
         prompt_cache_bytes=args.prompt_cache_bytes,
     )

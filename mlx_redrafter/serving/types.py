@@ -22,6 +22,10 @@ class RequestError(RedrafterError):
     """A request that cannot be served as it is: a number out of range, too long a prompt."""
 
 
+class ContextLengthExceeded(RequestError):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+
 class QueueFull(RedrafterError):
     """As many requests wait as may; another one can be tried later."""
 

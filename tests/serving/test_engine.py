@@ -18,11 +18,13 @@ from toys import ids, make_model, make_prompt, make_tokenizer, run, with_plain
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.demo import demo_prompts, load_demo
 from mlx_redrafter.drafters.draft_model import DraftModel
+from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows
 from mlx_redrafter.serving.engine import Engine, Generation
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
+    ContextLengthExceeded,
     EngineClosed,
     GenerationFailed,
     GenerationRequest,
@@ -45,7 +47,8 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
 def running(
     model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
 ) -> Iterator[Engine]:
-    """An engine of a toy."""
+    """An engine of a toy, whose config is not asked how long texts may be."""
+    settings = {"context_length": 4096} | settings
     options = Options(**({"context": False} | (options or {})))
     engine = Engine(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
     engine.start()
@@ -490,6 +493,38 @@ def test_impossible_requests_are_refused(fields: dict[str, Any], message: str) -
         with pytest.raises(RequestError, match=message):
             asyncio.run(main(engine))
         assert engine.queued == engine.running == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "length"),
+    [
+        (make_model(), 512),
+        (make_model("llama-linear"), 1024),
+        (make_model("llama-dynamic"), 32),
+        (make_model("llama-yarn"), 512),
+        (make_family("gpt2"), 512),
+        (make_family("mamba2"), None),
+    ],
+)
+def test_context_length_is_the_configs(model: Any, length: int | None) -> None:
+    assert find_context_length(model) == length
+
+
+def test_context_length_bounds_prompt_and_answer() -> None:
+    model = make_model()
+    with running(model, context_length=None) as engine:
+        assert engine.context_length == 512
+    with running(make_model("qwen2"), context_length=None, options={"max_kv_size": 16}) as engine:
+        assert engine.context_length is None
+    with running(model, context_length=20) as engine:
+        for max_tokens, made in ((-1, 11), (30, 11), (11, 11), (4, 4)):
+            (events,) = generate(engine, ask(PROMPTS[0], max_tokens))
+            assert tokens_of(events) == plain(ask(PROMPTS[0], made)) and events[-1].finish_reason == "length"
+        assert len(generate(engine, ask(make_prompt(19)))[0]) == 1
+        for size in (20, 30):
+            said = rf"prompt is too long: {size} tokens > 20 maximum.* maximum context length is 20 tokens"
+            with pytest.raises(ContextLengthExceeded, match=said):
+                generate(engine, ask(make_prompt(size)))
 
 
 def test_closing_drains_what_runs() -> None:
