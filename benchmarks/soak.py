@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = demo_prompts()[:PROMPTS]
     expected = decode_expected(prompts, args.max_tokens)
     sizes: list[tuple[float, int]] = []
-    with tempfile.TemporaryDirectory() as folder, start_server(OURS, save_demo(Path(folder))[OURS]) as server:
+    bounded = ["--prompt-cache-bytes", "1GiB"]  # which is full after minutes
+    with tempfile.TemporaryDirectory() as folder, start_server(OURS, save_demo(Path(folder))[OURS] + bounded) as server:
         started = time.monotonic()
         end = started + 60 * args.minutes
 

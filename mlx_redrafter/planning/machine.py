@@ -46,6 +46,12 @@ def memory_bytes() -> int:
     return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+def usable_bytes() -> int:
+    """Bytes that MLX may use without slowing down: Metal's recommended working set, or else `memory_bytes`."""
+    info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
+    return int(info.get("max_recommended_working_set_size") or memory_bytes())
+
+
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     """File names of the BLAS libraries in this process that MLX may call; [] where the system does not report them."""
     if not maps.exists():

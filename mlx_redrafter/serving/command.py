@@ -58,8 +58,9 @@ def make_parser() -> Parser:
     keys("--api-key", help="clients must send it; others on this machine may see it in the list of processes")
     keys("--api-key-file", metavar="FILE", dest="api_key", type=read_key, help="a file that holds the key")
     add("--decode-concurrency", type=parse_count, default=32, help="most requests in a batch (default: %(default)s)")
-    add("--prompt-cache-bytes", type=parse_size, default=1 << 30,
-        help="memory for the prompts of earlier requests, as in 512MB or 2GB (default: 1GiB)")  # fmt: skip
+    add("--prompt-cache-bytes", type=parse_size,
+        help="memory for the prompts of earlier requests, as in 512MB or 2GB; 0 keeps none, else one is always kept "
+             "(default: half of what the weights leave of the memory, at least 1GiB)")  # fmt: skip
     add("--max-queue", type=parse_count, default=64, help="requests that may wait (default: %(default)s)")
     add("--max-per-client", type=parse_count, default=32, help="requests of one address at once (default: %(default)s)")
     add("--max-request-bytes", type=parse_size, default=8 << 20, help="length of a request's body (default: 8MiB)")

@@ -36,7 +36,7 @@ from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
 from .generation import Generation, Item, make_events, read_logprobs
-from .prompt_cache import PromptCache
+from .prompt_cache import PromptCache, default_bytes
 from .rows import Batch, Loops
 from .types import (
     MAX_TOP_LOGPROBS,
@@ -73,7 +73,7 @@ class Engine:
         max_prompt_tokens: None for no limit.
         context_length: of prompt and answer together; None for what the model's config says.
         decode_concurrency: requests that may run together.
-        prompt_cache_bytes: of caches that are kept for later requests; 0 for none.
+        prompt_cache_bytes: of caches that are kept for later requests; 0 for none, None for `default_bytes`.
 
     Attributes:
         context_length: None for no limit, as where old rows of the caches are dropped.
@@ -96,7 +96,7 @@ class Engine:
         max_prompt_tokens: int | None = None,
         context_length: int | None = None,
         decode_concurrency: int = 32,
-        prompt_cache_bytes: int = 1 << 30,
+        prompt_cache_bytes: int | None = None,
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
@@ -110,7 +110,7 @@ class Engine:
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         self._prefill_rows = count_prefill_rows(model, options)
         evaluate(model, drafter)  # another thread will use them
-        self._prompt_cache = PromptCache(prompt_cache_bytes)
+        self._prompt_cache = PromptCache(default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes)
         self._loops = Loops(model, drafter, self._note_drafter_failure)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, decode_concurrency, *prefill)

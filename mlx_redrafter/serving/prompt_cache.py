@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from ..engine import kv_cache
+from ..planning.machine import usable_bytes
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -23,8 +25,13 @@ class _Entry:
     nbytes: int
 
 
+def default_bytes() -> int:
+    """Half of the memory that is left when the weights are loaded, and at least 1 GiB."""
+    return max(1 << 30, (usable_bytes() - mx.get_active_memory()) // 2)
+
+
 class PromptCache:
-    """Caches up to a number of bytes; the least recently used ones go first.
+    """Caches up to a number of bytes, the newest even beyond it; the least recently used ones go first.
 
     mlx-lm's `LRUPromptCache` takes seconds to search for a prompt that shares only its first tokens with one of 20,000.
 
@@ -33,7 +40,7 @@ class PromptCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+        self.max_bytes, self._has_warned = max_bytes, False
         self._entries: list[_Entry] = []  # the least recently used one first
 
     def __len__(self) -> int:
@@ -68,8 +75,14 @@ class PromptCache:
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache) -> None:
         """Keeps a cache of exactly these tokens, which belongs to this object from now on."""
         new = _Entry(np.array(tokens, np.int32), cache, sum(c.nbytes for c in cache))
-        if not tokens or new.nbytes > self.max_bytes:
+        if not tokens or not self.max_bytes:
             return
+        if new.nbytes > self.max_bytes and not self._has_warned:
+            self._has_warned = True
+            logging.warning(
+                "The prompt cache may take %d bytes, %d tokens alone take %d: only the newest is kept. "
+                "See --prompt-cache-bytes", self.max_bytes, len(tokens), new.nbytes,
+            )  # fmt: skip
         mx.async_eval([c.state for c in cache])  # else it would keep alive what it was computed from
         can_trim = _can_trim(cache)
 
@@ -78,7 +91,7 @@ class PromptCache:
             return is_prefix and (can_trim or len(old.tokens) == len(tokens))
 
         self._entries = [old for old in self._entries if not is_useless(old)] + [new]
-        while self.nbytes > self.max_bytes:
+        while self.nbytes > self.max_bytes and len(self) > 1:
             del self._entries[0]
 
     def clear(self) -> None:

@@ -10,7 +10,8 @@ from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
 from toys import assert_same_cache, make_model
 
-from mlx_redrafter.serving.prompt_cache import PromptCache
+from mlx_redrafter.serving import prompt_cache
+from mlx_redrafter.serving.prompt_cache import PromptCache, default_bytes
 
 BIG = 1 << 30
 
@@ -73,11 +74,25 @@ def test_bytes_are_bounded_oldest_use_first() -> None:
     cache.store([5, 6], read([5, 6]))
     assert cache.nbytes == 2 * size
     assert [cache.fetch([*tokens, 0])[1] for tokens in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
-    # What alone is too large is not kept, and drives nothing out.
-    cache.store(list(range(600)), read([token % 40 for token in range(600)]))
-    assert len(cache) == 2
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFixture) -> None:
+    cache = PromptCache(sum(c.nbytes for c in read([1, 2])))
+    texts = [[1, 2], [token % 40 for token in range(600)], [39 - token % 40 for token in range(600)]]
+    for text in texts:
+        cache.store(text, read(text))
+        assert len(cache) == 1 and cache.fetch([*text, 0])[1] == len(text)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        f"The prompt cache may take {cache.max_bytes} bytes, 600 tokens alone take {cache.nbytes}"
+    ]
+
+
+def test_default_is_half_of_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    for usable, expected in ((100 << 30, 50 << 30), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(prompt_cache, "usable_bytes", lambda usable=usable: usable + mx.get_active_memory())
+        assert default_bytes() == pytest.approx(expected, rel=1e-3)
 
 
 def test_no_bytes_keep_nothing() -> None:
