@@ -21,6 +21,9 @@ Cache = list[Any]
 TRIMMABLE = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
 """Caches whose last rows can be dropped; a rotating one only those of its last forward, if that had several."""
 
+UNBOUNDED = (KVCache, QuantizedKVCache)
+"""Caches that keep every row: any number of the last ones can be dropped at any time."""
+
 KNOWN = (*TRIMMABLE, ArraysCache)
 
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,12 +20,14 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoints import evaluate
 from ..decoding import draw_seed
 from ..drafters.protocol import Drafter
+from ..engine import kv_cache
 from ..engine.decode import Round, on_stream
 from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_request
@@ -36,7 +38,7 @@ from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
 from .generation import Generation, Item, make_events, read_logprobs
-from .prompt_cache import PromptCache, default_bytes
+from .prompt_cache import PromptCache, common_prefix, default_bytes
 from .rows import Batch, Loops
 from .types import (
     MAX_TOP_LOGPROBS,
@@ -53,6 +55,9 @@ from .types import (
 )
 
 CLOSING = "the server is shutting down"
+
+MIN_SHARED = 32
+"""Tokens of a prompt that another one is reading too for which a request waits."""
 
 ALONE_STEPS = 16
 """Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
@@ -110,6 +115,8 @@ class Engine:
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         self._prefill_rows = count_prefill_rows(model, options)
         evaluate(model, drafter)  # another thread will use them
+        fresh = make_prompt_cache(model, options.max_kv_size)
+        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
         self._prompt_cache = PromptCache(default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes)
         self._loops = Loops(model, drafter, self._note_drafter_failure)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
@@ -317,9 +324,10 @@ class Engine:
         """Starts requests from the queue, and makes the single one part of a batch where there is another."""
         with self._condition:
             self._drop_waiting()
-            room = min(self._size - self.running, len(self._queue))
-            admitted = [self._queue.popleft() for _ in range(room)]
-        if admitted and self._prefill_rows and self.running + room > 1:
+            admitted = self._choose()
+            for row in admitted:
+                self._queue.remove(row)
+        if admitted and self._prefill_rows and self.running + len(admitted) > 1:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
         for row in admitted:
@@ -329,8 +337,39 @@ class Engine:
                     row.processors += row.request.logits_processors()
                 start = self._prompt_cache.fetch(row.text)
                 row.read = row.stats.cached_tokens = start[1]
-                is_batched = self._prefill_rows and (room > 1 or self.running)
+                is_batched = self._prefill_rows and (len(admitted) > 1 or self.running)
                 (self._batch if is_batched else self._loops).add(row, start)
+
+    def _choose(self) -> list[Generation]:
+        """Those that start now: all that there is room for, in their order, but those that wait for a prefix."""
+        reading = [row for row in self._rows() if row.read < len(row.prompt)]
+        chosen: list[Generation] = []
+        for row in self._queue:
+            if self.running + len(chosen) < self._size and not self._waits_for_prefix(row, reading):
+                chosen.append(row)
+                reading.append(row)
+        return chosen
+
+    def _waits_for_prefix(self, row: Generation, reading: Sequence[Generation]) -> bool:
+        """Whether another one is reading what its prompt begins with; as soon as that is read, the cache is kept."""
+        shared, other = 0, row
+        for each in reading:
+            count = common_prefix(row.prompt, each.prompt)
+            if count > shared and (self._can_fork or count == len(each.prompt)):
+                shared, other = count, each
+        if shared < MIN_SHARED or not self._prompt_cache.max_bytes:
+            return False
+        if shared - self._prompt_cache.count(row.prompt) < MIN_SHARED:
+            return False
+        if other.read >= shared:
+            self._store_prompt(other)
+        return other.read < shared
+
+    def _store_prompt(self, row: Generation) -> None:
+        """Keeps a copy of what is read of its prompt."""
+        with self._failing(row):
+            cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
+            self._prompt_cache.store(row.text[:held], cache or [])
 
     def _hand_to_batch(self, row: Generation) -> None:
         """Once the row's cache ends before its last token, which is what the batch then reads first."""
@@ -347,9 +386,13 @@ class Engine:
             if made.tokens:
                 self.counters.rounds += 1
                 self._end(self._report([(row, made)]))
+            elif row.read == len(row.prompt):
+                self._store_prompt(row)
 
     def _step_batch(self) -> None:
-        made = self._batch.step()
+        read, made = self._batch.step()
+        for row in read:
+            self._store_prompt(row)
         self.counters.batch_steps += len(made) > 0
         self._end(self._report(made))
         is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows

@@ -27,6 +27,7 @@ class Generation:
     Attributes:
         options: its sampling, and how caches are made.
         processors: its logits processors.
+        prompt: (T - 1,) int32, all that others may share: its last token is always read.
         text: prompt and generated tokens.
         read: how many of the prompt's tokens are in its cache.
         source: what the drafter keeps of its text; what a batch decodes is a hole in it.
@@ -39,6 +40,7 @@ class Generation:
         assert options.seed is not None
         self.request, self.options, self.processors = request, options, processors
         self.stats = GenerationStats(len(request.prompt), options.seed)
+        self.prompt = np.array(request.prompt[:-1], np.int32)
         self.text, self.read = list(request.prompt), 0
         self.source: Source | None = None
         self.error: Exception | None = None

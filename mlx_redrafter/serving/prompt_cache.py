@@ -57,12 +57,7 @@ class PromptCache:
         At least the last token is left to read. A cache that cannot be trimmed is found where `tokens` begin with all
         of its own.
         """
-        wanted = np.array(tokens[:-1], np.int32)
-        best, most = None, 0
-        for entry in self._entries:
-            held = common_prefix(entry.tokens, wanted)
-            if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
-                best, most = entry, held
+        best, most = self._find(np.array(tokens[:-1], np.int32))
         if best is None:
             return None, 0
         self._entries.remove(best)
@@ -71,6 +66,18 @@ class PromptCache:
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
         return cache, most
+
+    def count(self, wanted: Tokens) -> int:
+        """How many of these tokens, all but the last one of a prompt, `fetch` would find."""
+        return self._find(wanted)[1]
+
+    def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
+        best, most = None, 0
+        for entry in self._entries:
+            held = common_prefix(entry.tokens, wanted)
+            if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
+                best, most = entry, held
+        return best, most
 
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache) -> None:
         """Keeps a cache of exactly these tokens, which belongs to this object from now on."""
@@ -100,7 +107,7 @@ class PromptCache:
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:
-    """How many tokens two texts begin with in common."""
+    """How many tokens two texts (T,) begin with in common."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if len(different) else size

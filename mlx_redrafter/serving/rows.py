@@ -6,6 +6,7 @@ yet, so that nothing is read twice. All this runs in one thread, on mlx-lm's gen
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -89,6 +90,11 @@ class Loops:
         made = next(rounds)
         row.read = min(max(row.read, decoder.target.length), row.stats.prompt_tokens)
         return made
+
+    def copy_cache(self, row: Generation) -> Start:
+        """What is read of the row's prompt, which goes on."""
+        target = self._loops[row][0].target
+        return copy.deepcopy(target.cache), target.length
 
     def stop_running_ahead(self, row: Generation) -> bool:
         """Whether the row can be handed over now; if not, after its next round."""
@@ -177,8 +183,8 @@ class Batch:
         )
         self._rows[uid] = row, sampler
 
-    def step(self) -> list[tuple[Generation, Round]]:
-        """One token for each row whose prompt is read, and a piece of the prompts of others."""
+    def step(self) -> tuple[list[Generation], list[tuple[Generation, Round]]]:
+        """(the rows whose prompt is now read but for its last token, one token for each whose prompt is read)."""
         started, reading = time.perf_counter(), sum(not row.stats.generated_tokens for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
@@ -191,10 +197,19 @@ class Batch:
                 self._piece = max(MIN_PIECE, self._piece // 2)
             elif seconds < MAX_PAUSE / 2:
                 self._piece = min(self._prefill_step_size, self._piece * 2)
+        read = []
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress
             row.read = max(row.read, min(len(row.text) - total + done, row.stats.prompt_tokens))
-        return [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
+            if each.end_of_segment and not each.end_of_prompt:
+                read.append(row)
+        return read, [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
+
+    def copy_cache(self, row: Generation) -> Start:
+        """What is read of the row's prompt, which goes on."""
+        uid = next(uid for uid, (other, _) in self._rows.items() if other is row)
+        cache, tokens = self._generator.extract_cache([uid])[uid]
+        return copy.deepcopy(cache), len(tokens)
 
     def remove(self, rows: Iterable[Generation], *, keep_caches: bool) -> dict[Generation, Start]:
         """Takes rows out; their caches hold all tokens that `step` returned.

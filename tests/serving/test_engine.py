@@ -445,11 +445,103 @@ def test_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
         assert engine.prompt_cache_bytes > 0
 
 
+FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
+"""Caches that can be trimmed, and that cannot; in batches, and by turns."""
+
+
+@pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
+def test_a_prompt_of_several_choices_is_read_once(kind: str, options: dict[str, Any]) -> None:
+    model, prompt = make_family(kind) if kind in FAMILIES else make_model(kind), make_prompt(200)
+    options = options | {"prefill_step_size": 32}
+    requests = [ask(prompt, 12, **(SAMPLED | {"seed": seed})) for seed in range(4)]
+    with running(model, options=options) as engine:
+        answers = [tokens_of(events) for events in generate(engine, *requests)]
+        assert answers == [plain(request, model, **options) for request in requests]
+        assert (engine.counters.prompt_tokens, engine.counters.cached_tokens) == (200 + 3, 3 * 199)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "llama", *FAMILIES])
+def test_a_prompt_is_found_while_its_answer_is_generated(kind: str) -> None:
+    name, options = SHARING[kind]
+    model = make_family(name) if name in FAMILIES else make_model(name)
+    begin = make_prompt(60)
+    second = ask([*begin, 5, 6], 8)
+
+    async def main(engine: Engine) -> Generation:
+        first = engine.submit(ask([*begin, 9], -1))
+        stream = first.events()
+        await anext(stream)
+        following = engine.submit(second)
+        assert tokens_of(await collect(following)) == plain(second, model, **options)
+        first.cancel()
+        return following
+
+    with running(model, options=options) as engine:
+        assert asyncio.run(finish(main(engine))).stats.cached_tokens == 60
+
+
+@pytest.mark.parametrize(("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"])
+def test_only_what_is_shared_is_waited_for(kind: str, options: dict[str, Any]) -> None:
+    options = options | {"prefill_step_size": 16}
+    begin = make_prompt(300)
+    long, short = ask([*begin, *make_prompt(1200)[::-1]], 4), ask([*begin, 1, 2, 3], 4)
+    other = ask(PROMPTS[0], 4)
+    order: list[str] = []
+
+    async def main(engine: Engine) -> list[list[TokenEvent]]:
+        async def follow(name: str, request: GenerationRequest) -> list[TokenEvent]:
+            events = await collect(engine.submit(request))
+            order.append(name)
+            return events
+
+        return await asyncio.gather(follow("long", long), follow("short", short), follow("other", other))
+
+    with running(options=options) as engine:
+        answers = asyncio.run(finish(main(engine)))
+        assert [tokens_of(events) for events in answers] == [plain(each, **options) for each in (long, short, other)]
+        assert order == ["other", "short", "long"]
+        assert engine.counters.cached_tokens == 300
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "failed"])
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_others_go_on_without_the_one_that_reads(
+    name: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model() if name == "llama" else make_family(name)
+    step, request = rows.Loops.step, ask(make_prompt(600), 4)
+    first: list[Generation] = []
+
+    def end_first(loops: rows.Loops, row: Generation) -> Any:
+        if row in first and row.read >= 80:
+            if not is_cancelled:
+                raise RuntimeError("broken")
+            row.cancel()
+        return step(loops, row)
+
+    monkeypatch.setattr(rows.Loops, "step", end_first)
+
+    async def main(engine: Engine) -> list[Any]:
+        generations = [engine.submit(request) for _ in range(3)]
+        first.append(generations[0])
+        return await asyncio.gather(*map(collect, generations), return_exceptions=True)
+
+    with running(model, options={"prefill_step_size": 16}) as engine:
+        ended, *answers = asyncio.run(finish(main(engine)))
+        assert ended == [] if is_cancelled else isinstance(ended, GenerationFailed)
+        assert [tokens_of(events) for events in answers] == [plain(request, model)] * 2
+        read_twice = 1 if is_cancelled else 81
+        assert 600 + 1 <= engine.counters.prompt_tokens <= 600 + read_twice + 16
+
+
 def test_without_prompt_cache_everything_is_read() -> None:
     with running(prompt_cache_bytes=0) as engine:
         for _ in range(2):
             generate(engine, ask(PROMPTS[0], 3))
         assert (engine.counters.prompt_tokens, engine.counters.cached_tokens) == (2 * len(PROMPTS[0]), 0)
+        generate(engine, *[ask(make_prompt(100), 3)] * 2)  # which do not wait for each other
+        assert engine.counters.cached_tokens == 0
 
 
 def test_events_describe_what_was_drafted() -> None:
