@@ -73,9 +73,11 @@ class PromptCache:
 
     def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
         best, most = None, 0
-        for entry in self._entries:
+        for entry in reversed(self._entries):
+            if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
+                continue  # it holds no more of them
             held = common_prefix(entry.tokens, wanted)
-            if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
+            if held == len(entry.tokens) or _can_trim(entry.cache):
                 best, most = entry, held
         return best, most
 
@@ -94,7 +96,7 @@ class PromptCache:
         can_trim = _can_trim(cache)
 
         def is_useless(old: _Entry) -> bool:
-            is_prefix = common_prefix(old.tokens, new.tokens) == len(old.tokens)
+            is_prefix = np.array_equal(old.tokens, new.tokens[: len(old.tokens)])
             return is_prefix and (can_trim or len(old.tokens) == len(tokens))
 
         self._entries = [old for old in self._entries if not is_useless(old)] + [new]
