@@ -28,6 +28,7 @@ from .text_stream import Segment, TextStream, find_bytes
 from .types import (
     REQUEST_OPTIONS,
     ClientLimitReached,
+    ContextLengthExceeded,
     DraftedRound,
     EngineClosed,
     GenerationFailed,
@@ -383,4 +384,5 @@ def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError
     statuses = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, GenerationFailed: 500}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
     retry_after = min(MAX_RETRY_SECONDS, 1 + queued) if queued is not None and status in (429, 503) else None
-    return ApiError(str(error), status, retry_after)
+    code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+    return ApiError(str(error), status, retry_after, code)

@@ -15,7 +15,13 @@ from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_fla
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
-from mlx_redrafter.serving.types import ClientLimitReached, EngineClosed, GenerationFailed, QueueFull
+from mlx_redrafter.serving.types import (
+    ClientLimitReached,
+    ContextLengthExceeded,
+    EngineClosed,
+    GenerationFailed,
+    QueueFull,
+)
 
 Scripted = tuple[Running, ScriptedEngine]
 KEY = "correct-horse"
@@ -109,6 +115,15 @@ def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
     assert ask(locked, TEXT, {"prompt": "x", "n": 3}, BEARER).status == 200
     reply = ask(locked, TEXT, {"prompt": "x", "n": 4}, BEARER)
     assert (reply.status, reply.error) == (400, "n must be within --max-queue 3 and --max-per-client 32, got 4")
+
+
+def test_a_prompt_that_is_too_long_has_a_code_of_its_own(scripted: Scripted) -> None:
+    scripted[1].refusal = ContextLengthExceeded("prompt is too long: 9 tokens > 8 maximum")
+    for path, body in ((TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+        reply = ask(scripted[0], path, body)
+        assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
+    reply = ask(scripted[0], "/v1/messages", {"max_tokens": 1, "messages": USER})
+    assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(
