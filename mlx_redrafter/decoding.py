@@ -12,11 +12,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from .drafters.context import ContextSource
+from .drafters.grammar import GrammarSource
 from .drafters.protocol import Drafter
 from .drafters.source import Source
 from .engine import kv_cache
 from .engine.blas import warn_of_slow_blas
 from .engine.decode import Decoder, Planner, Rounds, on_stream
+from .engine.grammar import Grammar
 from .engine.model_checks import check_draftable, check_verifiable, explain_chains
 from .engine.model_parts import AFTER_NORM, StateName, find_taps, model_name
 from .engine.plan import Plan, chain_plan
@@ -37,6 +39,7 @@ def open_decoder(
     drafter: Drafter | Source | None,
     options: Options,
     *,
+    grammar: Grammar | None = None,
     may_run_ahead: Callable[[], bool] | None = None,
 ) -> tuple[Decoder, Rounds]:
     """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
@@ -46,6 +49,7 @@ def open_decoder(
 
     Args:
         drafter: or one that was opened and has followed this text so far: it goes on from what it keeps.
+        grammar: what the text must follow, which was told of all that stands there of the answer already.
 
     Raises:
         RedrafterError: see `generate_step`.
@@ -64,14 +68,14 @@ def open_decoder(
     if history and length != len(history) and kv_cache.counts_tokens(cache):
         raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
     warn_of_slow_blas()  # of a model that mlx-lm loaded
-    sources, planner = choose_sources(model, drafter, options, None if is_own else cache)
+    sources, planner = choose_sources(model, drafter, options, None if is_own else cache, grammar)
     with on_stream():
         capture = [name for source in sources for name in source.capture]
         target = Target(model, cache, options.quantization, capture=capture)
     target.length = len(history) or target.length
     decoder = Decoder(
         target,
-        TokenChooser(sampler, tuple(options.logits_processors or ())),
+        TokenChooser(sampler, tuple(options.logits_processors or ()), grammar),
         planner,
         sources,
         history=history,
@@ -84,7 +88,7 @@ def open_decoder(
 
 
 def choose_sources(
-    model: nn.Module, drafter: Drafter | Source | None, options: Options, cache: Cache
+    model: nn.Module, drafter: Drafter | Source | None, options: Options, cache: Cache, grammar: Grammar | None = None
 ) -> tuple[list[Source], Planner]:
     """What drafts, and what plans it: what the options ask for, as far as the model takes it.
 
@@ -106,7 +110,8 @@ def choose_sources(
     if shape is None or options.max_tokens == 0:
         return [], Planner(None)
     is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
-    context = _open_context(model, options, cache, default=(shape == AUTO or drafter is None) and not is_shared)
+    by_default = (shape == AUTO or drafter is None or grammar is not None) and not is_shared
+    context = _open_context(model, options, cache, grammar, default=by_default)
     if plan == AUTO and source is not None and isinstance(drafter, nn.Module) and not is_shared:
         trees = check_draftable(model, tree=True, cache=cache, states=source.capture) is None
         try:
@@ -130,7 +135,9 @@ def choose_sources(
     return [source, *context], Planner(fit_plan(model, plan, drafter, cache, source.capture), can_merge=can_merge)
 
 
-def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: bool) -> list[Source]:
+def _open_context(
+    model: nn.Module, options: Options, cache: Cache, grammar: Grammar | None, *, default: bool
+) -> list[Source]:
     if not (default if options.context is None else options.context):
         return []
     try:
@@ -139,7 +146,7 @@ def _open_context(model: nn.Module, options: Options, cache: Cache, *, default: 
         if options.context:
             raise
         return []
-    return [ContextSource()]
+    return [ContextSource() if grammar is None else GrammarSource(grammar)]
 
 
 def fit_plan(

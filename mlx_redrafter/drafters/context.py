@@ -99,7 +99,8 @@ class ContextSource(Source):
             self._append(token)
         self._limit()
 
-    def _append(self, token: int) -> None:
+    def _append(self, token: int, *, is_noted: bool = True) -> None:
+        """Finds the match after one more token, which later ones are matched with if it is noted."""
         tokens, end = self._tokens, len(self._tokens)
         if self._match and tokens[self._end + 1] == token:
             self._end, self._match = self._end + 1, min(self._match + 1, MAX_MATCH)
@@ -110,7 +111,8 @@ class ContextSource(Source):
         for size, latest in zip(SIZES, self._latest, strict=True):
             key = self._key & (1 << BITS * size) - 1
             found = latest.get(key, -1)
-            latest[key] = end
+            if is_noted:
+                latest[key] = end
             if found >= 0 and self._match < size and (match := self._measure_match(found, end)) > self._match:
                 self._end, self._match = found, match
 

@@ -296,7 +296,8 @@ class Decoder:
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
-        if self._plan is None and pending.draft is None and self._may_run_ahead():
+        may_run_ahead = self._chooser.grammar is None and self._may_run_ahead()  # a mask depends on the token
+        if self._plan is None and pending.draft is None and may_run_ahead:
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
@@ -353,6 +354,9 @@ class Decoder:
                 self._seen = extend(self._seen, mx.array(accepted))
                 mx.async_eval(self._seen)
         self._root = tokens[-1]
+        if self._chooser.grammar is not None:
+            for token in tokens:
+                self._chooser.grammar.take(token)
         self._tell_drafter("confirm", tokens)
         if self._context is not None:
             self._context.confirm(tokens)
@@ -361,7 +365,8 @@ class Decoder:
         if pending.draft is not None:
             done = done._replace(plan=plan, tree=pending.draft.tree, path=path)
         if not pending.is_prompt:
-            is_timed = verified or (self._n_ahead > 1 and self._ahead is not None)  # else steps overlap in part
+            is_alone = self._chooser.grammar is not None or (self._n_ahead > 1 and self._ahead is not None)
+            is_timed = verified or is_alone  # other plain steps overlap in part
             self._planner.observe(
                 plan,
                 len(tokens),

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 from .accept import accept, accept_chain
+from .grammar import Grammar, mask_root, mask_tree
 from .plan import Plan
 from .sampling import Draws, Sampler
 from .target import Target
@@ -68,10 +69,12 @@ class TokenChooser(NamedTuple):
     Attributes:
         sampler: see `Sampler`.
         processors: mlx-lm logits processors; each is given the history that plain decoding would give it.
+        grammar: what the text must follow, after the processors; None for none.
     """
 
     sampler: Sampler
     processors: tuple[Processor, ...] = ()
+    grammar: Grammar | None = None
 
 
 def verify(
@@ -85,16 +88,21 @@ def verify(
         limit: the most drafted tokens this round may accept.
     """
     tree, depth, position = draft.tree, plan.max_depth, target.length
+    judged = tree
+    if chooser.grammar is not None:
+        mx.async_eval(tree.tokens, tree.parents)  # on their own: reading them waits for the draft, not for the forward
     logits, hidden = target.verify(tree, branched=plan.branched)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
+    if chooser.grammar is not None:
+        logits, judged = mask_tree(chooser.grammar, logits, tree)
     draws = draft.draws
     if (missing := depth + 1 - (0 if draws is None else plan.depth + 1)) > 0:
         more = chooser.sampler.draws(mx.array(position + 2 + depth - missing), missing, logits.shape[-1])
         draws = more if draws is None or more is None else Draws(*map(_append, draws, more))
     logprobs = log_softmax(logits)
     chosen = chooser.sampler.choose(logprobs, draws, tree.depths).astype(mx.int32)
-    n_accepted, path = accept(tree, chosen, depth, limit) if plan.branched else accept_chain(tree, chosen, limit)
+    n_accepted, path = accept(judged, chosen, depth, limit) if plan.branched else accept_chain(judged, chosen, limit)
     on_path = chosen[path]
     packed = mx.concatenate([n_accepted.reshape(1), path, on_path])
     rows = list(mx.split(logprobs[path].reshape(-1), depth + 1))
@@ -114,6 +122,8 @@ def step(
     logits, hidden = target.forward(token, want_hidden=want_hidden)
     if chooser.processors:
         logits = _process(chooser.processors, extend(history, token.astype(mx.int32)), logits)
+    if chooser.grammar is not None:
+        logits = mask_root(chooser.grammar, logits)
     logprobs = log_softmax(logits)
     draws = chooser.sampler.draws(mx.array(position + 1), 1, logprobs.shape[-1])
     chosen = chooser.sampler.choose(logprobs, draws, mx.zeros((1,), mx.int32)).astype(mx.int32)

@@ -1,0 +1,51 @@
+"""Drafts what a grammar forces, and between that what the context proposes, as far as the grammar allows it."""
+
+from __future__ import annotations
+
+from ..engine.grammar import Grammar
+from .context import MAX_PROPOSAL, ContextSource
+from .source import Forecast
+
+MIN_CHANCE = 0.1
+"""That the last token of a proposal is right, at least."""
+
+
+class GrammarSource(ContextSource):
+    """The tokens that a grammar forces, which are always right, and else those after the context's match, in one chain.
+
+    Args:
+        grammar: of the text, which takes its tokens before this source is told of them.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        super().__init__()
+        self._grammar = grammar
+        self._proposal: list[int] = []
+
+    def forecast(self, ahead: int) -> Forecast | None:
+        """See `Source.forecast`; before the read that of the context alone."""
+        if ahead:
+            return super().forecast(ahead)
+        reach = self._make_proposal()
+        return Forecast(1.0, reach) if reach else None
+
+    def find(self, count: int) -> list[int]:
+        """The first tokens of the proposal."""
+        return self._proposal[:count]
+
+    def _make_proposal(self) -> list[float]:
+        """Makes the proposal, each token as if those before it were in the text; its reach."""
+        size, place = len(self._tokens), (self._key, self._end, self._match)
+        grammar, following, chance, reach = self._grammar.fork(), list[int](), 1.0, list[float]()
+        while len(reach) < MAX_PROPOSAL:
+            following = following or grammar.find_forced()
+            if not following and self._match:
+                following, chance = [self._tokens[self._end + 1]], chance * self._rate(self._match)
+            if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
+                break
+            reach.append(chance)
+            self._append(token, is_noted=False)
+        self._proposal = self._tokens[size:]
+        del self._tokens[size:]
+        self._key, self._end, self._match = place
+        return reach

@@ -1,0 +1,81 @@
+"""Grammars: what may follow each node of a tree, found on the host while the model computes the logits."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Protocol, Self, cast
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .types import Tree
+
+
+class Grammar(Protocol):
+    """What one answer must follow, after the tokens that it has taken.
+
+    Attributes:
+        length: how many tokens these are.
+    """
+
+    length: int
+
+    def fork(self) -> Self:
+        """The same, for tokens that may not stay."""
+
+    def take(self, token: int) -> bool:
+        """Takes the next token, any after an end-of-text token; False if it is not allowed."""
+
+    def find_mask(self) -> NDArray[np.bool_] | None:
+        """(V,) whether each token may come next; None where any may.
+
+        Raises:
+            Exception: the answer cannot go on.
+        """
+
+    def find_forced(self) -> list[int]:
+        """The tokens that must come next; none where several may."""
+
+
+def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
+    """Logits (1, V) after the text, with minus infinity for what may not come next.
+
+    Raises:
+        Exception: see `Grammar.find_mask`.
+    """
+    mx.async_eval(logits)
+    mask = grammar.find_mask()
+    return logits if mask is None else mx.where(mx.array(mask), logits, -mx.inf)
+
+
+def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array, Tree]:
+    """Logits (N, V) with minus infinity for what may not come after each node, and the tree as it is to be accepted.
+
+    There -1 stands for each token that is not allowed, or after which the grammar fails: if the text comes to it, the
+    next round raises what plain decoding does.
+
+    Args:
+        grammar: after the root.
+        tree: whose tokens and parents were enqueued before the logits.
+
+    Raises:
+        Exception: see `Grammar.find_mask`.
+    """
+    mx.async_eval(logits)
+    tokens, parents = cast(list[int], tree.tokens.tolist()), cast(list[int], tree.parents.tolist())
+    masks, reached = [grammar.find_mask()], [cast(Grammar | None, grammar)]
+    for node in range(1, len(tokens)):
+        above, mask, after = reached[parents[node]], None, None
+        if above is not None and (fork := above.fork()).take(tokens[node]):
+            with suppress(Exception):
+                mask, after = fork.find_mask(), fork
+        masks.append(mask)
+        reached.append(after)
+    if not all(reached):
+        kept = [token if after else -1 for token, after in zip(tokens, reached, strict=True)]
+        tree = tree._replace(tokens=mx.array(kept, mx.int32))
+    if any(mask is not None for mask in masks):
+        allowed = np.stack([np.ones(logits.shape[1], bool) if mask is None else mask for mask in masks])
+        logits = mx.where(mx.array(allowed), logits, -mx.inf)
+    return logits, tree

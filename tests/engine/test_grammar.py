@@ -1,0 +1,109 @@
+"""Rounds with a grammar: the text is that of plain decoding, and what the grammar forces is drafted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import make_family, make_follower, record_hidden_states
+from grammars import Stuck, ToyGrammar, decode_plainly, decode_rounds, start_rounds
+from mlx_lm.sample_utils import make_logits_processors
+from toys import make_model, make_prompt
+
+PROMPT, COUNT = make_prompt(9), 60
+SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "seed": 4}
+PENALTIES: Any = make_logits_processors(repetition_penalty=1.3, logit_bias={3: 2.0})
+
+
+def with_drafter(model: Any, script: str, width: int, **options: Any) -> tuple[list[int], Any]:
+    """(the tokens of plain decoding with the grammar, a drafter that follows `script` on them)."""
+    vocab = model(mx.array([[0]])).shape[-1]
+    with record_hidden_states(model) as recorded:
+        plain = decode_plainly(model, PROMPT, max_tokens=COUNT + 8, vocab=vocab, **options)
+    return plain[:COUNT], make_follower(model, [*PROMPT, *plain], recorded, script, width)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, SAMPLED, {"logits_processors": PENALTIES}], ids=["greedy", "sampled", "penalties"]
+)
+@pytest.mark.parametrize("context", [None, False], ids=["forced too", "drafter alone"])
+@pytest.mark.parametrize("plan", [(1, 4), (3, 3), (3, 4, 9)], ids=str)
+@pytest.mark.parametrize("script", ["right", "mixed"])
+def test_drafted_text_is_plain_decoding(
+    script: str, plan: tuple[int, ...], context: bool | None, options: dict[str, Any]
+) -> None:
+    model = make_model()
+    plain, drafter = with_drafter(model, script, plan[0], **options)
+    rounds = decode_rounds(model, PROMPT, drafter, ToyGrammar(), COUNT, plan=plan, context=context, **options)
+    assert [token for each in rounds for token in each.tokens][:COUNT] == plain
+    assert any(len(each.path) > 1 and not each.from_context for each in rounds)
+    assert any(each.plan is not None and each.plan.context > 0 for each in rounds) is (context is None)
+    assert context is None or not any(each.from_context for each in rounds)
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["llama", "mamba2", "gemma3_text", "qwen3_next"])
+def test_what_is_forced_needs_no_drafter(name: str, options: dict[str, Any]) -> None:
+    """Also of models that take chains only, and in rings."""
+    model = make_model() if name == "llama" else make_family(name)
+    vocab = model(mx.array([[0]])).shape[-1]
+    plain = decode_plainly(model, PROMPT, max_tokens=COUNT, vocab=vocab, **options)
+    rounds = decode_rounds(model, PROMPT, None, ToyGrammar(vocab), COUNT, **options)
+    assert [token for each in rounds for token in each.tokens][:COUNT] == plain
+    assert sum(len(each.path) > 3 for each in rounds) >= COUNT // 8 - 2, "three tokens in eight, one round each"
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gemma3_text", "qwen2"])
+def test_drafter_and_grammar_of_any_cache(name: str) -> None:
+    model = make_family(name)
+    plan = (1, 4) if name == "mamba2" else (2, 3)
+    plain, drafter = with_drafter(model, "mixed", plan[0])
+    grammar = ToyGrammar(model(mx.array([[0]])).shape[-1])
+    rounds = decode_rounds(model, PROMPT, drafter, grammar, COUNT, plan=plan)
+    assert [token for each in rounds for token in each.tokens][:COUNT] == plain
+    assert {each.from_context for each in rounds if len(each.path) > 1} == {True, False}
+
+
+def test_quantized_cache_is_that_of_plain_decoding() -> None:
+    model, options = make_model(), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
+    plain = decode_plainly(model, PROMPT, max_tokens=COUNT, **options)
+    rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, **options)
+    assert [token for each in rounds for token in each.tokens][:COUNT] == plain
+
+
+def test_plain_steps_follow_it() -> None:
+    model = make_model()
+    rounds = decode_rounds(model, PROMPT, None, ToyGrammar(), COUNT, plan="off")
+    assert [token for each in rounds for token in each.tokens] == decode_plainly(model, PROMPT, max_tokens=COUNT)
+    assert all(each.plan is None for each in rounds)
+
+
+@pytest.mark.parametrize("stuck_at", range(18, 27))
+def test_a_text_that_may_not_go_on_raises(stuck_at: int) -> None:
+    """Not before all that may stand there was made."""
+    model, made = make_model(), list[int]()
+    plain, drafter = with_drafter(model, "right", 3)
+    with pytest.raises(Stuck):
+        for each in start_rounds(model, PROMPT, drafter, ToyGrammar(stuck_at=stuck_at), plan=(3, 3)):
+            made += each.tokens
+    assert made == plain[:stuck_at]
+
+
+def test_the_host_reads_the_tree_once_the_forward_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are computed beside the forward, after a read that waits for the draft alone."""
+    model, events = make_model(), list[str]()
+    _, drafter = with_drafter(model, "right", 3)
+    for owner, name in ((mx, "async_eval"), (mx.array, "tolist"), (ToyGrammar, "find_mask")):
+        real = getattr(owner, name)
+
+        def call(*args: Any, real: Any = real, name: str = name, **keywords: Any) -> Any:
+            events.append(name)
+            return real(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, call)
+    decode_rounds(model, PROMPT, drafter, ToyGrammar(), 12, plan=(3, 3), context=False)
+    # The tree, the logits; its tokens and parents; the round, the next draft, and the read.
+    letters = "".join(each[0] for each in events)
+    assert re.search("aaf?ttf*aat", letters), events

@@ -1,0 +1,102 @@
+"""A grammar over the tokens of the toys, and what plain decoding makes with it by another way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from toys import VOCAB, ids, run
+
+from mlx_redrafter.decoding import open_decoder
+from mlx_redrafter.engine.decode import Round, Rounds
+from mlx_redrafter.options import Options
+
+
+class Stuck(Exception):
+    """Nothing may follow."""
+
+
+def find_allowed(answer: Sequence[int], vocab: int) -> list[int]:
+    """What may follow an answer: one token after three of eight lengths, half of them after four, any after one."""
+    total, place = 3 * sum(answer) + len(answer), len(answer) % 8
+    if place in (3, 4, 5):
+        return [total % vocab]
+    return [token for token in range(vocab) if place == 7 or (token + total) % 2]
+
+
+class ToyGrammar:
+    """Follows `find_allowed`.
+
+    Args:
+        stuck_at: the answer's length after which nothing may follow.
+    """
+
+    def __init__(self, vocab: int = VOCAB, stuck_at: int = -1) -> None:
+        self._vocab, self._stuck_at, self._answer = vocab, stuck_at, list[int]()
+
+    @property
+    def length(self) -> int:
+        """See `Grammar`."""
+        return len(self._answer)
+
+    def fork(self) -> ToyGrammar:
+        """Another one after the same answer."""
+        other = ToyGrammar(self._vocab, self._stuck_at)
+        other._answer = list(self._answer)
+        return other
+
+    def take(self, token: int) -> bool:
+        """Appends it to the answer."""
+        is_allowed = token in find_allowed(self._answer, self._vocab)
+        self._answer.append(token)
+        return is_allowed
+
+    def find_mask(self) -> Any:
+        """None where all tokens are allowed."""
+        if len(self._answer) == self._stuck_at:
+            raise Stuck("nothing may follow")
+        allowed = find_allowed(self._answer, self._vocab)
+        return None if len(allowed) == self._vocab else np.isin(np.arange(self._vocab), allowed)
+
+    def find_forced(self) -> list[int]:
+        """As far as one token alone is allowed."""
+        found = list[int]()
+        while len(allowed := find_allowed(self._answer + found, self._vocab)) == 1:
+            found += allowed
+        return found
+
+
+def mask_history(size: int, vocab: int = VOCAB) -> Any:
+    """The same grammar as a logits processor of a prompt of `size` tokens, which keeps nothing."""
+
+    def mask(history: mx.array, logits: mx.array) -> mx.array:
+        allowed = find_allowed(cast(list[int], history[size:].tolist()), vocab)
+        return mx.where(mx.array([token in allowed for token in range(vocab)]), logits, -mx.inf)
+
+    return mask
+
+
+def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[int]:
+    """The tokens of plain decoding with the grammar."""
+    own = options.pop("logits_processors", [])
+    processors = [*own, mask_history(len(prompt), options.pop("vocab", VOCAB))]
+    return ids(run(model, prompt, logits_processors=processors, **options))
+
+
+def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any) -> Rounds:
+    """The rounds after a prompt with the grammar, without end."""
+    return open_decoder(prompt, model, drafter, Options(**options), grammar=grammar)[1]
+
+
+def decode_rounds(
+    model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, count: int, **options: Any
+) -> list[Round]:
+    """The rounds of `count` tokens."""
+    rounds, made = start_rounds(model, prompt, drafter, grammar, **options), list[Round]()
+    while sum(len(each.tokens) for each in made) < count:
+        made.append(next(rounds))
+    rounds.close()
+    return made
