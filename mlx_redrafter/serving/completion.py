@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from mlx_lm.server import convert_chat
 
 from ..command_models import find_drafter_name
+from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..generate import encode
@@ -175,7 +176,7 @@ class Completion:
         self.prompt: list[int] = []
         self.finish_reason: str | None = None
         self._state: str | None = None  # of mlx-lm's text state machine where the answer begins; None for text alone
-        self._processors: Callable[[], list[Any]] | None = None
+        self._grammar: Callable[[], Grammar] | None = None
         self._generations: list[Generation] = []
         self._texts: list[TextStream] = []
         self._n_tokens = self._n_reasoning = 0
@@ -201,7 +202,7 @@ class Completion:
                 raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
             unless = tuple(tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False))
         if schema is not None:
-            self._processors = self.service.grammars.compile(schema, self._state, unless)
+            self._grammar = self.service.grammars.compile(schema, self._state, unless)
 
     def _encode_chat(self) -> list[int]:
         query, tokenizer, own = self.query, self.service.tokenizer, self.body.chat_template_kwargs
@@ -260,7 +261,7 @@ class Completion:
         request = GenerationRequest(
             prompt=self.prompt,
             draft=body.draft_model not in (None, PLAIN),
-            logits_processors=self._processors,
+            grammar=self._grammar,
             top_logprobs=query.top_logprobs or 0,
             include_drafts=query.include_drafts,
             client=client,

@@ -333,8 +333,7 @@ class Engine:
         for row in admitted:
             row.stats.queue_seconds = time.perf_counter() - row.submitted
             with self._failing(row):
-                if row.request.logits_processors is not None:
-                    row.processors += row.request.logits_processors()
+                row.grammar = row.request.grammar() if row.request.grammar is not None else None
                 start = self._prompt_cache.fetch(row.text)
                 row.read = row.stats.cached_tokens = start[1]
                 is_batched = self._prefill_rows and (len(admitted) > 1 or self.running)

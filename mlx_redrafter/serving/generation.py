@@ -13,6 +13,7 @@ import numpy as np
 
 from ..drafters.source import Source
 from ..engine.decode import Round
+from ..engine.grammar import Grammar
 from ..engine.round import Processor
 from ..options import Options
 from .types import DraftedRound, DraftSource, FinishReason, GenerationRequest, GenerationStats, TokenEvent
@@ -31,6 +32,7 @@ class Generation:
         text: prompt and generated tokens.
         read: how many of the prompt's tokens are in its cache.
         source: what the drafter keeps of its text; what a batch decodes is a hole in it.
+        grammar: what its answer must follow; None for none.
         may_run_ahead: whether its loop enqueues steps before it has read the one before.
         error: what ends it in the next step.
         cancelled: whether `cancel` was called.
@@ -44,7 +46,8 @@ class Generation:
         self.text, self.read = list(request.prompt), 0
         self.source: Source | None = None
         self.error: Exception | None = None
-        self.may_draft, self.may_run_ahead = request.draft and request.logits_processors is None, True
+        self.grammar: Grammar | None = None
+        self.may_draft, self.may_run_ahead = request.draft, True
         self.cancelled = False
         self.submitted = time.perf_counter()
         self._loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()

@@ -22,6 +22,7 @@ from ..decoding import open_decoder
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Decoder, Round, Rounds
+from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from .generation import Generation
@@ -79,9 +80,17 @@ class Loops:
         )
         if row.may_draft and row.source is None and self._drafter is not None:
             row.source = self._drafter.open(self._model)
+        if row.grammar is not None:  # which was told of all but what a batch has made last
+            for token in row.text[row.stats.prompt_tokens + row.grammar.length :]:
+                row.grammar.take(token)
         row.may_run_ahead = True
         self._loops[row] = open_decoder(
-            row.text[held:], self._model, row.source, options, may_run_ahead=lambda: row.may_run_ahead
+            row.text[held:],
+            self._model,
+            row.source,
+            options,
+            grammar=row.grammar,
+            may_run_ahead=lambda: row.may_run_ahead,
         )
 
     def step(self, row: Generation) -> Round:
@@ -179,7 +188,7 @@ class Batch:
             caches=[cache or make_prompt_cache(self._model)],
             all_tokens=[row.text[:held]],
             samplers=[sampler],
-            logits_processors=[[guard(row, processor) for processor in row.processors]],
+            logits_processors=[[guard(row, processor) for processor in [*row.processors, *make_masks(row)]]],
         )
         self._rows[uid] = row, sampler
 
@@ -235,6 +244,20 @@ class Batch:
     def close(self) -> None:
         """Frees what mlx-lm holds."""
         self._generator.close()
+
+
+def make_masks(row: Generation) -> list[Processor]:
+    """The logits processor of a row's grammar; none without one."""
+    grammar, prompt_tokens = row.grammar, row.stats.prompt_tokens
+    if grammar is None:
+        return []
+
+    def mask(tokens: mx.array, logits: mx.array) -> mx.array:
+        for token in cast(list[int], tokens[prompt_tokens + grammar.length :].tolist()):
+            grammar.take(token)
+        return mask_root(grammar, logits)
+
+    return [mask]
 
 
 def guard(row: Generation, processor: Processor) -> Processor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from typing import Any, cast
+from typing import Any, Self
 
-import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 
 from ..errors import one_line
 from .schemas import ApiError
@@ -18,11 +20,13 @@ from .types import GenerationFailed
 BLANKS = r"[ \n]{1,24}"
 """What may be between the parts of an object: without a limit some models go on with it forever."""
 
-Processor = Callable[[mx.array, mx.array], mx.array]
+MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
+"""The most `$ref`s of a schema, and a stack for them: llguidance recurses from each into the next, through up to 128
+levels, and would end the process where the stack does."""
 
 
 class GrammarCompiler:
-    """Makes the logits processors of answers that follow a schema.
+    """Makes the grammars of answers that follow a schema.
 
     Args:
         tokenizer: mlx-lm's wrapper of a fast tokenizer.
@@ -35,15 +39,15 @@ class GrammarCompiler:
 
     def compile(
         self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = ()
-    ) -> Callable[[], list[Processor]]:
-        """A factory of processors for one answer.
+    ) -> Callable[[], SchemaGrammar]:
+        """A factory of grammars, each for one answer.
 
         Args:
             state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
-            unless: tokens with which the answer may begin instead; nothing is masked after them.
+            unless: token ids with which the answer may begin instead, after which it is free; none for no such choice.
 
         Raises:
-            ApiError: the schema is wrong, or uses what llguidance does not know.
+            ApiError: the schema is wrong, or uses what llguidance does not know, or no answer follows it.
         """
         if self._compiled is None:
             backend = copy(self._tokenizer.backend_tokenizer)
@@ -51,52 +55,113 @@ class GrammarCompiler:
             backend.no_truncation()
             ends = list(self._tokenizer.eos_token_ids)
             self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
-        compiled = self._compiled
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": BLANKS})
-            wrong = LLMatcher.validate_grammar(grammar, compiled)
-        except ValueError as error:
-            wrong = str(error)
-        if wrong:
-            raise ApiError(f"the JSON schema cannot be followed: {one_line(wrong)}")
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        return lambda: [GrammarProcessor(LLMatcher(compiled, grammar), end)]
+        start, compiled = _make_matcher(schema, self._compiled), self._compiled
+        return lambda: SchemaGrammar(start.deep_copy(), compiled, end, unless)
 
 
-class GrammarProcessor:
-    """A logits processor of mlx-lm's kind for one answer, which decodes one token at a time.
+def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher at the start of a schema's grammar.
+
+    Raises:
+        ApiError: see `GrammarCompiler.compile`.
+    """
+    try:
+        text = json.dumps(schema)
+        if text.count('"$ref"') > MAX_REFERENCES:
+            raise ValueError(f"it must have at most {MAX_REFERENCES} references")
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the JSON schema cannot be followed: {one_line(error)}") from error
+    previous = threading.stack_size(STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            matcher = thread.submit(LLMatcher, tokenizer, grammar).result()
+    finally:
+        threading.stack_size(previous)
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        wrong = matcher.get_error().splitlines()[0]
+        wrong = "no text follows it" if wrong == "NoExtensionBias" else wrong
+        raise ApiError(f"the JSON schema cannot be followed: {wrong}")
+    return matcher
+
+
+class SchemaGrammar:
+    """What one answer must follow; see `Grammar`.
 
     Args:
         matcher: at the start of the grammar.
-        begins_after: token ids after which the grammar holds; none for all of the answer.
+        begins_after: token ids after which the grammar begins; none for the answer's start.
+        unless: token ids with which the answer may begin there instead, after which it is free.
+
+    Attributes:
+        matcher: after what was taken.
     """
 
-    def __init__(self, matcher: LLMatcher, begins_after: tuple[int, ...] = ()) -> None:
-        self._matcher, self._begins_after, self._holds = matcher, begins_after, not begins_after
-        self._last: tuple[int, ...] = ()  # tokens, as many as `begins_after` has
-        self._read: int | None = None  # length of the history before; the first call sees the prompt alone
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        begins_after: tuple[int, ...] = (),
+        unless: tuple[int, ...] = (),
+    ) -> None:
+        self.matcher, self._tokenizer, self._begins_after, self._unless = matcher, tokenizer, begins_after, unless
+        self._tail: tuple[int, ...] | None = () if begins_after else None  # the last tokens before it begins
+        self._is_marked = self._is_free = False  # whether `unless` was begun, and nothing holds any more
+        self.length = 0
 
-    def __call__(self, history: mx.array, logits: mx.array) -> mx.array:
-        """The logits (1, V) with minus infinity for each token that the grammar does not allow next.
+    def fork(self) -> Self:
+        """See `Grammar.fork`."""
+        other = copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
-        Args:
-            history: (T,) the prompt, and every token of the answer so far.
+    def take(self, token: int) -> bool:
+        """See `Grammar.take`."""
+        self.length += 1
+        if self._tail is not None:
+            tail = (*self._tail, token)[-len(self._begins_after) :]
+            self._tail = None if tail == self._begins_after else tail
+            return True
+        if self._is_free:
+            return True
+        if self._unless and token == self._unless[0]:
+            self._unless, self._is_marked = self._unless[1:], True
+            self._is_free = not self._unless
+            return True
+        if self._is_marked:
+            return False
+        self._unless = ()
+        if token in self._tokenizer.eos_tokens:
+            self._is_free = self.matcher.is_accepting()
+            return self._is_free
+        return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
+
+    def find_mask(self) -> NDArray[np.bool_] | None:
+        """See `Grammar.find_mask`.
 
         Raises:
             GenerationFailed: llguidance gives up on the grammar, which may be too complex.
         """
-        new = history[len(history) if self._read is None else self._read :]
-        self._read = len(history)
-        for token in cast(list[int], new.tolist()):
-            if self._holds:
-                self._matcher.consume_token(token)
-            else:
-                self._last = (*self._last, token)[-len(self._begins_after) :]
-                self._holds = self._last == self._begins_after
-        if not self._holds:
-            return logits
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            raise GenerationFailed(f"the schema cannot be followed: {self._matcher.get_error().splitlines()[0]}")
-        allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
-        return mx.where(mx.array(allowed), logits, -mx.inf)
+        if self._is_free or self._tail is not None:
+            return None
+        size = self._tokenizer.vocab_size
+        if self._is_marked:
+            allowed = np.zeros(size, bool)
+        else:
+            bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+            if self.matcher.is_error():
+                raise GenerationFailed(f"the schema cannot be followed: {self.matcher.get_error().splitlines()[0]}")
+            allowed = np.unpackbits(bits, count=size, bitorder="little").view(bool)
+        if self._unless:
+            allowed[self._unless[0]] = True
+        return allowed
+
+    def find_forced(self) -> list[int]:
+        """See `Grammar.find_forced`."""
+        if self._is_marked:
+            return list(self._unless)
+        if self._is_free or self._unless or self._tail is not None or self.matcher.is_stopped():
+            return []
+        return self.matcher.compute_ff_tokens()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from ..engine.grammar import Grammar
 from ..engine.stats import Stats
 from ..errors import RedrafterError
 from ..options import OPTION_FLAGS, Options
@@ -50,8 +51,7 @@ class GenerationRequest:
         prompt: token ids, one at least.
         max_tokens: -1 for no limit.
         seed: equal seeds give equal texts; None draws one.
-        logits_processors: makes the request's own logits processors, each called once a token with (all tokens so far,
-            (1, V) logits). Such a request is not drafted.
+        grammar: makes what the answer must follow; None for none.
         top_logprobs: how many of the likeliest tokens each event has.
         draft: False decodes plainly.
         include_drafts: events have the rounds' trees.
@@ -74,7 +74,7 @@ class GenerationRequest:
     frequency_penalty: float | None = None
     frequency_context_size: int = 20
     logit_bias: dict[int, float] | None = None
-    logits_processors: Callable[[], list[Any]] | None = None
+    grammar: Callable[[], Grammar] | None = None
     top_logprobs: int = 0
     draft: bool = True
     include_drafts: bool = False

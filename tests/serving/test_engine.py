@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from cached import make_cached
 from families import make_family
+from grammars import ToyGrammar, mask_history
 from mlx_lm.sample_utils import make_logits_processors
-from toys import ids, make_model, make_prompt, make_tokenizer, run, with_plain
+from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
 from mlx_redrafter import RedrafterError
 from mlx_redrafter.demo import demo_prompts, load_demo
@@ -22,6 +23,7 @@ from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows
 from mlx_redrafter.serving.engine import Engine, Generation
+from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
     ContextLengthExceeded,
@@ -268,49 +270,95 @@ def test_penalties_and_biases_are_those_of_a_row(together: int) -> None:
             assert 5 not in tokens_of(events)
 
 
+def follow_grammar(request: GenerationRequest, model: Any = None, vocab: int = VOCAB) -> list[int]:
+    """The tokens of plain decoding with the grammar."""
+    return plain(request, model, logits_processors=[mask_history(len(request.prompt), vocab)])
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("together", [1, 3])
-def test_own_processors_see_every_token_once(together: int) -> None:
-    seen: list[list[list[int]]] = []
-
-    def make() -> list[Any]:
-        histories: list[list[int]] = []
-        seen.append(histories)
-
-        def ban_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:
-            histories.append(tokens.tolist())  # type: ignore[arg-type]
-            return mx.put_along_axis(logits, tokens[None, -2:].astype(mx.int32), mx.array(-100.0), axis=-1)
-
-        return [ban_the_last_two]
-
-    requests = [ask(prompt, 12, logits_processors=make) for prompt in PROMPTS[:together]]
+def test_a_grammar_is_followed_drafted_or_not(together: int, sampling: dict[str, Any]) -> None:
+    requests = [ask(prompt, grammar=ToyGrammar, **sampling) for prompt in PROMPTS[:together]]
+    texts = [follow_grammar(request) for request in requests]
     with running(options={"context": True}) as engine:
-        answers = [tokens_of(events) for events in generate(engine, *requests)]
-        assert engine.counters.decoding.drafted == 0
-    for request, tokens, histories in zip(requests, answers, seen, strict=True):
-        assert len(set(tokens)) > 2 and all(one != two for one, two in pairwise(tokens))
-        assert histories[:12] == [request.prompt + tokens[:i] for i in range(12)]
+        assert [tokens_of(events) for events in generate(engine, *requests)] == texts
+        assert (engine.counters.decoding.context_accepted > 0) is (together == 1)
+        undrafted = [replace(request, draft=False) for request in requests]
+        drafted = engine.counters.decoding.drafted
+        assert [tokens_of(events) for events in generate(engine, *undrafted)] == texts
+        assert engine.counters.decoding.drafted == drafted
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_grammar_goes_on_around_a_batch(name: str, sampling: dict[str, Any]) -> None:
+    model = make_model() if name == "llama" else make_family(name)
+    vocab = model(mx.array([[0]])).shape[-1]
+    long = ask(PROMPTS[0], 150, grammar=lambda: ToyGrammar(vocab), **sampling)
+    short = ask(PROMPTS[1], 20, grammar=lambda: ToyGrammar(vocab), **sampling)
+    texts = [follow_grammar(request, model, vocab) for request in (long, short)]
+    for head in (1, 8, 13):
+        with running(model, options={"context": None}) as engine:
+            events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, head)))
+            assert tokens_of(events) == texts[0]
+            assert engine.counters.mode_switches == {"batch": 1, "single": 1}
+            assert first.stats.decoding.context_accepted > 30
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_schema_on_the_demo_is_plain_decoding(demo_models: Any, sampling: dict[str, Any]) -> None:
+    """Under `auto`, drafted, plainly, and in and out of a batch."""
+    model, tokenizer, drafter = demo_models
+    item = {"type": "object", "properties": {"name": {"type": "string"}, "amount": {"type": "integer"}}}
+    schema = {"type": "array", "items": item | {"required": ["name", "amount"]}, "minItems": 9}
+    engine = Engine(model, tokenizer, drafter)
+    engine.start()
+    grammar = GrammarCompiler(tokenizer, engine.vocab_size).compile(schema)
+    long = ask(tokenizer.encode("items = "), 120, grammar=grammar, **sampling)
+    ((drafted,), (plainly,)) = (generate(engine, each) for each in (long, replace(long, draft=False)))
+    assert tokens_of(drafted) == tokens_of(plainly) and engine.counters.decoding.context_accepted > 20
+    short = ask(tokenizer.encode("# and"), 12, grammar=grammar)
+    moved, _ = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
+    assert tokens_of(moved) == tokens_of(plainly) and engine.counters.mode_switches["single"] == 1
+    engine.close(20)
+
+
+def test_a_grammar_ends_with_the_answer() -> None:
+    """At an end token within a round, after so many tokens, and where it is cancelled."""
+    request = ask(PROMPTS[0], 60, grammar=ToyGrammar)
+    text = follow_grammar(request)
+    for end in sorted(set(text))[:6]:
+        with running(eos=(end,), options={"context": None}) as engine:
+            (events,) = generate(engine, request)
+            assert tokens_of(events) == text[: text.index(end) + 1] and events[-1].finish_reason == "stop"
+    with running(options={"context": None}) as engine:
+        for count in range(1, 12):
+            assert tokens_of(generate(engine, replace(request, max_tokens=count))[0]) == text[:count]
+
+        async def cancel() -> None:
+            generation = engine.submit(request)
+            async for _ in generation.events():
+                generation.cancel()
+
+        asyncio.run(finish(cancel()))
+        assert tokens_of(generate(engine, request)[0]) == text
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_failing_processor_fails_its_request_only(together: int) -> None:
-    def fail_later(tokens: mx.array, logits: mx.array) -> mx.array:
-        if len(tokens) > 14:
-            raise KeyError("broken")
-        return logits
-
-    bad = ask(PROMPTS[0], 60, logits_processors=lambda: [fail_later])
-    good = [ask(prompt) for prompt in PROMPTS[1:together]]
+def test_failing_grammar_fails_its_request_only(together: int) -> None:
+    bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
+    good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
 
     async def main(engine: Engine) -> tuple[Generation, list[Any]]:
         failing = engine.submit(bad)
         answers = [collect(engine.submit(request)) for request in good]
         return failing, await asyncio.gather(collect(failing), *answers, return_exceptions=True)
 
-    with running() as engine:
+    with running(options={"context": None}) as engine:
         failing, (error, *answers) = asyncio.run(finish(main(engine)))
-        assert isinstance(error, GenerationFailed) and "broken" in str(error)
-        assert 0 < failing.stats.generated_tokens < 10
-        assert [tokens_of(events) for events in answers] == [plain(request) for request in good]
+        assert isinstance(error, GenerationFailed) and "nothing may follow" in str(error)
+        assert failing.stats.generated_tokens == 7
+        assert [tokens_of(events) for events in answers] == [follow_grammar(request) for request in good]
         assert tokens_of(generate(engine, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
         assert engine.counters.finished["failed"] == 1
 

@@ -1,14 +1,12 @@
-"""Tokens to text, reasoning and tool calls, however they are cut into tokens; schemas after reasoning."""
+"""Tokens to text, reasoning and tool calls, however they are cut into tokens."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
-from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.text_stream import TextStream
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -73,24 +71,3 @@ def test_a_call_that_is_none_is_text(chat_tokenizer: Any, call: str) -> None:
 
 def test_a_call_cut_short_may_be_whole(chat_tokenizer: Any) -> None:
     assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
-
-
-def test_a_schema_holds_after_the_reasoning(chat_tokenizer: Any) -> None:
-    def encode(text: str) -> list[int]:
-        return list(chat_tokenizer.encode(text, add_special_tokens=False))
-
-    vocab = len(chat_tokenizer) + 3  # models have rows for tokens that no tokenizer knows
-    (processor,) = GrammarCompiler(chat_tokenizer, vocab).compile({"type": "boolean"}, "reasoning")()
-    history, logits = encode("Is it? <think>"), mx.zeros((1, vocab))
-
-    def allowed() -> list[int]:
-        return [token for token, value in enumerate(processor(mx.array(history), logits)[0].tolist()) if value == 0]  # type: ignore[arg-type, union-attr]
-
-    assert len(allowed()) == vocab
-    history += encode("Hm. true? </think>")
-    starts = [chat_tokenizer.decode([token]) for token in allowed()]
-    assert starts and all("true".startswith(each) or "false".startswith(each) for each in starts)
-    for token in encode("true"):
-        history.append(token)
-        left = allowed()
-    assert left == list(chat_tokenizer.eos_token_ids)

@@ -1,0 +1,144 @@
+"""Grammars of schemas: what they allow after each node of a tree, and what they force."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mlx_redrafter.serving.schemas import ApiError
+from mlx_redrafter.serving.structured_output import GrammarCompiler, SchemaGrammar
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "works": {"type": "boolean"}},
+    "required": ["name", "works"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(chat_tokenizer: Any) -> GrammarCompiler:
+    """For a model with rows for tokens that no tokenizer knows."""
+    return GrammarCompiler(chat_tokenizer, len(chat_tokenizer) + 3)
+
+
+def find_allowed(grammar: SchemaGrammar) -> list[int] | None:
+    """What may come next; None for all."""
+    mask = grammar.find_mask()
+    return None if mask is None else mask.nonzero()[0].tolist()
+
+
+def take(grammar: SchemaGrammar, tokens: Sequence[int]) -> SchemaGrammar:
+    """The grammar after tokens that it allows."""
+    assert all(grammar.take(token) for token in tokens)
+    return grammar
+
+
+@pytest.fixture
+def encode(chat_tokenizer: Any) -> Any:
+    """Text to token ids."""
+    return lambda text: list(chat_tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_schema_holds_after_the_reasoning(chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any) -> None:
+    grammar = compiler.compile({"type": "boolean"}, "reasoning")()
+    for token in encode("Hm. true? </think>"):
+        assert find_allowed(grammar) is None and grammar.find_forced() == []
+        take(grammar, [token])
+    starts = [chat_tokenizer.decode([token]) for token in find_allowed(grammar) or []]
+    assert starts and all("true".startswith(each) or "false".startswith(each) for each in starts)
+    take(grammar, encode("true"))
+    assert find_allowed(grammar) == list(chat_tokenizer.eos_token_ids)
+    assert not grammar.fork().take(encode("x")[0])
+    take(grammar, [*chat_tokenizer.eos_token_ids, *encode("anything")])  # which is no part of the answer
+    assert grammar.length == len(encode("Hm. true? </think>true")) + 1 + len(encode("anything"))
+
+
+def test_forks_do_not_change_a_grammar(compiler: GrammarCompiler, encode: Any) -> None:
+    """What is allowed at each place is the same whatever was tried there before, and after tokens that are refused."""
+    answer, chance = encode('{"name": "Ada Lo", "works":\n true}'), random.Random(3)
+    tried, untouched = compiler.compile(PERSON)(), compiler.compile(PERSON)()
+    for token in answer:
+        for _ in range(3):
+            fork = tried.fork()
+            while fork.find_mask() is not None and fork.take(chance.choice(answer)):
+                fork.find_forced()
+        assert find_allowed(tried) == find_allowed(untouched) and tried.find_forced() == untouched.find_forced()
+        assert token in (find_allowed(tried) or [])
+        take(tried, [token])
+        take(untouched, [token])
+
+
+def test_what_is_forced_is_all_that_is_allowed(chat_tokenizer: Any, compiler: GrammarCompiler, encode: Any) -> None:
+    grammar = take(compiler.compile(PERSON)(), encode('{"'))
+    forced = grammar.find_forced()
+    assert chat_tokenizer.decode(forced) == "name"
+    for token in forced:
+        assert find_allowed(grammar) == [token]
+        take(grammar, [token])
+    assert len(find_allowed(grammar) or []) > 1 and grammar.find_forced() == []
+
+
+def test_an_answer_may_begin_with_a_mark_instead(compiler: GrammarCompiler, encode: Any) -> None:
+    mark = encode("<tool>")
+    make = compiler.compile(PERSON, unless=tuple(mark))
+    start, without = find_allowed(make()) or [], find_allowed(compiler.compile(PERSON)()) or []
+    assert len(mark) > 2 and set(start) == {*without, mark[0]} and mark[0] not in without
+    assert make().find_forced() == []
+    marked = make()
+    for at, token in enumerate(mark[:-1]):
+        take(marked, [token])
+        assert find_allowed(marked) == [mark[at + 1]] and marked.find_forced() == mark[at + 1 :]
+        assert not marked.fork().take(encode("{")[0])
+    take(marked, [mark[-1], *encode("anything")])
+    assert find_allowed(marked) is None and marked.find_forced() == []
+    plain = take(make(), encode("{"))
+    assert mark[0] not in (find_allowed(plain) or []) and not plain.fork().take(mark[0])
+    reasoned = compiler.compile(PERSON, "reasoning", tuple(mark))()
+    assert set(find_allowed(take(reasoned, encode("so</think>"))) or []) == set(start)
+
+
+def refer(count: int, levels: int = 1) -> dict[str, Any]:
+    """A schema with some references, each of which leads through so many levels to the next."""
+
+    def wrap(schema: dict[str, Any], count: int) -> dict[str, Any]:
+        return {"type": "array", "items": wrap(schema, count - 1)} if count else schema
+
+    names = [f"#/$defs/{at}" for at in range(count + 1)]
+    schemas: dict[str, Any] = {str(at): wrap({"$ref": name}, levels) for at, name in enumerate(names[1:])}
+    return {"$ref": names[0], "$defs": schemas | {str(count): {"type": "string"}}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "itself": ({"$ref": "#"}, "no text follows it"),
+    "a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text follows it"),
+    "missing": ({"$ref": "#/$defs/x"}, "Pointer '/$defs/x' does not exist"),
+    "elsewhere": ({"$ref": "http://example.com/x"}, "Resource 'http://example.com/x'"),
+    "unknown type": ({"type": "objekt"}, "Invalid type: objekt"),
+    "wrong type": ({"type": 5}, "type must be"),
+    "no choice": ({"enum": []}, "Unsatisfiable schema"),
+    "impossible": ({"allOf": [{"type": "string"}, {"type": "number"}]}, "Unsatisfiable schema"),
+    "pattern": ({"type": "string", "pattern": "("}, "regex parse error"),
+    "not a number": ({"const": float("inf")}, "expected value"),
+    "half a character": ({"const": "\ud800"}, "unexpected end of hex escape"),
+    "deep": (refer(1, 200), "recursion limit exceeded"),
+    "long": (refer(5000), "at most 500 references"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_schemas_that_cannot_be_followed_are_refused(name: str, compiler: GrammarCompiler) -> None:
+    schema, wrong = REFUSED[name]
+    with pytest.raises(ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)):
+        compiler.compile(schema)
+
+
+def test_references_may_lead_far(compiler: GrammarCompiler, encode: Any) -> None:
+    """They would overflow a usual thread's stack, and with it end the process."""
+    grammar = take(compiler.compile(refer(200, 30))(), encode("[[[["))
+    assert grammar.fork().take(encode("[")[0])
+    assert take(compiler.compile({"anyOf": [{"$ref": "#"}, {"type": "null"}]})(), encode("null")).length == 1
