@@ -21,6 +21,7 @@ COMMANDS = {
     "planning": "planning",
     "round": "round_time",
     "serving": "serving",
+    "structured": "structured",
     "soak": "soak",
 }
 """Name -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""

@@ -1,0 +1,127 @@
+"""JSON of a schema from the server's engine, drafted and plain in turns.
+
+    python -m benchmarks structured
+
+The packaged demo in float32, greedy, one request at a time: what it writes does not matter. Prints tokens per second
+after the first token, medians over the repeats, their ratio, tokens per round, and whether both texts are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from statistics import median
+from typing import Any
+
+from mlx_redrafter.demo import load_demo
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving.engine import Engine
+from mlx_redrafter.serving.types import GenerationRequest, GenerationStats
+
+from .command import add_json, parse_positive
+from .tables import show_rows
+
+
+def make_object(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has all of these properties and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+TEXT = {"type": "string", "maxLength": 40}
+NUMBER = {"type": "number", "minimum": 0, "maximum": 10000}
+PERSON = make_object(
+    first_name=TEXT,
+    last_name=TEXT,
+    department={"enum": ["engineering", "marketing", "operations", "human resources"]},
+    years_of_employment={"type": "integer", "minimum": 0, "maximum": 50},
+    is_manager={"type": "boolean"},
+)
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "list of records": make_object(employees={"type": "array", "items": PERSON, "minItems": 4, "maxItems": 8}),
+    "order": make_object(
+        order_number={"type": "integer", "minimum": 1, "maximum": 99999},
+        customer=make_object(name=TEXT, email_address=TEXT, shipping_address=make_object(street=TEXT, city=TEXT)),
+        items={
+            "type": "array",
+            "items": make_object(product_name=TEXT, quantity={"type": "integer", "maximum": 99}, unit_price=NUMBER),
+            "minItems": 2,
+            "maxItems": 5,
+        },
+        status={"enum": ["pending", "processing", "shipped", "delivered", "cancelled"]},
+        total_price=NUMBER,
+    ),
+    "review": make_object(
+        summary={"type": "string", "maxLength": 200},
+        severity={"enum": ["low", "medium", "high", "critical"]},
+        affected_functions={"type": "array", "items": TEXT, "minItems": 1, "maxItems": 5},
+        suggested_change={"type": "string", "maxLength": 200},
+        needs_discussion={"type": "boolean"},
+    ),
+    "any object": {"type": "object"},
+}
+PROMPT = "# An example of {}, as JSON\nexample = "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add = parser.add_argument
+    add("--max-tokens", type=parse_positive, default=256, help="of each answer (default: %(default)s)")
+    add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=5, help="default: %(default)s")
+    add("--no-drafter", action="store_true", help="draft from grammar and context alone")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a row for each schema; the exit status, 1 where a drafted text is not the plain one."""
+    from mlx_redrafter.serving.structured_output import GrammarCompiler  # llguidance, which --help needs not
+
+    model, tokenizer, drafter = load_demo()
+    engine = Engine(model, tokenizer, None if args.no_drafter else drafter, options=Options(), prompt_cache_bytes=0)
+    engine.start()
+    try:
+        compiler = GrammarCompiler(tokenizer, engine.vocab_size)
+        rows = [time_schema(engine, tokenizer, compiler, name, args) for name in SCHEMAS]
+    finally:
+        engine.close(20)
+    show_rows(args, rows)
+    return 0 if all(row["same text"] for row in rows) else 1
+
+
+def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The row of a schema."""
+    request = {
+        "prompt": tokenizer.encode(PROMPT.format(name)),
+        "grammar": compiler.compile(SCHEMAS[name]),
+        "max_tokens": args.max_tokens,
+        "temp": args.temp,
+        "seed": 0,
+    }
+    texts: set[tuple[int, ...]] = set()
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(args.repeats):
+        for draft, found in speeds.items():
+            tokens, stats = asyncio.run(generate(engine, GenerationRequest(draft=draft, **request)))
+            texts.add(tuple(tokens))
+            found.append((stats.generated_tokens - 1) / stats.seconds)
+    plain, drafted = median(speeds[False]), median(speeds[True])
+    return {
+        "schema": name,
+        "tokens": len(tokens),
+        "plain, tokens/s": plain,
+        "drafted, tokens/s": drafted,
+        "ratio": drafted / plain,
+        "tokens per round": (len(tokens) - 1) / stats.decoding.rounds,
+        "same text": len(texts) == 1,
+    }
+
+
+async def generate(engine: Engine, request: GenerationRequest) -> tuple[list[int], GenerationStats]:
+    """The tokens of an answer, and its counts."""
+    generation = engine.submit(request)
+    return [event.token async for event in generation.events()], generation.stats
