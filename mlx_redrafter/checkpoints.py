@@ -16,15 +16,19 @@ import mlx.nn as nn
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mlx.utils import tree_flatten, tree_reduce
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _download, load_model
 
+from . import ranks
 from .atomic_files import replace_file
 from .drafters import find_kind, is_converted
 from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
+from .engine import kv_cache
 from .engine.blas import choose_threads, warn_of_slow_blas
-from .errors import CheckpointError, one_line
+from .engine.model_checks import explain_chains
+from .errors import CheckpointError, UnsupportedModelError, one_line
 
 WEIGHTS = "model*.safetensors"
 
@@ -63,13 +67,50 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
     except Exception as error:  # a damaged directory fails in as many ways as mlx-lm and transformers have
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes where there are no files
-        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
+    check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
         evaluate(model)
     set_blas_threads(model)
     warn_of_slow_blas()
     return model, tokenizer
+
+
+def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+    """This rank's part of the target, and its tokenizer, by mlx-lm's `sharded_load`, with every array evaluated.
+
+    Args:
+        path_or_hf_repo: a local directory or a hub id.
+        pipeline: whether each rank has some of the layers; if not, each has a part of every layer.
+        options: see `mlx_lm.utils.sharded_load`.
+
+    Raises:
+        CheckpointError: there is no such model, it cannot be read or divided, or has no tokenizer.
+        UnsupportedModelError: the ranks would have layers of different kinds.
+    """
+    name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
+    groups = (group, None) if pipeline else (None, group)
+    try:
+        model, tokenizer = mlx_lm_utils.sharded_load(name, *groups, **options)
+    except Exception as error:  # see `load`
+        raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {one_line(error)}") from error
+    check_tokenizer(tokenizer, name)
+    evaluate(model)
+    kinds = ranks.gather([kv_cache.unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
+    if any(kind != kinds[0] for kind in kinds):  # they would draft, and roll back, in different ways
+        raise UnsupportedModelError(f"{name}: the ranks of a pipeline would have layers of different kinds: {kinds}")
+    set_blas_threads(model)
+    warn_of_slow_blas()
+    return model, tokenizer
+
+
+def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
+    """Refuses what transformers makes where there are no files.
+
+    Raises:
+        CheckpointError: it has no tokens but special ones.
+    """
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
 
 
 def set_blas_threads(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import ranks
 from .checkpoints import (
     dtype_name,
     evaluate,
@@ -16,6 +17,7 @@ from .checkpoints import (
     load,
     load_draft_model,
     load_drafter,
+    load_shards,
     refuse_builtin,
 )
 from .demo import load_demo
@@ -52,12 +54,22 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
         RedrafterError: there is no such model, or it cannot be loaded in this way.
     """
     check_demo_flags(name, args)
+    config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
+    if (size := ranks.count()) > 1:
+        for flag in ("adapter_path", "quantize_activations"):
+            if getattr(args, flag, None):
+                raise RedrafterError(f"--{flag.replace('_', '-')} runs in one process, got {size}")
+        if name is None:
+            raise RedrafterError(f"{size} ranks need --model: the packaged demo runs in one process")
+        return load_shards(
+            name, pipeline=args.pipeline, tokenizer_config=config, trust_remote_code=args.trust_remote_code
+        )
     if name is None:
         return load_demo()[:2]
     return load(
         name,
         adapter_path=args.adapter_path,
-        tokenizer_config={**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code},
+        tokenizer_config=config,
         model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
         trust_remote_code=args.trust_remote_code,
     )
@@ -78,7 +90,7 @@ def load_pair(
     """
     without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
     refuse_builtin(None if without else drafter_name)
-    if name is None and not without and draft_model is None:
+    if name is None and not without and draft_model is None and ranks.count() == 1:
         check_demo_flags(name, args)
         return load_demo(drafter_name)
     model, tokenizer = load_target(args, name, tokenizer_config)

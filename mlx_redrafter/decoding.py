@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from . import ranks
 from .drafters.context import ContextSource
 from .drafters.grammar import GrammarSource
 from .drafters.protocol import Drafter
@@ -68,6 +70,8 @@ def open_decoder(
     if history and length != len(history) and kv_cache.counts_tokens(cache):
         raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
     warn_of_slow_blas()  # of a model that mlx-lm loaded
+    if ranks.count() > 1:  # a rank that went on without its drafter would decide otherwise than the others
+        options = replace(options, on_drafter_failure=None)
     sources, planner = choose_sources(model, drafter, options, None if is_own else cache, grammar)
     with on_stream():
         capture = [name for source in sources for name in source.capture]
@@ -109,10 +113,9 @@ def choose_sources(
     plan, shape = options.resolve_plan(drafter), options.plan_shape()
     if shape is None or options.max_tokens == 0:
         return [], Planner(None)
-    is_shared = mx.distributed.init().size() > 1  # other ranks would measure other times
-    by_default = (shape == AUTO or drafter is None or grammar is not None) and not is_shared
+    by_default = shape == AUTO or drafter is None or grammar is not None
     context = _open_context(model, options, cache, grammar, default=by_default)
-    if plan == AUTO and source is not None and isinstance(drafter, nn.Module) and not is_shared:
+    if plan == AUTO and source is not None and isinstance(drafter, nn.Module):
         trees = check_draftable(model, tree=True, cache=cache, states=source.capture) is None
         try:
             planner = make_planner(model, drafter, trees=trees, chains_only=bool(options.logits_processors))
@@ -124,7 +127,7 @@ def choose_sources(
         else:
             return [*([source] if planner.plans else []), *context], planner
     if drafter is None:
-        if is_shared or not context or (options.context and shape != AUTO):
+        if not context or (options.context and shape != AUTO):
             return context, Planner(None)
         replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
         return context, make_context_planner(replays=replays)
@@ -175,11 +178,5 @@ def fit_plan(
 
 
 def draw_seed() -> int:
-    """A random seed; where several processes share one model (`mlx.launch`), that of the first."""
-    seed = secrets.randbits(32)
-    group = mx.distributed.init()
-    if group.size() == 1:
-        return seed
-    halves = mx.array([seed >> 16, seed & 0xFFFF] if group.rank() == 0 else [0, 0], mx.int32)
-    high, low = cast(list[int], mx.distributed.all_sum(halves, group=group, stream=mx.cpu).tolist())
-    return (high << 16) | low
+    """A random seed; that of rank 0 where several processes share one model."""
+    return int(ranks.share(secrets.randbits(32)))

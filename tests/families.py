@@ -36,14 +36,19 @@ def modules() -> list[str]:
     return sorted(found)
 
 
-def make_family(name: str) -> nn.Module:
+def make_family(name: str, **more: Any) -> nn.Module:
     """A random model of a module, in float32: matrices as they are made, twice as large; what is made constant, random.
 
     Routers, sinks, gates and states that begin as zeros would otherwise hide what is wrong with them.
+
+    Args:
+        more: keys of its config instead of those in models.json; of `text_config` where it has one.
     """
     home = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
-    model: nn.Module = home.Model(home.ModelArgs.from_dict(CONFIGS[name]))
+    config = CONFIGS[name]
+    config = config | ({"text_config": config["text_config"] | more} if "text_config" in config else more)
+    model: nn.Module = home.Model(home.ModelArgs.from_dict(config))
 
     def randomise(place: int, x: mx.array) -> mx.array:
         if not mx.issubdtype(x.dtype, mx.floating) or not x.size:

@@ -1,54 +1,108 @@
-"""What each rank of a sharded model decodes, as JSON: run by test_sharded.py under `mlx.launch`."""
+"""What each rank of a divided model decodes, as JSON: run by test_sharded.py, once for each number of ranks.
+
+python tests/ranks.py FOLDER    of the caches, one for each rank
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
 
+import mlx_redrafter  # noqa: F401  before MLX: it loads the BLAS
+
+# isort: split
 import mlx.core as mx
-from families import hidden_states, make_family, make_follower
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import sharded_load
-from toys import ids, run
+import mlx.nn as nn
+from cost_curves import make_costs
+from families import follow_plain, make_family
+from toys import Scripted, ids, make_ranks, run
 
-from mlx_redrafter import load
-from mlx_redrafter.demo import DIRECTORY, load_demo
+from mlx_redrafter import RedrafterError, ranks
+from mlx_redrafter.drafters.draft_model import DraftModel
+from mlx_redrafter.planning import measure, planner, store
 
-PROMPT = [(7 * i + 3) % 50 for i in range(9)]
+PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "full_attention_interval": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_hidden_layers": 4},
+    "qwen3_moe": {"num_hidden_layers": 4},
+    "qwen3_5": {"num_hidden_layers": 8, "tie_word_embeddings": False, **LINEAR},
+}
+"""A dense, a mixture-of-experts and a hybrid module that mlx-lm divides both ways, by up to four: its config."""
 
 
-def decode_demo(group: mx.distributed.Group) -> dict[str, list[int]]:
-    """The demo's text in 8 bits: whole without its drafter, and as `sharded_load` shares it out with the drafter."""
-    _, tokenizer, drafter = load_demo()
-    prompt = tokenizer.encode("def main(")
-    whole, (model, _) = load(DIRECTORY / "target")[0], sharded_load(str(DIRECTORY / "target"), tensor_group=group)
-    for each in (whole, model):
-        each.set_dtype(mx.float32)
-    plain = run(whole, prompt, max_tokens=12)
-    drafted = run(model, prompt, drafter, max_tokens=12, beam_width=2, draft_depth=3)
-    return {"demo": ids(plain), "demo sharded": ids(drafted)}
+def divide(model: nn.Module, how: str) -> None:
+    """Leaves this rank its part of a model."""
+    group = mx.distributed.init()
+    model.model.pipeline(group) if how == "pipeline" else model.shard(group)
+    mx.eval(model.parameters())
+
+
+def choose_among_few(logprobs: mx.array) -> mx.array:
+    """The likeliest of the first six tokens: texts that repeat themselves."""
+    return mx.argmax(logprobs[:, :6], axis=-1)
+
+
+def decode(kind: str, how: str, length: int) -> dict[str, Any]:
+    """The texts of a whole model and of its parts, and how many drafted tokens were accepted, of the context too."""
+    whole, model = (make_family(kind, **HEADS, **KINDS[kind]) for _ in range(2))
+    divide(model, how)
+    found: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {"greedy": {"sampler": choose_among_few}, "seeded": {"temp": 0.8, "seed": 1}}
+    for name, sampling in ways.items():
+        alone, follower = follow_plain(whole, PROMPT, length, "mixed", width=2, **sampling)
+        drafter = follower if name == "greedy" else DraftModel(whole)
+        options = {"context": True, "beam_width": 2, "draft_depth": 3} if name == "greedy" else {}
+        steps = run(model, PROMPT, drafter, max_tokens=length, **options, **sampling)
+        stats = steps[-1].stats
+        found[name] = {"alone": ids(alone), "together": ids(steps), "accepted": stats.accepted}
+        found[name]["of the context"] = stats.context_accepted
+    return found
+
+
+def measure_together() -> dict[str, Any]:
+    """What is measured of a pair of models, and a text that is planned with it."""
+    whole, model = make_family("qwen2", **HEADS), make_family("qwen2", **HEADS)
+    divide(model, "tensor")
+    drafter = DraftModel(whole)
+    texts = [ids(run(each, PROMPT, drafter, max_tokens=12)) for each in (model, model)]
+    alone = ids(run(whole, PROMPT, max_tokens=12))
+    costs = store.load_costs(model, drafter, trees=True)
+    files = sorted(file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json"))
+    unseeded = ids(run(model, PROMPT, max_tokens=8, temp=1.0))
+    return {"costs": costs._asdict(), "texts": texts, "alone": alone, "files": files, "unseeded": unseeded}
+
+
+def decide_otherwise() -> str:
+    """The error where the last rank drafts one token less than the others."""
+    model = make_family("qwen2", **HEADS)
+    divide(model, "tensor")
+    text = PROMPT * 3
+    follower = Scripted(model, text, make_ranks("mixed", len(text), 2), 2)
+    try:
+        run(model, PROMPT, follower, max_tokens=8, draft_depth=3 if ranks.index() < ranks.count() - 1 else 2)
+    except RedrafterError as error:
+        return str(error)
+    return "none"
 
 
 def main() -> None:
-    """Prints the tokens of one rank alone, of all ranks with a drafter, and those of a seed that was drawn."""
-    group = mx.distributed.init()
-    model = make_family("deepseek_v3")
-    alone = ids(run(make_family("deepseek_v3"), PROMPT, max_tokens=30, temp=0.8, seed=1))
-    model.shard(group)
-    mx.eval(model.parameters())
-    text = PROMPT + alone
-    drafter = make_follower(model, text, hidden_states(model, text, 9, make_prompt_cache(model)), "mixed", 2)
-    options = {"beam_width": 2, "draft_depth": 3, "temp": 0.8, "max_tokens": 24}
-    together = run(model, PROMPT, drafter, seed=1, **options)
-    decoded = {
-        "rank": group.rank(),
-        "size": group.size(),
-        "alone": alone[:24],
-        "together": ids(together),
-        "accepted": together[-1].stats.accepted,
-        "unseeded": ids(run(model, PROMPT, drafter, **options)),
-        **decode_demo(group),
-    }
-    print("RANK " + json.dumps(decoded), flush=True)
+    """Decodes with every kind of model, in both ways."""
+    os.environ["XDG_CACHE_HOME"] = str(Path(sys.argv[1], str(ranks.index())))
+    measure.SECONDS, store.MIN_NEW = 0.2, 1
+    found: dict[str, Any] = {"rank": ranks.index()}
+    if ranks.count() == 2:
+        found["measured"] = measure_together()
+    planner.load_costs = lambda model, drafter, **how: make_costs(replay=float(how["trees"] is False))
+    cases = product(KINDS, ("tensor", "pipeline"))
+    found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count()) for kind, how in cases}
+    found["error"] = decide_otherwise()
+    print("RANK " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     parser = make_parser(command, about, "the demo's with the demo, or none,")
     add = parser.add_argument
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
+    add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
     add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")

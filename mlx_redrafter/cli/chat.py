@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from contextlib import suppress
 
-import mlx.core as mx
 from mlx_lm.cli_ui import ChatUI, _make_theme, print_chat_help, print_header_panel
 from rich.console import Console
 from rich.markup import escape
 
+from .. import ranks
 from ..command_models import find_drafter_name
 from ..errors import Parser, RedrafterError, one_line
 from ..generate import GenerationResponse
@@ -26,8 +27,6 @@ def run() -> int:
     """Chats as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
     options = read_options(args)
-    if (size := mx.distributed.init().size()) > 1:
-        raise RedrafterError(f"chat runs in one process, got {size}")
     model, tokenizer, drafter = load_models(args)
     session = Session(model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options)
     screen = Screen(args)
@@ -64,7 +63,6 @@ def make_parser() -> Parser:
         action="store_true",
         help="tint what was accepted, in a terminal with colours: by the drafter cyan, from the context yellow",
     )
-    add("--pipeline", action="store_true", help="as mlx-lm's; nothing changes in one process")
     add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     return parser
 
@@ -72,7 +70,7 @@ def make_parser() -> Parser:
 def answer(session: Session, screen: Screen, query: str, system_prompt: str | None = None) -> None:
     """Shows an answer as it is made. In a terminal an error ends the turn, not the conversation.
 
-    Ctrl-C cancels the answer; pressed again it raises, as it does elsewhere.
+    Ctrl-C cancels the answer; pressed again it raises, as it does elsewhere. On several ranks it ends them.
 
     Raises:
         RedrafterError: the turn was refused, or memory ran out, and nobody is there to ask another.
@@ -86,7 +84,8 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         if session.cancel():  # else no turn has begun, and nothing ends
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, cancel)
+    alone = ranks.count() == 1  # else Ctrl-C ends all of them
+    before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
     try:
         with show_prompt_progress() as callback:
             made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
@@ -112,7 +111,7 @@ class Screen(ChatUI):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's writes colours into pipes, too
-        self.interactive = self._console.is_terminal and sys.stdin.isatty()
+        self.interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
         self._tints = args.show_accepted and self._console.color_system is not None and not self._console.no_color
 
     def show_header(self, session: Session) -> None:
@@ -126,12 +125,18 @@ class Screen(ChatUI):
         print_chat_help(self._console)
 
     def prompt(self) -> str:
-        """A line of the user's.
+        """A line of the user's, which rank 0 reads.
 
         Raises:
             EOFError: there will be no more.
         """
-        return str(super().prompt()) if self.interactive else input()
+        line = None
+        if ranks.index() == 0:
+            with suppress(EOFError):
+                line = str(super().prompt()) if self.interactive else input()
+        if (line := ranks.share(line)) is None:
+            raise EOFError
+        return str(line)
 
     def show_token(self, response: GenerationResponse) -> None:
         """Shows a token's text at once; tinted if it was drafted, and if that is asked for and can be seen."""

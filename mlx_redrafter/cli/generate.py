@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,7 +19,7 @@ from mlx_lm.generate import DEFAULT_MAX_TOKENS, DEFAULT_PROMPT
 from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
-from .. import __version__
+from .. import __version__, ranks
 from ..command_models import find_drafter_name
 from ..decoding import draw_seed
 from ..demo import demo_prompts
@@ -60,13 +61,18 @@ def run() -> int:
             raise RedrafterError("--compare needs something that drafts: leave out --no-context, or give a drafter")
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
+    if ranks.count() > 1 and args.prompt_cache_file:
+        raise RedrafterError("--prompt-cache-file is one process's: on several ranks each has a part of the cache")
+    if ranks.count() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
+        raise RedrafterError("--prompt - waits for the end of the input, which mlx.launch does not pass on")
     if args.prompt_cache_file is not None:
         options["prompt_cache"], tokenizer_config = read_prompt_cache(args)
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     options["seed"] = draw_seed() if args.seed is None else args.seed
-    prompt, stop = make_prompt(args, tokenizer), [unescape(text) for text in args.stop]
+    prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)
+    stop = [unescape(text) for text in args.stop]
     stream = partial(stream_generate, model, tokenizer, prompt, drafter=drafter, stop=stop, **options)
     show, verdict = args.verbose and not args.json, None
     if show and shows_edit:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import warnings
 from importlib import import_module
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import Parser, one_line
+from ..errors import Parser, RedrafterError, one_line
 
 COMMANDS = {
     "generate": ("mlx_redrafter.cli.generate", "generate text from a prompt"),
@@ -24,6 +25,9 @@ COMMANDS = {
     "stdio": ("mlx_redrafter.cli.stdio", "sessions for another program, over lines of JSON"),
 }
 """Name -> (the module whose `run()` is the command, what it does)."""
+
+SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat")
+"""The modules of commands that `mlx.launch` may start."""
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
@@ -65,8 +69,18 @@ def run_module(module: str) -> None:
         import_module("mlx.core")
     except ImportError as error:
         exit_with_error(NO_BACKEND.format(error=one_line(error)))
+    from .. import ranks  # which needs MLX
+
+    size, rank = ranks.count(), ranks.index()
+    if size > 1:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not see it
+    if rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
+        if size > 1 and module not in SEVERAL_RANKS:
+            raise RedrafterError(f"this command runs in one process, got {size}: generate and chat take several ranks")
         status = import_module(module).run()
+        ranks.gather(None)  # what the others wait for is lost when a rank ends before them
         sys.stdout.flush()
     except ModuleNotFoundError as error:
         if not module.startswith("mlx_redrafter.serving"):
@@ -79,10 +93,20 @@ def run_module(module: str) -> None:
         status = 1
     except (ValueError, OSError) as error:
         exit_with_error(one_line(error))
+    except Exception as error:
+        if size == 1:
+            raise
+        exit_with_error(f"{type(error).__name__}: {one_line(error)}")
+    if size > 1:
+        os._exit(status)  # at once, whatever it was sending
     sys.exit(status)
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints one line on stderr and exits with 1."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(1)
+    """Prints one line on stderr and exits with 1; on one of several ranks at once, whatever it was sending."""
+    ranks = sys.modules.get("mlx_redrafter.ranks")
+    if ranks is None or ranks.count() == 1:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(1)
+    print(f"error on rank {ranks.index()}: {message}", file=sys.__stderr__, flush=True)
+    os._exit(1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from .. import ranks
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
 from .round import Draft, Outcome, TokenChooser, extend, step, verify
 from .target import Target
@@ -131,7 +132,7 @@ class Planner:
             length: of the text before it.
             replayed: how many tokens it replayed.
             milliseconds: from enqueueing to reading it; for a plain step from one read to the next, and None unless
-                it, the one before and the one after were all enqueued ahead.
+                it, the one before and the one after were all enqueued ahead. None on several ranks.
             verified: False where there was no draft after all, or it was discarded, and a plain step taken.
             from_context: whether the accepted tokens had been drafted from the context.
         """
@@ -195,6 +196,7 @@ class Decoder:
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
+        self._is_timed = ranks.count() == 1  # each rank would see other times
         self._seen: mx.array | None = None  # the text before the next root, for the processors
         self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
@@ -366,7 +368,7 @@ class Decoder:
             done = done._replace(plan=plan, tree=pending.draft.tree, path=path)
         if not pending.is_prompt:
             is_alone = self._chooser.grammar is not None or (self._n_ahead > 1 and self._ahead is not None)
-            is_timed = verified or is_alone  # other plain steps overlap in part
+            is_timed = self._is_timed and (verified or is_alone)  # other plain steps overlap in part
             self._planner.observe(
                 plan,
                 len(tokens),

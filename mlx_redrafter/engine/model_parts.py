@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import gather_last_axis
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import UnsupportedModelError
@@ -43,6 +44,10 @@ LENGTHS = _names("max_position_embeddings max_sequence_length max_seq_len model_
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
 """How the names of modules begin that do not read text."""
+
+
+SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
+"""Heads of which each rank has a part of the vocabulary."""
 
 
 class Slot(NamedTuple):
@@ -97,8 +102,9 @@ def find_output_layer(model: nn.Module) -> nn.Module:
     """
     embedding: Any = find_parts(model).embedding
     for name, module in model.named_modules():
-        is_matrix = name.rpartition(".")[2] in HEADS and isinstance(module, (nn.Linear, nn.QuantizedLinear))
-        if is_matrix and module.weight.shape[0] == embedding.weight.shape[0]:
+        is_matrix = name.rpartition(".")[2] in HEADS and isinstance(module, (nn.Linear, nn.QuantizedLinear, *SHARDED))
+        n_shards = module.group.size() if isinstance(module, SHARDED) else 1
+        if is_matrix and n_shards * module.weight.shape[0] == embedding.weight.shape[0]:
             return module
     return embedding
 
@@ -121,6 +127,8 @@ def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
         UnsupportedModelError: see `find_parts`.
     """
     layer: Any = find_output_layer(model)
+    if isinstance(layer, SHARDED):
+        return lambda hidden: gather_last_axis(layer(hidden), layer.group)
     head: Callable[[mx.array], mx.array] = layer.as_linear if _is_embedding(layer) else layer
     return head
 
@@ -205,11 +213,14 @@ def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, T
         return taps
     parts = find_parts(model)
     layers = list(getattr(model, "layers", [])) if any(isinstance(name, int) for name in names) else []
+    is_pipeline = getattr(getattr(model, "model", None), "pipeline_size", 1) > 1
     for name in names:
         reason = None
         if isinstance(name, int):
-            slot = _find_slot(model, layers[name]) if 0 <= name < len(layers) else None
-            if slot is None:
+            slot = _find_slot(model, layers[name]) if 0 <= name < len(layers) and not is_pipeline else None
+            if is_pipeline:
+                reason = f"the drafter reads the output of layer {name}, which one rank of a pipeline alone has"
+            elif slot is None:
                 reason = f"the drafter reads the output of layer {name}, of {len(layers)} layers"
             else:
                 taps[name] = Tap(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from .. import ranks
+from ..errors import RedrafterError
 from . import kv_cache
 from .model_checks import exact_until
 from .model_parts import StateName, capture, find_taps
@@ -135,6 +138,9 @@ class Target:
         return build_with_nodes(self.cache, nodes, call).result
 
     def _run(self, tokens: mx.array, cache: list[Any], count: int, want_hidden: bool = True) -> Forward:
+        if ranks.CHECK in os.environ:
+            self._compare_ranks(tokens)
+
         def call() -> mx.array:
             logits: mx.array = self._model(tokens[None], cache=cache)
             return logits
@@ -144,6 +150,14 @@ class Target:
         logits, found = capture(list(self._taps.values()), call)
         states = {name: calls[-1][0, -count:] for name, calls in zip(self._taps, found, strict=True)}
         return Forward(logits[0, -count:], states)
+
+    def _compare_ranks(self, tokens: mx.array) -> None:
+        """Raises a RedrafterError where other ranks read other tokens, or have read another number of them."""
+        places = [f"{ids} at length {length}" for length, ids in ranks.gather([self.length, tokens.tolist()])]
+        for rank, place in enumerate(places):
+            if place != places[0]:
+                both = f"rank 0 reads {places[0]}, rank {rank} reads {place}"
+                raise RedrafterError(f"the ranks decode different texts: {both}")
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:
         """Accepts these nodes of the last `verify`, from the root down, with their tokens; the others are rejected."""

@@ -18,6 +18,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from .. import ranks
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Decoder, Planner, Rounds
@@ -59,7 +60,7 @@ def time_calls(
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
-    while turn < min_turns or (time.perf_counter() < end and (max_turns is None or turn < max_turns)):
+    while turn < min_turns or ((max_turns is None or turn < max_turns) and seconds_until(end) > 0):
         for key, call in calls.items():
             before(key)
             started = time.perf_counter()
@@ -67,6 +68,11 @@ def time_calls(
             times[key].append(1e3 * (time.perf_counter() - started))
         turn += 1
     return times
+
+
+def seconds_until(end: float) -> float:
+    """How long it is until `end` of `time.perf_counter()`; the same on all ranks."""
+    return float(max(ranks.gather(end - time.perf_counter())))
 
 
 def time_step(model: nn.Module) -> float:
@@ -160,13 +166,13 @@ def time_parts(
     end, first = time.perf_counter() + seconds, dict[tuple[str, int], list[float]]()
     parts = tqdm(list(calls), "measuring", leave=False, delay=1.0, disable=None, position=0)
     for key in parts:  # the first run compiles kernels
-        if key[0] == "verify" and key[1] > 5 and time.perf_counter() > end - seconds / 2:
+        if key[0] == "verify" and key[1] > 5 and seconds_until(end) < seconds / 2:
             del calls[key]
         else:
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
-    left = end - time.perf_counter()
-    times = time_calls(calls, left, min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
-    found = {key: lower_quartile(ms or first[key]) for key, ms in times.items()}
+    times = time_calls(calls, seconds_until(end), min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
+    own = [lower_quartile(ms or first[key]) for key, ms in times.items()]
+    found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # the slowest rank's
     for name, number in found:
         if name in ("plain", "round"):
             found[name, number] /= in_a_row
@@ -187,7 +193,7 @@ def measure_costs(
             the model has no positions for are left out.
     """
     with wired_limit(model), mx.stream(generation_stream):
-        step_seconds = time_step(model)
+        step_seconds = max(ranks.gather(time_step(model)))
     slow = step_seconds >= SLOW_STEP
     length = f"up to {math.ceil(max(SECONDS, SLOW_STEPS * step_seconds))} seconds" if slow else "a few seconds"
     _log.info("measuring this machine for these models: %s", length)

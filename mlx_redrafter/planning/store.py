@@ -7,6 +7,7 @@ import json
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -17,6 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine.model_parts import model_name
@@ -60,14 +62,18 @@ def load_costs(
 def _load_or_measure(model: nn.Module, drafter: Drafter, trees: bool, refresh: bool) -> CostTable:
     described = {"format": 6, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
+    if ranks.count() > 1:
+        described["ranks"] = ranks.gather(describe_machine())
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:24]
     file, tries = Path("costs", f"{name}.json"), 0
-    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # none yet, or damaged
-        found = {} if refresh else json.loads((cache_directory() / file).read_text(encoding="utf-8"))
+    found = ranks.share({} if refresh else _read_object(lambda: cache_directory() / file))
+    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         kept, tries = parse_costs(found["costs"]), int(found["tries"])
         if tries >= 3 or not is_disturbed(kept):
             return kept
     costs = measure_costs(model, drafter, trees=trees)
+    if ranks.index():
+        return costs
     text = json.dumps({"of": described, "tries": tries + 1, "costs": costs._asdict()}, indent=1)
     try:
         write_text(cache_directory() / file, text + "\n")
@@ -88,14 +94,21 @@ def load_counts(model: nn.Module, drafter: Drafter) -> Counts:
     key = id(model), id(drafter.weights)
     with _lock:
         if key not in _known_counts:
-            counts = Counts()
-            with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):  # none yet, or damaged
-                kept = json.loads(_find_file(model, drafter).read_text(encoding="utf-8"))
+            counts, kept = Counts(), ranks.share(_read_object(lambda: _find_file(model, drafter)))
+            with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
                 counts = Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
             _known_counts[key] = counts
             for module in (model, drafter.weights):
                 weakref.finalize(module, _known_counts.pop, key, None)  # another module may get its id
         return _known_counts[key]
+
+
+def _read_object(find_file: Callable[[], Path]) -> Any:
+    """What the JSON in a file says; an empty object where there is no such file, or none that can be read."""
+    try:
+        return json.loads(find_file().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):
+        return {}
 
 
 def _parse(pair: list[float]) -> Count:
@@ -107,7 +120,7 @@ def _parse(pair: list[float]) -> Count:
 
 def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
     """Keeps them on disk for the next process, once there are enough new ones; where it cannot, it does not."""
-    if counts.n_new >= MIN_NEW:
+    if counts.n_new >= MIN_NEW and ranks.index() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
             write_text(

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .. import ranks
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..drafters.source import Source
@@ -183,7 +184,11 @@ class Session:
 
         Returns:
             Whether there was one.
+
+        Raises:
+            RedrafterError: there are several ranks, which would end at different tokens.
         """
+        _refuse_ranks("cancelling an answer")
         self._cancelled = True
         return self._lock.locked()
 
@@ -210,6 +215,7 @@ class Session:
             RedrafterError: it cannot be written, there is no conversation yet, or an exception has interrupted the last
                 turn: the next one reads all tokens again.
         """
+        _refuse_ranks("saving a session")
         with self._locked():
             if self._cache is None or not self._tokens:
                 raise RedrafterError("there is no conversation yet, or its cache was discarded: nothing to save")
@@ -227,6 +233,7 @@ class Session:
         Raises:
             RedrafterError: it cannot be read, or is of another model.
         """
+        _refuse_ranks("loading a session")
         session = cls(model, tokenizer, drafter, **settings)
         found = read_conversation(path, model)
         session._cache, session._tokens, session._messages, session._rendered_with = found
@@ -283,11 +290,12 @@ class Session:
         return turn, room(turn)
 
     def _longest_text(self) -> int:
-        """How many tokens the budget has room for."""
+        """How many tokens the budget has room for; on several ranks that of the one with the least."""
         budget = self._memory_budget
         if budget is None and (budget := free_memory()) is not None and self._cache is not None:
             budget += sum(c.nbytes for c in self._cache)
-        return MAX_LENGTH if budget is None else self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
+        longest = MAX_LENGTH if budget is None else self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
+        return int(min(ranks.gather(longest)))
 
     def _generate(
         self, turn: _Turn, sent: list[Message], template: dict[str, Any], keywords: dict[str, Any]
@@ -358,6 +366,11 @@ def _refuse(names: Sequence[str], options: dict[str, Any]) -> None:
     for name in names:
         if name in options:
             raise RedrafterError(f"{name} is the session's own: it cannot be given here")
+
+
+def _refuse_ranks(what: str) -> None:
+    if (size := ranks.count()) > 1:
+        raise RedrafterError(f"{what} needs a process of its own, got {size} ranks")
 
 
 def _drop_oldest(messages: list[Message]) -> list[Message]:

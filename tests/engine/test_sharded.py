@@ -1,25 +1,34 @@
-"""A model whose layers are shared by two processes decodes what one process decodes."""
+"""A model that several processes share decodes what one process decodes."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
+import pytest
+from launch import TESTS, start_ranks, wait_for_ranks
+
+from mlx_redrafter import ranks
+
+MODELS = {f"{kind}, {how}" for kind in ("qwen2", "qwen3_moe", "qwen3_5") for how in ("tensor", "pipeline")}
 
 
-def test_two_ranks_decode_what_one_decodes() -> None:
-    launch = Path(sys.executable).with_name("mlx.launch")
-    ranks = [str(launch), "-n", "2", "--backend", "ring", "--python", sys.executable, str(TESTS / "ranks.py")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-    done = subprocess.run(ranks, env=env, capture_output=True, text=True, timeout=300, check=False)
-    lines = [line.partition("RANK ")[2] for line in done.stdout.splitlines() if "RANK " in line]
-    decoded = sorted(map(json.loads, lines), key=lambda each: each["rank"])
-    assert [(each["rank"], each["size"]) for each in decoded] == [(0, 2), (1, 2)], done.stdout + done.stderr
-    for each in decoded:
-        assert each["together"] == each["alone"] and each["accepted"] > 3
-        assert each["demo sharded"] == each["demo"] and len(each["demo"]) == 12
-    assert decoded[0]["unseeded"] == decoded[1]["unseeded"] != decoded[0]["together"]
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_decode_what_one_process_decodes(count: int, tmp_path: Path) -> None:
+    """Each rank compares what it reads with the others: one that decides otherwise raises."""
+    ended = wait_for_ranks(start_ranks(count, str(TESTS / "ranks.py"), str(tmp_path), **{ranks.CHECK: "1"}))
+    assert [each.status for each in ended] == [0] * count, ended
+    decoded = [json.loads(each.out.partition("RANK ")[2]) for each in ended]
+    assert [each.pop("rank") for each in decoded] == list(range(count))
+    measured = [each.pop("measured", None) for each in decoded]
+    assert decoded == [decoded[0]] * count
+    assert decoded[0]["error"].startswith("the ranks decode different texts: rank 0 reads [")
+    assert f"rank {count - 1} reads [" in decoded[0]["error"]
+    assert set(decoded[0]["texts"]) == MODELS
+    for found in decoded[0]["texts"].values():
+        for each in found.values():
+            assert each["together"] == each["alone"] and each["accepted"] > 0, decoded[0]
+    assert sum(found["greedy"]["of the context"] for found in decoded[0]["texts"].values()) > 0
+    if count == 2:
+        assert [each.pop("files") for each in measured] == [["acceptance", "costs"], []]
+        assert measured[0] == measured[1] and measured[0]["texts"] == [measured[0]["alone"]] * 2

@@ -1,0 +1,70 @@
+"""Several processes that share one model, started without `mlx.launch`, which takes a processor of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parent
+PATIENCE = 600.0
+"""Seconds for what must end, however many others share the machine."""
+
+
+class Ended(NamedTuple):
+    """A rank that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def start_ranks(
+    count: int, *command: str, each: Sequence[Sequence[str]] | None = None, **environment: str
+) -> list[subprocess.Popen[str]]:
+    """Starts `python COMMAND` as ranks of a ring on this machine.
+
+    Args:
+        each: more arguments, for every rank its own.
+        environment: more variables; `XDG_CACHE_HOME` should be the test's own.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each_socket in sockets:
+            each_socket.bind(("127.0.0.1", 0))
+        hosts = [[f"127.0.0.1:{each_socket.getsockname()[1]}"] for each_socket in sockets]
+    file = Path(tempfile.mkdtemp()) / "hosts.json"
+    file.write_text(json.dumps(hosts), encoding="utf-8")
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    return [
+        subprocess.Popen(
+            [sys.executable, *command, *(each[rank] if each else ())],
+            env=os.environ | {"PYTHONPATH": paths, "MLX_HOSTFILE": str(file), "MLX_RANK": str(rank)} | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def wait_for_ranks(ranks: Sequence[subprocess.Popen[str]], stdin: str | None = None) -> list[Ended]:
+    """How each rank ended; `stdin` is given to rank 0. One that has not ended in `PATIENCE` is killed."""
+    end, ended = time.monotonic() + PATIENCE, []
+    for rank, process in enumerate(ranks):
+        try:
+            out, err = process.communicate(None if rank else stdin, timeout=max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        ended.append(Ended(process.returncode, out, err))
+    return ended
