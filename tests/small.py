@@ -94,7 +94,9 @@ def partial_drafter(whole: Drafter, guessed: np.ndarray) -> Drafter:
     return drafter
 
 
-def small_llama(*, hidden: int = 32, vocab: int = 64, layers: int = 2, seed: int = 0, **more: Any) -> llama.Model:
+def small_llama(
+    *, hidden: int = 32, vocab: int = 64, layers: int = 2, kv_heads: int = 1, seed: int = 0, **more: Any
+) -> llama.Model:
     """A llama of random weights."""
     args = llama.ModelArgs(
         model_type="llama",
@@ -102,7 +104,7 @@ def small_llama(*, hidden: int = 32, vocab: int = 64, layers: int = 2, seed: int
         num_hidden_layers=layers,
         intermediate_size=2 * hidden,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         rms_norm_eps=1e-5,
         vocab_size=vocab,
         **more,

@@ -47,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     tokenizer.decoder = decoders.ByteLevel()
     vocab = len(alphabet) + 1
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    save_target(root / "target", small_llama(vocab=vocab), fast, eos_token_id=0)
+    save_target(root / "target", small_llama(vocab=vocab, kv_heads=2), fast, eos_token_id=0)
     save_drafter(root / "drafter", small_drafter(vocab=vocab))
     return str(root / "target"), str(root / "drafter")
 

@@ -1,0 +1,105 @@
+"""`generate` and `chat` over several processes that share one model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch import PATIENCE, TESTS, start_ranks, wait_for_ranks
+
+Run = Callable[..., tuple[int, str, str]]
+FLAGS = ["--max-tokens", "24", "--draft-depth", "2", "--context"]
+
+FAILING = """
+import sys
+from mlx_redrafter import ranks
+from mlx_redrafter.cli.main import main
+from mlx_redrafter.drafters.source import StepwiseSource
+
+def fail(*arguments, **options):
+    raise RuntimeError("no memory left")
+
+if ranks.index() == 1:
+    StepwiseSource.propose = fail
+main("generate")
+"""
+
+
+@pytest.fixture
+def flags(pair: tuple[str, str]) -> list[str]:
+    """Those of a target and its drafter."""
+    return ["--model", pair[0], "--drafter", pair[1], *FLAGS]
+
+
+def test_mlx_launch_generates_what_one_process_does(run: Run, flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--prompt", "abc abc abc", "--ignore-chat-template", "--json", "--temp", "0.7", "--seed", "3"]
+    status, out, _ = run("generate", *flags)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2", "--backend", "ring"]
+    command = [*launch, "--starting-port", str(port), "--", sys.executable, "-m", "mlx_redrafter.generate", *flags]
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert len(done.stdout.splitlines()) == 1, done
+    alone, together = json.loads(out), json.loads(done.stdout)
+    assert status == 0 and together["tokens"] == alone["tokens"] and together["text"] == alone["text"]
+    assert together["drafted"] == alone["drafted"] > 0
+
+
+def test_rank_0_reads_what_all_answer(run: Run, flags: list[str], chat_target: str) -> None:
+    flags[1] = chat_target
+    typed = "hello hello\nr\n\nagain, again\n"
+    alone = run("chat", *flags, stdin=typed.encode())
+    first, second = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.chat", *flags), typed)
+    assert (first.status, second.status) == (alone[0], 0) == (0, 0), (first, second)
+    assert (second.out, second.err) == ("", "")
+
+    def strip_speeds(out: str) -> list[str]:
+        return [line for line in out.splitlines() if "tok/s" not in line]
+
+    assert strip_speeds(first.out) == strip_speeds(alone[1])
+
+
+def test_a_drafter_that_fails_on_one_rank_ends_all(flags: list[str]) -> None:
+    first, second = wait_for_ranks(start_ranks(2, "-c", FAILING, *flags, "--prompt", "abc"))
+    assert second.err.splitlines()[-1] == "error on rank 1: RuntimeError: no memory left"
+    assert first.status == second.status == 1 and "error on rank 0: RuntimeError: " in first.err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, sent: signal.Signals) -> None:
+    """Ctrl-C on rank 0, and a rank that is killed, while they are decoding."""
+    flags[1] = chat_target
+    ranks = start_ranks(2, "-m", "mlx_redrafter.chat", *flags, "--max-tokens", "-1")
+    assert ranks[0].stdin is not None and ranks[0].stdout is not None
+    ranks[0].stdin.write("hello\n")
+    ranks[0].stdin.flush()
+    assert ranks[0].stdout.read(1)  # they are decoding
+    ranks[0 if sent == signal.SIGINT else 1].send_signal(sent)
+    first, second = wait_for_ranks(ranks)
+    statuses = (-sent, 1) if sent == signal.SIGINT else (1, -sent)
+    assert (first.status, second.status) == statuses, (first, second)
+
+
+def test_what_needs_a_process_of_its_own_is_refused(flags: list[str], tmp_path: Path) -> None:
+    wrong = {
+        ("generate", *flags, "--adapter-path", "x"): "--adapter-path runs in one process, got 2",
+        ("generate", *flags, "--pipeline"): "The model does not support pipelining",
+        ("generate", *flags[2:]): "2 ranks need --model",
+        ("generate", *flags, "--prompt-cache-file", "x"): "--prompt-cache-file is one process's",
+        ("generate", *flags, "--prompt", "-"): "which mlx.launch does not pass on",
+        ("doctor", "--model", flags[1]): "this command runs in one process, got 2",
+    }
+    started = [start_ranks(2, "-m", "mlx_redrafter", *command, XDG_CACHE_HOME=str(tmp_path)) for command in wrong]
+    for ranks, error in zip(started, wrong.values(), strict=True):
+        for rank, each in enumerate(wait_for_ranks(ranks)):
+            assert each.status == 1 and each.out == ""
+            assert f"error on rank {rank}: " in each.err and error in each.err
