@@ -23,6 +23,7 @@ COMMANDS = {
     "serving": "serving",
     "structured": "structured",
     "soak": "soak",
+    "ranks": "ranks",
 }
 """Name -> its module, with `add_arguments(parser)` and `run(args)`, which returns the exit status."""
 

@@ -91,7 +91,7 @@ class Options:
             tokens: without it the noise of a sampled text after such a cache starts at position 0.
         prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
         on_drafter_failure: called once with what the drafter raises, also while the machine is measured; decoding goes
-            on from there without it, and no token is lost. None passes the exception on.
+            on from there without it, and no token is lost. None passes the exception on, as several ranks always do.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
 
     Raises:

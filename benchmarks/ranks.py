@@ -1,0 +1,223 @@
+"""What drafting hides of a network: a model divided among processes, with a delay added to every message.
+
+    python -m benchmarks ranks --layers 4
+    python -m benchmarks ranks --shape llama-3.2-1b --layers 4 --delays 0 1 --plans 1,3 --count 2 --pipeline
+
+Each process is a rank on this machine, and all of them share its processors. Between two neighbours of the ring stands
+a proxy that passes everything on after the delay, in both directions: the delay is added to what the machine's own
+sockets and the proxy take. "messages" is how many of them a forward waits for, one after the other: how much longer a
+plain step takes for each millisecond of delay. "expected" is the speed over plain decoding that follows from that
+number, the times at the smallest delay, and the tokens of a round: drafting adds no message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_redrafter import ranks
+from mlx_redrafter.engine.wired_limit import wired_limit
+from mlx_redrafter.errors import RedrafterError
+
+from .command import add_json, parse_plan, parse_positive
+from .contest import measure_costs
+from .contestants import Settings, make_contestants, warm_up
+from .synthetic import add_shape, open_shape
+from .tables import show_rows
+
+DELAYS = (0.0, 0.2, 1.0, 5.0)
+START = "import mlx_redrafter; from benchmarks.ranks import main; main()"  # before MLX: it loads the BLAS
+
+
+class Wire:
+    """A link between two ranks that delays what it passes on: latency, however much is on the way."""
+
+    def __init__(self, target: int) -> None:
+        self.milliseconds, self._target = 0.0, target
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            one, _ = self._socket.accept()
+            other = self._connect()
+            for source, sink in ((one, other), (other, one)):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                on_the_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+                threading.Thread(target=self._read, args=(source, on_the_way), daemon=True).start()
+                threading.Thread(target=self._write, args=(sink, on_the_way), daemon=True).start()
+
+    def _connect(self) -> socket.socket:
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self._target))
+            except ConnectionRefusedError:  # that rank does not listen yet
+                time.sleep(0.05)
+
+    def _read(self, source: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(1 << 20)
+            except OSError:
+                data = b""
+            on_the_way.put((time.perf_counter() + self.milliseconds / 1e3, data))
+
+    def _write(self, sink: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+        while True:
+            due, data = on_the_way.get()
+            if (left := due - time.perf_counter()) > 0:
+                time.sleep(left)
+            try:
+                sink.sendall(data) if data else sink.close()
+            except OSError:
+                return
+
+
+@contextmanager
+def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]]:
+    """Runs this command as ranks; yields rank 0 and the wires between them."""
+    with tempfile.TemporaryDirectory() as folder:
+        ports = []
+        for _ in range(count):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                ports.append(free.getsockname()[1])
+        wires = [Wire(port) for port in ports]
+        processes = []
+        for rank in range(count):
+            # A rank listens on its own port, and reaches the others over their wires.
+            seen = [port if at == rank else wires[at].port for at, port in enumerate(ports)]
+            file = Path(folder, f"{rank}.json")
+            file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
+            environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
+            environment.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+            command = [sys.executable, "-c", START, *sys.argv[2:]]
+            out = None if rank else subprocess.PIPE
+            processes.append(subprocess.Popen(command, env=environment, stdin=out, stdout=out, text=True))
+        try:
+            yield processes[0], wires
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """One of the ranks: decodes as everybody does, at each delay that rank 0 asks for."""
+    workload = open_shape(args)
+    model, group = workload.model, mx.distributed.init()
+    if args.pipeline:
+        if not hasattr(model.model, "pipeline"):
+            raise RedrafterError(f"mlx-lm does not divide {args.shape} into a pipeline")
+        model.model.pipeline(group)
+    else:
+        model.shard(group)
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    settings = Settings(args.max_tokens, repeats=args.repeats)
+    sides = make_contestants(workload, args.plans, settings, mlx_lm=False)
+    for delay in args.delays:
+        if ranks.index() == 0:
+            print(json.dumps({"delay": delay}), flush=True)
+            sys.stdin.readline()
+        ranks.gather(None)
+        if "auto" in args.plans:
+            measure_costs(workload)
+        for side in sides:
+            warm_up(workload, side)
+        with wired_limit(model):
+            turns = [{side.label: side.run(workload.prompts[0], args.max_tokens) for side in sides}
+                     for _ in range(args.repeats)]  # fmt: skip
+        for side in sides:
+            runs = [turn[side.label] for turn in turns]
+            if runs[0].tokens != turns[0][sides[0].label].tokens:
+                raise RedrafterError(f"{side.label} decodes another text than plain decoding")
+            rounds = runs[0].stats.rounds if runs[0].stats else 0
+            made = len(runs[0].tokens) - 1
+            row = {"plan": side.label, "tokens": made, "rounds": rounds, "seconds": median(run.seconds for run in runs)}
+            if ranks.index() == 0:
+                print(json.dumps(row), flush=True)
+    ranks.gather(None)
+
+
+def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What rank 0 reports, a row for each delay and plan."""
+    rows, delay = list[dict[str, Any]](), 0.0
+    with start_ranks(args.count) as (first, wires):
+        assert first.stdout is not None and first.stdin is not None
+        for line in first.stdout:
+            row = json.loads(line)
+            if "delay" in row:
+                delay = row["delay"]
+                for wire in wires:
+                    wire.milliseconds = delay
+                first.stdin.write("\n")
+                first.stdin.flush()
+            else:
+                rows.append({"delay, ms": delay} | row)
+        if first.wait():
+            raise RedrafterError(f"rank 0 ended with {first.returncode}")
+    return rows
+
+
+def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table: each plan beside plain decoding at the same delay, and beside what its times without one predict."""
+    found = []
+    delays = sorted({row["delay, ms"] for row in rows})
+    seconds = {(row["delay, ms"], row["plan"]): row["seconds"] / row["rounds"] for row in rows}
+    for row in rows:
+        delay, plan = row["delay, ms"], row["plan"]
+        made = row["tokens"] / row["rounds"]
+        entry = {"delay, ms": delay, "plan": plan, "tokens/s": row["tokens"] / row["seconds"], "tokens/round": made}
+        entry["ms/round"] = 1e3 * seconds[delay, plan]
+        entry["x plain"] = seconds[delay, "plain"] / seconds[delay, plan] * made
+        if len(delays) > 1:
+            messages = 1e3 * (seconds[delays[-1], "plain"] - seconds[delays[0], "plain"]) / (delays[-1] - delays[0])
+            added = messages * (delay - delays[0]) / 1e3
+            expected = (seconds[delays[0], "plain"] + added) / (seconds[delays[0], plan] + added) * made
+            entry |= {"expected": expected, "messages": messages}
+        found.append(entry)
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add_shape(parser, "llama-3.2-1b")
+    add = parser.add_argument
+    add("--count", type=parse_positive, default=2, help="ranks (default: %(default)s)")
+    add("--pipeline", action="store_true", help="some layers for each rank, not a part of every layer")
+    add("--delays", type=float, nargs="+", default=DELAYS, metavar="MS", help="of each message (default: %(default)s)")
+    add("--plans", type=parse_plan, nargs="+", default=[(1, 3), (1, 7)], metavar="PLAN", help="default: 1,3 1,7")
+    add("--max-tokens", type=parse_positive, default=64, help="in a turn (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=3, help="turns that everybody has (default: %(default)s)")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; the exit status."""
+    show_rows(args, compare_rows(read_rows(args)))
+    return 0
+
+
+def main() -> None:
+    """One of the ranks."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run_rank(parser.parse_args())

@@ -1,0 +1,45 @@
+"""What drafting hides of a network: the wires between ranks, and what is made of their times."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from benchmarks.ranks import Wire, compare_rows
+
+
+def test_a_wire_passes_everything_on_in_order() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = Wire(server.getsockname()[1])
+        wire.milliseconds = 1.0
+
+        def echo() -> None:
+            connection, _ = server.accept()
+            with connection:
+                while data := connection.recv(1000):
+                    connection.sendall(data)
+
+        threading.Thread(target=echo, daemon=True).start()
+        with socket.create_connection(("127.0.0.1", wire.port)) as client:
+            client.settimeout(120)
+            sent, got = bytes(range(256)) * 50, b""
+            for start in range(0, len(sent), 100):
+                client.sendall(sent[start : start + 100])
+            while len(got) < len(sent):
+                got += client.recv(1 << 16)
+    assert got == sent
+
+
+def test_rounds_hide_messages() -> None:
+    """Four messages a forward: a plain step of 10 ms, a round of 15 ms that makes 3 tokens."""
+    rows = [
+        {"delay, ms": delay, "plan": plan, "tokens": 30, "rounds": rounds, "seconds": rounds * (ms + 4 * delay) / 1e3}
+        for delay in (0.0, 1.0, 5.0)
+        for plan, rounds, ms in (("plain", 30, 10.0), ("1 x 3", 10, 15.0))
+    ]
+    found = [row for row in compare_rows(rows) if row["plan"] == "1 x 3"]
+    assert [row["messages"] for row in found] == pytest.approx([4.0] * 3)
+    assert [row["x plain"] for row in found] == pytest.approx([3 * 10 / 15, 3 * 14 / 19, 3 * 30 / 35])
+    assert [row["expected"] for row in found] == pytest.approx([row["x plain"] for row in found])
