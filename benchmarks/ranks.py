@@ -133,6 +133,8 @@ def run_rank(args: argparse.Namespace) -> None:
     mx.clear_cache()
     settings = Settings(args.max_tokens, repeats=args.repeats)
     sides = make_contestants(workload, args.plans, settings, mlx_lm=False)
+    for side in sides:
+        warm_up(workload, side)
     for delay in args.delays:
         if ranks.index() == 0:
             print(json.dumps({"delay": delay}), flush=True)
@@ -140,8 +142,6 @@ def run_rank(args: argparse.Namespace) -> None:
         ranks.gather(None)
         if "auto" in args.plans:
             measure_costs(workload)
-        for side in sides:
-            warm_up(workload, side)
         with wired_limit(model):
             turns = [{side.label: side.run(workload.prompts[0], args.max_tokens) for side in sides}
                      for _ in range(args.repeats)]  # fmt: skip

@@ -18,11 +18,12 @@ import mlx_redrafter  # noqa: F401  before MLX: it loads the BLAS
 import mlx.core as mx
 import mlx.nn as nn
 from cost_curves import make_costs
-from families import follow_plain, make_family
-from toys import Scripted, ids, make_ranks, run
+from families import make_family
+from toys import CachingDrafter, Scripted, ids, make_ranks, run
 
-from mlx_redrafter import RedrafterError, ranks
+from mlx_redrafter import RedrafterError, UnsupportedModelError, ranks
 from mlx_redrafter.drafters.draft_model import DraftModel
+from mlx_redrafter.engine.model_parts import find_head
 from mlx_redrafter.planning import measure, planner, store
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
@@ -52,16 +53,28 @@ def decode(kind: str, how: str, length: int) -> dict[str, Any]:
     """The texts of a whole model and of its parts, and how many drafted tokens were accepted, of the context too."""
     whole, model = (make_family(kind, **HEADS, **KINDS[kind]) for _ in range(2))
     divide(model, how)
+    hidden = mx.random.normal((2, 64), key=mx.random.key(3))
+    assert mx.allclose(find_head(model)(hidden), find_head(whole)(hidden), atol=1e-4)
     found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {"greedy": {"sampler": choose_among_few}, "seeded": {"temp": 0.8, "seed": 1}}
     for name, sampling in ways.items():
-        alone, follower = follow_plain(whole, PROMPT, length, "mixed", width=2, **sampling)
-        drafter = follower if name == "greedy" else DraftModel(whole)
-        options = {"context": True, "beam_width": 2, "draft_depth": 3} if name == "greedy" else {}
+        alone = ids(run(whole, PROMPT, max_tokens=length + 8, **sampling))
+        drafter: Any = DraftModel(whole)
+        options: dict[str, Any] = {}
+        if name == "greedy":
+            drafter = CachingDrafter(whole, PROMPT + alone, 2, layers=() if how == "pipeline" else (0,))
+            options = {"context": True, "beam_width": 2, "draft_depth": 3}
         steps = run(model, PROMPT, drafter, max_tokens=length, **options, **sampling)
         stats = steps[-1].stats
-        found[name] = {"alone": ids(alone), "together": ids(steps), "accepted": stats.accepted}
+        found[name] = {"alone": alone[:length], "together": ids(steps), "accepted": stats.accepted}
         found[name]["of the context"] = stats.context_accepted
+    if how == "pipeline":
+        try:
+            run(model, PROMPT, CachingDrafter(whole, PROMPT, 2), draft_depth=1)
+        except UnsupportedModelError as error:
+            assert "reads the output of layer 0, which one rank of a pipeline alone has" in str(error)
+        else:
+            raise AssertionError("a layer of another rank was read")
     return found
 
 

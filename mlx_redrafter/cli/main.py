@@ -71,7 +71,11 @@ def run_module(module: str) -> None:
         exit_with_error(NO_BACKEND.format(error=one_line(error)))
     from .. import ranks  # which needs MLX
 
-    size, rank = ranks.count(), ranks.index()
+    try:
+        size = ranks.count()
+    except RuntimeError as error:
+        exit_with_error(f"cannot find the other ranks: {one_line(error)}")
+    rank = ranks.index() if size > 1 else None
     if size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not see it
     if rank:
@@ -92,21 +96,20 @@ def run_module(module: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush cannot fail
         status = 1
     except (ValueError, OSError) as error:
-        exit_with_error(one_line(error))
+        exit_with_error(one_line(error), rank)
     except Exception as error:
         if size == 1:
             raise
-        exit_with_error(f"{type(error).__name__}: {one_line(error)}")
+        exit_with_error(f"{type(error).__name__}: {one_line(error)}", rank)
     if size > 1:
         os._exit(status)  # at once, whatever it was sending
     sys.exit(status)
 
 
-def exit_with_error(message: str) -> NoReturn:
-    """Prints one line on stderr and exits with 1; on one of several ranks at once, whatever it was sending."""
-    ranks = sys.modules.get("mlx_redrafter.ranks")
-    if ranks is None or ranks.count() == 1:
+def exit_with_error(message: str, rank: int | None = None) -> NoReturn:
+    """Prints one line on stderr and exits with 1; one of several ranks at once, whatever it was sending."""
+    if rank is None:
         print(f"error: {message}", file=sys.stderr)
         sys.exit(1)
-    print(f"error on rank {ranks.index()}: {message}", file=sys.__stderr__, flush=True)
+    print(f"error on rank {rank}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)
