@@ -7,7 +7,8 @@ Each process is a rank on this machine, and all of them share its processors. Be
 a proxy that passes everything on after the delay, in both directions: the delay is added to what the machine's own
 sockets and the proxy take. "messages" is how many of them a forward waits for, one after the other: how much longer a
 plain step takes for each millisecond of delay. "expected" is the speed over plain decoding that follows from that
-number, the times at the smallest delay, and the tokens of a round: drafting adds no message.
+number, the times at the smallest delay, and the tokens of a round: drafting adds no message. Times are lower quartiles
+of all rounds, as what else the machine does falls on some of them.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter import ranks
+from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning.costs import lower_quartile
 
 from .command import add_json, parse_plan, parse_positive
 from .contest import measure_costs
-from .contestants import Settings, make_contestants, warm_up
+from .contestants import Contestant, Settings, make_contestants, warm_up
 from .synthetic import add_shape, open_shape
 from .tables import show_rows
 
@@ -77,12 +81,12 @@ class Wire:
                 data = source.recv(1 << 20)
             except OSError:
                 data = b""
-            on_the_way.put((time.perf_counter() + self.milliseconds / 1e3, data))
+            on_the_way.put((perf_counter() + self.milliseconds / 1e3, data))
 
     def _write(self, sink: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
         while True:
             due, data = on_the_way.get()
-            if (left := due - time.perf_counter()) > 0:
+            if (left := due - perf_counter()) > 0:
                 time.sleep(left)
             try:
                 sink.sendall(data) if data else sink.close()
@@ -119,6 +123,17 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]
                 process.wait()
 
 
+def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float], Stats]:
+    """(the text, milliseconds of each round after the first token, what the rounds did)."""
+    tokens, ends, stats = list[int](), list[float](), Stats()
+    for token, now in side.decode(prompt, max_tokens):
+        tokens.append(token)
+        if now is not None and (now.rounds > stats.rounds or not ends):
+            ends.append(1e3 * perf_counter())
+            stats = now
+    return tokens, [after - before for before, after in pairwise(ends)], stats
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """One of the ranks: decodes as everybody does, at each delay that rank 0 asks for."""
     workload = open_shape(args)
@@ -142,16 +157,17 @@ def run_rank(args: argparse.Namespace) -> None:
         ranks.gather(None)
         if "auto" in args.plans:
             measure_costs(workload)
+        times: dict[str, list[float]] = {side.label: [] for side in sides}
+        texts, made = dict[str, list[int]](), dict[str, float]()
         with wired_limit(model):
-            turns = [{side.label: side.run(workload.prompts[0], args.max_tokens) for side in sides}
-                     for _ in range(args.repeats)]  # fmt: skip
-        for side in sides:
-            runs = [turn[side.label] for turn in turns]
-            if runs[0].tokens != turns[0][sides[0].label].tokens:
-                raise RedrafterError(f"{side.label} decodes another text than plain decoding")
-            rounds = runs[0].stats.rounds if runs[0].stats else 0
-            made = len(runs[0].tokens) - 1
-            row = {"plan": side.label, "tokens": made, "rounds": rounds, "seconds": median(run.seconds for run in runs)}
+            for side in sides * args.repeats:
+                texts[side.label], ms, stats = time_rounds(side, workload.prompts[0].ids, args.max_tokens)
+                times[side.label] += ms
+                made[side.label] = stats.tokens_per_round
+        if any(text != texts[sides[0].label] for text in texts.values()):
+            raise RedrafterError("a plan decodes another text than plain decoding")
+        for plan, ms in times.items():
+            row = {"plan": plan, "ms/round": lower_quartile(ms), "tokens/round": made[plan]}
             if ranks.index() == 0:
                 print(json.dumps(row), flush=True)
     ranks.gather(None)
@@ -179,21 +195,16 @@ def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The table: each plan beside plain decoding at the same delay, and beside what its times without one predict."""
+    ms = {(row["delay, ms"], row["plan"]): row["ms/round"] for row in rows}
+    least, most = min(delay for delay, _ in ms), max(delay for delay, _ in ms)
+    messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least) if most > least else 0.0
     found = []
-    delays = sorted({row["delay, ms"] for row in rows})
-    seconds = {(row["delay, ms"], row["plan"]): row["seconds"] / row["rounds"] for row in rows}
     for row in rows:
-        delay, plan = row["delay, ms"], row["plan"]
-        made = row["tokens"] / row["rounds"]
-        entry = {"delay, ms": delay, "plan": plan, "tokens/s": row["tokens"] / row["seconds"], "tokens/round": made}
-        entry["ms/round"] = 1e3 * seconds[delay, plan]
-        entry["x plain"] = seconds[delay, "plain"] / seconds[delay, plan] * made
-        if len(delays) > 1:
-            messages = 1e3 * (seconds[delays[-1], "plain"] - seconds[delays[0], "plain"]) / (delays[-1] - delays[0])
-            added = messages * (delay - delays[0]) / 1e3
-            expected = (seconds[delays[0], "plain"] + added) / (seconds[delays[0], plan] + added) * made
-            entry |= {"expected": expected, "messages": messages}
-        found.append(entry)
+        delay, plan, made = row["delay, ms"], row["plan"], row["tokens/round"]
+        added = messages * (delay - least)
+        speedup = made * ms[delay, "plain"] / ms[delay, plan]
+        expected = made * (ms[least, "plain"] + added) / (ms[least, plan] + added)
+        found.append(row | {"x plain": speedup, "expected": expected, "messages": messages})
     return found
 
 
