@@ -153,7 +153,8 @@ def run_rank(args: argparse.Namespace) -> None:
     for delay in args.delays:
         if ranks.index() == 0:
             print(json.dumps({"delay": delay}), flush=True)
-            sys.stdin.readline()
+            if not sys.stdin.readline():
+                raise RedrafterError("what has started the ranks has ended")
         ranks.gather(None)
         if "auto" in args.plans:
             measure_costs(workload)
