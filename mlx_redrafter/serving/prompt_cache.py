@@ -77,7 +77,7 @@ class PromptCache:
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
                 continue  # it holds no more of them
             held = common_prefix(entry.tokens, wanted)
-            if held == len(entry.tokens) or _can_trim(entry.cache):
+            if held > most and (held == len(entry.tokens) or _can_trim(entry.cache)):
                 best, most = entry, held
         return best, most
 

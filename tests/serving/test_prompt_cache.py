@@ -99,3 +99,10 @@ def test_no_bytes_keep_nothing() -> None:
     cache = PromptCache(0)
     cache.store([1, 2], read([1, 2]))
     assert len(cache) == 0
+
+
+def test_an_older_text_does_not_overrule_a_longer_match() -> None:
+    cache = PromptCache(BIG)
+    for text in ([9, 9, 9, 5, 9, 9], [1, 2, 3]):
+        cache.store(text, read(text))
+    assert cache.fetch([1, 2, 3, 5, 6])[1] == 3  # the older one has a 5 at the same place
