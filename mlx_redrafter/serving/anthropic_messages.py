@@ -15,6 +15,9 @@ from .text_stream import Segment
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+BILLING = "x-anthropic-billing-header:"
+"""How the first text of Claude Code's system prompt begins, which is another one in each request."""
+
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -35,7 +38,8 @@ class Messages(Renderer[CountTokensBody]):
     def parse(body: CountTokensBody, service: Service) -> Query:
         """The system prompt and the messages; each tool result is a message of its own."""
         blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
-        system = "\n\n".join(join_parts([block], "system") for block in blocks)
+        texts = [join_parts([block], "system") for block in blocks]
+        system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages += [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
         tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)

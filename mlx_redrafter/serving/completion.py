@@ -36,6 +36,7 @@ from .types import (
     GenerationRequest,
     GenerationStats,
     QueueFull,
+    SchemaNotFollowed,
     TokenEvent,
 )
 
@@ -202,7 +203,10 @@ class Completion:
                 raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
             unless = tuple(tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False))
         if schema is not None:
-            self._grammar = self.service.grammars.compile(schema, self._state, unless)
+            if query.prefilled:
+                raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
+            is_lenient = bool(query.forced)  # a tool's parameters were not written for a grammar
+            self._grammar = self.service.grammars.compile(schema, self._state, unless, lenient=is_lenient)
 
     def _encode_chat(self) -> list[int]:
         query, tokenizer, own = self.query, self.service.tokenizer, self.body.chat_template_kwargs
@@ -382,7 +386,13 @@ def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError
     Args:
         queued: how many requests wait, where the client may try again once they are through.
     """
-    statuses = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, GenerationFailed: 500}
+    statuses = {
+        ClientLimitReached: 429,
+        QueueFull: 503,
+        EngineClosed: 503,
+        SchemaNotFollowed: 400,
+        GenerationFailed: 500,
+    }
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
     retry_after = min(MAX_RETRY_SECONDS, 1 + queued) if queued is not None and status in (429, 503) else None
     code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None

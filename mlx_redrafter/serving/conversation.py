@@ -4,8 +4,8 @@
   user's next turn, as many templates take a system message at the beginning only.
 - Images, audio and files become placeholders, so that one of them does not end a conversation. A last turn that holds
   nothing else is refused.
-- Of the tools that are not functions those that run on the API's own servers are left out; others are shown as
-  functions. What the assistant did with either in earlier turns is shown as calls.
+- Of the tools that are not functions `custom`, `namespace` and `local_shell` are shown as functions; the others, most
+  of which run on the API's own servers, are left out. What was called in earlier turns is shown as calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ Message = dict[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 """The types of content parts that hold text."""
 
-PLACEHOLDER = re.compile(r"\[\w{1,40} omitted\]")
-"""What stands for a part that is not text."""
+MARK = "\ufdd0"
+"""Before what stands for a part that is not text: no character, so that no text has it."""
+
+PLACEHOLDER = re.compile(rf"{MARK}\[\w{{1,40}} omitted\]")
 
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """The parameters of a tool whose input is a text."""
@@ -102,13 +104,9 @@ def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Mes
             late.insert(0, arranged.pop(end := end - 1)["content"])
         arranged.insert(end, {"role": "user", "content": "\n\n".join(late)})
     last = arranged[-1]
-    if (
-        last["role"] == "user"
-        and PLACEHOLDER.search(last["content"])
-        and not PLACEHOLDER.sub("", last["content"]).strip()
-    ):
+    if last["role"] == "user" and MARK in last["content"] and not PLACEHOLDER.sub("", last["content"]).strip():
         raise ApiError("the last message holds no text: this server reads text only, not images, audio or files")
-    return arranged
+    return [message | {"content": message["content"].replace(MARK, "")} for message in arranged]
 
 
 def flatten(message: Message, where: str) -> Message:
@@ -160,11 +158,14 @@ def read_part(part: dict[str, Any]) -> Any:
     kind, source = str(part.get("type")), part.get("source")
     if kind in TEXT_PARTS:
         return part.get("text", part.get("refusal"))
-    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return f"{part.get('title') or 'Document'}:\n{source.get('data')}\n"
+    if kind in ("document", "search_result"):
+        held = source if isinstance(source, dict) else part
+        text = join_parts(held.get("content"), kind) or (held.get("data") if held.get("type") == "text" else "")
+        if text:
+            return f"{part.get('title') or 'Document'}:\n{text}\n"
     name = re.sub(r"^input_|_url$|\W", "", kind)
     log_once(f"parts of messages that are no text are left out: {name:.40}")
-    return f"[{name or 'part':.40} omitted]"
+    return f"{MARK}[{name or 'part':.40} omitted]"
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -222,7 +223,7 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
         if "input_schema" in tool and kind in ("function", "custom"):  # as in messages
             kind, own = "function", {**tool, "parameters": tool["input_schema"]}
         if kind not in ("function", "custom"):
-            log_once(f"tools that are not run by the client are left out: {kind:.60}")
+            log_once(f"tools of this type are left out: {kind:.60}")
             continue
         name, parameters = own.get("name"), own.get("parameters")
         if not isinstance(name, str) or not name:
@@ -255,7 +256,9 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
         return {}, {}
     if kind in ("required", "any"):
         if not tools:
-            raise ApiError(f"tool_choice {kind!r} needs tools, got none that the client runs")
+            raise ApiError(
+                f"tool_choice {kind!r} needs tools, got none that is a function, custom, in a namespace or local_shell"
+            )
         return tools, tools
     if kind == "allowed_tools":
         inner = choice.get(kind, choice)
@@ -303,8 +306,9 @@ def move_references(schema: Any, name: str) -> Any:
         return [move_references(each, name) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: move_references(value, name) for key, value in schema.items()}
+    is_own_name = isinstance(schema.get("$id"), str)  # against which references would be read
+    moved = {key: move_references(value, name) for key, value in schema.items() if key != "$id" or not is_own_name}
     target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = f"#/$defs/{name}{target[1:]}"
     return moved

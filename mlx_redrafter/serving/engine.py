@@ -52,6 +52,7 @@ from .types import (
     GenerationRequest,
     QueueFull,
     RequestError,
+    SchemaNotFollowed,
 )
 
 CLOSING = "the server is shutting down"
@@ -452,7 +453,8 @@ class Engine:
         try:
             yield
         except Exception as error:
-            logging.exception("A request has failed")
+            if not isinstance(error, SchemaNotFollowed):
+                logging.exception("A request has failed")
             self._end({row: error})
 
     def _note_drafter_failure(self, error: Exception) -> None:

@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 
 from ..errors import one_line
 from .schemas import ApiError
-from .types import GenerationFailed
+from .types import SchemaNotFollowed
 
 BLANKS = r"[ \n]{1,24}"
 """What may be between the parts of an object: without a limit some models go on with it forever."""
+
+MAX_ERROR = 300
+"""Characters of what llguidance says."""
 
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
 """The most `$ref`s of a schema, and a stack for them: llguidance recurses from each into the next, through up to 128
@@ -38,13 +41,14 @@ class GrammarCompiler:
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
     def compile(
-        self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = ()
+        self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = (), *, lenient: bool = False
     ) -> Callable[[], SchemaGrammar]:
         """A factory of grammars, each for one answer.
 
         Args:
             state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
             unless: token ids with which the answer may begin instead, after which it is free; none for no such choice.
+            lenient: whether keywords that llguidance does not know are ignored.
 
         Raises:
             ApiError: the schema is wrong, or uses what llguidance does not know, or no answer follows it.
@@ -56,11 +60,11 @@ class GrammarCompiler:
             ends = list(self._tokenizer.eos_token_ids)
             self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        start, compiled = _make_matcher(schema, self._compiled), self._compiled
+        start, compiled = _make_matcher(schema, self._compiled, lenient), self._compiled
         return lambda: SchemaGrammar(start.deep_copy(), compiled, end, unless)
 
 
-def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
+def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer, lenient: bool) -> LLMatcher:
     """A matcher at the start of a schema's grammar.
 
     Raises:
@@ -70,7 +74,7 @@ def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
         text = json.dumps(schema)
         if text.count('"$ref"') > MAX_REFERENCES:
             raise ValueError(f"it must have at most {MAX_REFERENCES} references")
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS, "lenient": lenient})
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the JSON schema cannot be followed: {one_line(error)}") from error
     previous = threading.stack_size(STACK_BYTES)
@@ -81,10 +85,13 @@ def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
         threading.stack_size(previous)
     matcher.compute_bitmask()
     if matcher.is_error():
-        wrong = matcher.get_error().splitlines()[0]
-        wrong = "no text follows it" if wrong == "NoExtensionBias" else wrong
-        raise ApiError(f"the JSON schema cannot be followed: {wrong}")
+        raise ApiError(f"the JSON schema cannot be followed: {_describe_error(matcher)}")
     return matcher
+
+
+def _describe_error(matcher: LLMatcher) -> str:
+    wrong = one_line(matcher.get_error())
+    return "no text follows it" if wrong.startswith("NoExtensionBias") else wrong[:MAX_ERROR]
 
 
 class SchemaGrammar:
@@ -142,7 +149,7 @@ class SchemaGrammar:
         """See `Grammar.find_mask`.
 
         Raises:
-            GenerationFailed: llguidance gives up on the grammar, which may be too complex.
+            SchemaNotFollowed: llguidance gives up on the grammar, which may be too complex.
         """
         if self._is_free or self._tail is not None:
             return None
@@ -152,7 +159,7 @@ class SchemaGrammar:
         else:
             bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
             if self.matcher.is_error():
-                raise GenerationFailed(f"the schema cannot be followed: {self.matcher.get_error().splitlines()[0]}")
+                raise SchemaNotFollowed(f"the JSON schema cannot be followed: {_describe_error(self.matcher)}")
             allowed = np.unpackbits(bits, count=size, bitorder="little").view(bool)
         if self._unless:
             allowed[self._unless[0]] = True

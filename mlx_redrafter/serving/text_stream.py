@@ -7,6 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
@@ -65,7 +66,7 @@ class TextStream:
         self.has_tool_calls = False
         self._tokenizer, self._tools, self._stops = tokenizer, list(tools), StopStrings(stops)
         self._detokenizer = tokenizer.detokenizer
-        machine = TextStateMachine() if state is None else make_text_state_machine(tokenizer)
+        machine = TextStateMachine() if state is None else make_machine(tokenizer, calls=bool(tools))
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of a tool call that is not complete
@@ -129,6 +130,13 @@ class TextStream:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
         return [Segment("text", f"{self._tokenizer.tool_call_start}{text}{end or ''}")]
+
+
+def make_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
+    """mlx-lm's machine for a tokenizer; without calls their marks are text."""
+    names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
+    plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})
+    return make_text_state_machine(tokenizer if calls else plain)
 
 
 def find_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:

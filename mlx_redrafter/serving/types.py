@@ -39,6 +39,10 @@ class GenerationFailed(RedrafterError):
     """A generation that ended with an error of the server's."""
 
 
+class SchemaNotFollowed(GenerationFailed):
+    """A generation whose schema turned out to be one that cannot be followed."""
+
+
 class EngineClosed(GenerationFailed):
     """The engine ends: it takes no more requests, and refuses those that wait."""
 

@@ -26,7 +26,7 @@ CLAUDE_CODE: dict[str, Any] = {
     "max_tokens": 32000,
     "stream": True,
     "system": [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli;"},
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=1a2b3;"},
         {"type": "text", "text": "You are an agent.", **CACHED},
     ],
     "messages": [
@@ -203,7 +203,7 @@ def test_agents_are_answered_with_calls(scripted: Scripted, agent: str) -> None:
     if body["stream"]:
         last = events_of(reply)[-1]
         assert last.get("type") in ("message_stop", "response.completed") or last["usage"]["completion_tokens"]
-    assert b"a.py" in reply.body
+    assert b"a.py" in reply.body or not body["tools"]
 
 
 @pytest.mark.parametrize("agent", FORCED)
@@ -217,6 +217,7 @@ def test_libraries_force_calls(scripted: Scripted, agent: str) -> None:
 
 def test_late_words_of_the_system_are_in_the_last_turn(scripted: Scripted) -> None:
     ask(scripted[0], *AGENTS["Claude Code"])
+    assert "<system>You are an agent.<user>" in scripted[1].prompt  # without the header, which changes
     assert "<tool>x = 1[image omitted]<user><system>\nThe user sent a new message.\n</system>" in scripted[1].prompt
     ask(scripted[0], *AGENTS["Codex"])
     assert scripted[1].prompt.endswith("<tool>Done.<user><system>\nMode: plan.\n</system><assistant><think>")

@@ -76,6 +76,13 @@ def test_a_document_of_text_is_read(scripted: Scripted) -> None:
     blocks = [{"type": "document", "title": "Answers", "source": source}, {"type": "text", "text": "What is it?"}]
     assert post(scripted[0], "/v1/messages", [say("user", blocks)]).status == 200
     assert scripted[1].prompt.startswith("<user>Answers:\n42\nWhat is it?")
+    for block in (
+        {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "42"}]}},
+        {"type": "search_result", "source": "https://a.example", "content": [{"type": "text", "text": "42"}]},
+    ):
+        assert post(scripted[0], "/v1/messages", [say("user", [block])]).status == 200
+        assert scripted[1].prompt.startswith("<user>Document:\n42\n")
+    assert post(scripted[0], "/v1/messages", [say("user", "[image omitted]")]).status == 200
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}
     assert post(scripted[0], "/v1/messages", [say("user", [pdf, blocks[1]])]).status == 200
     assert scripted[1].prompt.startswith("<user>[document omitted]What is it?")
@@ -201,3 +208,24 @@ def test_tools_that_are_not_allowed_are_not_shown(scripted: Scripted) -> None:
     assert scripted[1].prompt.startswith("<tool_call> is how to call g\n<user>x")
     assert post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="none").status == 200
     assert scripted[1].prompt.startswith("<user>x")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$id": "https://a.example/t", "properties": {"a": {"$ref": "#/$defs/k"}}, "$defs": {"k": {"type": "integer"}}},
+        {"properties": {"a": {"$ref": "#kk"}}, "$defs": {"k": {"$anchor": "kk", "type": "integer"}}},
+        {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+        {"properties": {"a": {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "binary"}}}},
+    ],
+)
+def test_parameters_of_forced_calls_are_followed_where_they_stand(scripted: Scripted, parameters: Any) -> None:
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object", **parameters}} for name in "fg"]
+    reply = post(scripted[0], "/v1/responses", [say("user", "x")], tools=tools, tool_choice="required")
+    assert reply.status == 200, reply.body
+
+
+def test_an_answer_that_is_begun_follows_no_format(scripted: Scripted) -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    reply = post(scripted[0], "/v1/messages", [say("user", "x"), say("assistant", "{")], output_config=form)
+    assert reply.status == 400 and "begun by the last message" in reply.error

@@ -95,7 +95,7 @@ def test_a_schema_that_is_too_complex_fails(demo: Running) -> None:
     schema = {"type": "string", "pattern": "^(a{1000}){1000}$"}
     shape = {"type": "json_schema", "json_schema": {"schema": schema}}
     reply = ask(demo, TEXT, {"prompt": "x", "max_tokens": 9, "response_format": shape})
-    assert reply.status == 500 and reply.error.startswith("the schema cannot be followed: lexer error: too many")
+    assert reply.status == 400 and reply.error.startswith("the JSON schema cannot be followed: lexer error: too many")
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])

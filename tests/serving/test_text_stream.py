@@ -71,3 +71,11 @@ def test_a_call_that_is_none_is_text(chat_tokenizer: Any, call: str) -> None:
 
 def test_a_call_cut_short_may_be_whole(chat_tokenizer: Any) -> None:
     assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
+
+
+def test_without_tools_reasoning_may_name_a_call(chat_tokenizer: Any) -> None:
+    stream = TextStream(chat_tokenizer, "reasoning", [], [])
+    tokens = chat_tokenizer.encode("A <tool_call> is</think>42", add_special_tokens=False)
+    segments = [each for token in tokens for each in stream.add(token)[1]] + stream.add(None, is_last=True)[1]
+    texts = {kind: "".join(each.text for each in segments if each.kind == kind) for kind in ("reasoning", "text")}
+    assert texts == {"reasoning": "A <tool_call> is", "text": "42"}
