@@ -2,7 +2,8 @@
 
 An n-gram lookup over one text's own tokens, prompt and output, as prompt lookup decoding does it: no weights, and no
 arrays but the proposal. Dictionaries of 4-grams and 2-grams point to where each ended last; the longest match of the
-end of the text is followed while it lasts. The tokens after the match are the proposal.
+end of the text is followed while it lasts. The tokens after the match are the proposal. Where there are earlier texts
+(`past.py`), the same is looked up in those, too.
 
 Measured: a second, different continuation adds less than 0.3% tokens per round; dictionaries of 8, 5, 3 and 2 tokens
 make no more than these two; without 2-grams there are 4 to 6% fewer.
@@ -12,147 +13,148 @@ Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 import mlx.core as mx
 
 from ..engine.plan import Plan
 from ..engine.tree import chain
 from ..engine.types import Tree
+from .matches import BITS, SIZES, Matches
+from .past import PastIndex, PastMatches
 from .source import Adjust, Forecast, Source
-
-MAX_PROPOSAL = 15
-"""The most tokens of a proposal: with the root 16 rows in a forward."""
 
 MAX_TOKENS = 1 << 17
 """The most tokens of an index, about 0.3 KB each; beyond it the older half is forgotten."""
 
-SIZES = (4, 2)
-"""Lengths of the n-grams that are looked up, the longest first."""
-
-BITS = 24
-"""Of a token id within the key of an n-gram."""
-
-MAX_MATCH = 32
-"""A match is measured up to this length."""
-
-BUCKETS = (3, 4, 6, 9, 16)
-"""Matches shorter than 3, shorter than 4, ..., and of 16 or more tokens have an acceptance rate of their own."""
-
 PRIOR_RATES = (0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Acceptance rate of each bucket before anything was seen."""
 
-PRIOR_WEIGHT, DECAY = 4.0, 0.97
-"""How many observations a prior counts for; what an observation weighs after one more in its bucket."""
 
-
-class ContextSource(Source):
-    """The tokens of one text, and where each n-gram of them ended last.
+class OwnMatches(Matches):
+    """The tokens of one text, where each n-gram of them ended last, and the match of their end before it.
 
     Appending and looking up take constant time on average.
     """
 
-    waits = True
+    tokens: list[int]
 
     def __init__(self) -> None:
-        self._hits, self._counts = [0.0] * len(PRIOR_RATES), [0.0] * len(PRIOR_RATES)
+        super().__init__(PRIOR_RATES)
         self._clear()
 
     def _clear(self) -> None:
-        self._tokens: list[int] = []
+        self.tokens = []
         self._latest: list[dict[int, int]] = [{} for _ in SIZES]
-        self._key = 0  # of the last tokens
-        self._end, self._match = -1, 0  # where the match ends, and how long it is; 0 for none
+        self.key = 0  # of the last tokens
+        self.end, self.match = -1, 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Appends tokens of which only the last one is matched."""
+        if not tokens:
+            return
+        (longer, shorter), key = self._latest, self.key
+        mask_longer, mask_shorter = ((1 << BITS * size) - 1 for size in SIZES)
+        for end, token in enumerate(tokens[:-1], len(self.tokens)):
+            key = (key << BITS | token) & mask_longer
+            longer[key] = shorter[key & mask_shorter] = end
+        self.tokens += tokens[:-1]
+        self.key, self.end, self.match = key, -1, 0
+        self.append(tokens[-1])
+
+    def append(self, token: int, *, is_noted: bool = True) -> None:
+        """Finds the match after one more token, which later ones are matched with if it is noted."""
+        end = len(self.tokens)
+        self._extend(token)
+        self.tokens.append(token)
+        self.key = (self.key << BITS | token) & (1 << BITS * SIZES[0]) - 1
+        for size, latest in zip(SIZES, self._latest, strict=True):
+            key = self.key & (1 << BITS * size) - 1
+            found = latest.get(key, -1)
+            if is_noted:
+                latest[key] = end
+            if found >= 0 and self.match < size and (match := self._measure(self.tokens, found)) > self.match:
+                self.end, self.match = found, match
+
+    def forget(self) -> None:
+        """Drops the older half of the tokens where there are more than `MAX_TOKENS`."""
+        if len(self.tokens) > MAX_TOKENS:
+            kept = self.tokens[-MAX_TOKENS // 2 :]
+            self._clear()
+            self.read(kept)
+
+    def find(self, count: int) -> list[int]:
+        """The tokens after the match; where the text ends they repeat themselves."""
+        start = self.end + 1
+        period = len(self.tokens) - start
+        return [self.tokens[start + i % period] for i in range(count)]
+
+
+class ContextSource(Source):
+    """Drafts what followed the end of the text earlier in it, or in earlier texts.
+
+    Args:
+        past: of earlier texts; None for none.
+    """
+
+    waits = True
+
+    def __init__(self, past: PastIndex | None = None) -> None:
+        self._own = OwnMatches()
+        self._past = PastMatches(past) if past is not None else None
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._own.tokens)
 
     @property
     def match(self) -> int:
-        """How many of the last tokens stand earlier in the text as well, up to `MAX_MATCH`; 0 for less than two."""
-        return self._match
+        """How many of the last tokens stand where the proposal is from as well; 0 for less than two."""
+        found = self._choose()
+        return found.match if found else 0
 
     def read(self, tokens: Sequence[int]) -> None:
         """Appends tokens of the prompt, from which nothing is learned about acceptance."""
         if not tokens:
             return
-        (longer, shorter), key = self._latest, self._key
-        mask_longer, mask_shorter = ((1 << BITS * size) - 1 for size in SIZES)
-        for end, token in enumerate(tokens[:-1], len(self._tokens)):
-            key = (key << BITS | token) & mask_longer
-            longer[key] = shorter[key & mask_shorter] = end
-        self._tokens += tokens[:-1]
-        self._key, self._end, self._match = key, -1, 0
-        self._append(tokens[-1])
-        self._limit()
+        self._own.read(tokens)
+        self._own.forget()
+        if self._past is not None:
+            self._past.match = 0
+            self._past.follow(self._own.tokens)
 
     def confirm(self, tokens: Sequence[int]) -> None:
         """Appends decoded tokens, and learns from each how often a match as long as the one before it is right."""
         for token in tokens:
-            if self._match:
-                bucket = bisect_right(BUCKETS, self._match)
-                self._counts[bucket] = DECAY * self._counts[bucket] + 1
-                self._hits[bucket] = DECAY * self._hits[bucket] + (self._tokens[self._end + 1] == token)
+            self._own.learn(token)
+            if self._past is not None:
+                self._past.learn(token)
             self._append(token)
-        self._limit()
+        self._own.forget()
 
     def _append(self, token: int, *, is_noted: bool = True) -> None:
-        """Finds the match after one more token, which later ones are matched with if it is noted."""
-        tokens, end = self._tokens, len(self._tokens)
-        if self._match and tokens[self._end + 1] == token:
-            self._end, self._match = self._end + 1, min(self._match + 1, MAX_MATCH)
-        else:
-            self._match = 0
-        tokens.append(token)
-        self._key = (self._key << BITS | token) & (1 << BITS * SIZES[0]) - 1
-        for size, latest in zip(SIZES, self._latest, strict=True):
-            key = self._key & (1 << BITS * size) - 1
-            found = latest.get(key, -1)
-            if is_noted:
-                latest[key] = end
-            if found >= 0 and self._match < size and (match := self._measure_match(found, end)) > self._match:
-                self._end, self._match = found, match
+        self._own.append(token, is_noted=is_noted)
+        if self._past is not None:
+            self._past.follow(self._own.tokens)
 
-    def _measure_match(self, found: int, end: int) -> int:
-        """How many tokens up to position `found` equal those up to `end`; 0 for less than two."""
-        tokens, match = self._tokens, 0
-        while match < min(MAX_MATCH, found + 1) and tokens[found - match] == tokens[end - match]:
-            match += 1
-        return match if match >= SIZES[-1] else 0
-
-    def _limit(self) -> None:
-        if len(self._tokens) > MAX_TOKENS:
-            kept = self._tokens[-MAX_TOKENS // 2 :]
-            self._clear()
-            self.read(kept)
+    def _choose(self) -> Matches | None:
+        """The match in the text itself, or else in earlier texts; None without one."""
+        return next((each for each in (self._own, self._past) if each is not None and each.match), None)
 
     def forecast(self, ahead: int) -> Forecast | None:
         """See `Source.forecast`: the tokens after the match, at most `MAX_PROPOSAL` and no more than the match has."""
-        if not self._match:
+        found = self._choose()
+        if found is None or not (reach := found.reach(ahead)):
             return None
         chance = 1.0
-        for match in range(self._match, self._match + ahead):
-            chance *= self._rate(match)
-        return Forecast(chance, self._reach(self._match + ahead))
+        for match in range(found.match, found.match + ahead):
+            chance *= found.rate(match)
+        return Forecast(chance, reach)
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""
         return chain(root, mx.array(self.find(plan.context), mx.int32))
 
     def find(self, count: int) -> list[int]:
-        """The tokens after the match; where the text ends they repeat themselves."""
-        start = self._end + 1
-        period = len(self._tokens) - start
-        return [self._tokens[start + i % period] for i in range(count)]
-
-    def _reach(self, match: int) -> list[float]:
-        rates = (self._rate(match + depth) for depth in range(min(match, MAX_PROPOSAL)))
-        return list(accumulate(rates, mul))
-
-    def _rate(self, match: int) -> float:
-        """How often the token that a match of this length predicts is right."""
-        bucket = bisect_right(BUCKETS, match)
-        return (self._hits[bucket] + PRIOR_WEIGHT * PRIOR_RATES[bucket]) / (self._counts[bucket] + PRIOR_WEIGHT)
+        """The tokens after the match."""
+        found = self._choose()
+        return found.find(count) if found else []

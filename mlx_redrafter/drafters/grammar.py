@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ..engine.grammar import Grammar
-from .context import MAX_PROPOSAL, ContextSource
+from .context import ContextSource
+from .matches import MAX_PROPOSAL
+from .past import PastIndex
 from .source import Forecast
 
 MIN_CHANCE = 0.1
@@ -15,10 +17,11 @@ class GrammarSource(ContextSource):
 
     Args:
         grammar: of the text, which takes its tokens before this source is told of them.
+        past: of earlier texts; None for none.
     """
 
-    def __init__(self, grammar: Grammar) -> None:
-        super().__init__()
+    def __init__(self, grammar: Grammar, past: PastIndex | None = None) -> None:
+        super().__init__(past)
         self._grammar = grammar
         self._proposal: list[int] = []
 
@@ -35,17 +38,20 @@ class GrammarSource(ContextSource):
 
     def _make_proposal(self) -> list[float]:
         """Makes the proposal, each token as if those before it were in the text; its reach."""
-        size, place = len(self._tokens), (self._key, self._end, self._match)
+        own, size = self._own, len(self)
+        key, places = own.key, [(each, each.end, each.match) for each in (own, self._past) if each is not None]
         grammar, following, chance, reach = self._grammar.fork(), list[int](), 1.0, list[float]()
         while len(reach) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
-            if not following and self._match:
-                following, chance = [self._tokens[self._end + 1]], chance * self._rate(self._match)
+            if not following and (found := self._choose()) is not None:
+                following, chance = [found.next_token], chance * found.rate(found.match)
             if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
                 break
             reach.append(chance)
             self._append(token, is_noted=False)
-        self._proposal = self._tokens[size:]
-        del self._tokens[size:]
-        self._key, self._end, self._match = place
+        self._proposal = own.tokens[size:]
+        del own.tokens[size:]
+        own.key = key
+        for each, end, match in places:
+            each.end, each.match = end, match
         return reach

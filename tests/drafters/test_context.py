@@ -26,7 +26,8 @@ from toys import (
 
 from mlx_redrafter import decoding
 from mlx_redrafter.drafters import context
-from mlx_redrafter.drafters.context import MAX_PROPOSAL, ContextSource
+from mlx_redrafter.drafters.context import ContextSource
+from mlx_redrafter.drafters.matches import MAX_MATCH, MAX_PROPOSAL
 from mlx_redrafter.engine.plan import CONTEXT_ONLY
 from mlx_redrafter.errors import RedrafterError, UnsupportedModelError
 from mlx_redrafter.generate import decode_tokens
@@ -103,7 +104,7 @@ def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
     for length in range(cut, len(text)):
         made.confirm([text[length]])
         so_far, proposal = text[: length + 1], propose(made)
-        assert made.match <= min(longest_earlier_match(so_far), context.MAX_MATCH)
+        assert made.match <= min(longest_earlier_match(so_far), MAX_MATCH)
         assert (proposal is None) is (made.match < 2)
         if proposal is not None:
             assert len(proposal[0]) == len(proposal[1]) == min(made.match, MAX_PROPOSAL)

@@ -1,0 +1,118 @@
+"""Drafts from past texts: an n-gram lookup as in the text itself, but what followed most often comes first.
+
+The texts are one array, which does not change. For each n-gram a sorted table has the place where it stood last before
+the token that has followed it most often, in 12 bytes.
+
+Measured: 1% more tokens per round than where it stood last; choosing every token of the proposal by these tables,
+instead of following one text, 0.4% more than that, and left out.
+
+Source: the counts of SuffixDecoding (arXiv:2411.04975) and of SGLang's n-gram cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .matches import BITS, MAX_PROPOSAL, SIZES, Matches
+
+PRIOR_RATES = (0.3, 0.45, 0.5, 0.6, 0.75, 0.9)
+"""Acceptance rate of each bucket before anything was seen."""
+
+SEPARATOR = -1
+"""Stands after each text: no token."""
+
+MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""Of a polynomial of an n-gram's tokens modulo 2^64, whose upper bits are its key. If two share one, it shows when the
+match is measured."""
+
+ID_MASK = (1 << BITS) - 1
+"""The lower bits, where a token id has room."""
+
+Array = np.ndarray[Any, Any]
+
+
+class PastIndex:
+    """Earlier texts, and where each n-gram in them is followed by what followed it most often; read by many texts.
+
+    Args:
+        texts: (T,) int32 token ids of each, the oldest first.
+
+    Attributes:
+        tokens: of all texts, each with `SEPARATOR` behind it.
+    """
+
+    def __init__(self, texts: Sequence[Array]) -> None:
+        parts = [part for text in texts for part in (text, [SEPARATOR])]
+        tokens = np.concatenate([np.array([SEPARATOR]), *parts]).astype(np.int32)
+        self.tokens: Sequence[int] = memoryview(tokens.data)  # whose items are Python's numbers
+        self._tables = {size: _make_table(tokens, size) for size in SIZES}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def find(self, size: int, gram: Sequence[int]) -> int:
+        """Where an n-gram ends; -1 if it stands nowhere with a token behind it."""
+        keys, ends = self._tables[size]
+        key = 0
+        for token in gram:
+            key = (key + token) * MULTIPLIER & MASK
+        wanted = np.uint64(key >> BITS)
+        at = keys.searchsorted(wanted)
+        return int(ends[at]) if at < len(keys) and keys[at] == wanted else -1
+
+
+def _make_table(tokens: Array, size: int) -> tuple[Array, Array]:
+    """(keys of all n-grams of this size that have a token behind them, ascending; where each ends)."""
+    texts_before = np.concatenate([[0], np.cumsum(tokens == SEPARATOR)])
+    ends = np.arange(size - 1, len(tokens) - 1)
+    ends = ends[texts_before[ends + 2] == texts_before[ends + 1 - size]]  # within one text
+    if not len(ends):
+        return np.zeros(0, np.uint64), np.zeros(0, np.int32)
+    wide, key = tokens.astype(np.uint64), np.zeros(len(ends), np.uint64)
+    for back in reversed(range(size)):
+        key = (key + wide[ends - back]) * np.uint64(MULTIPLIER)
+    followed = (key & ~np.uint64(ID_MASK)) | wide[ends + 1]
+    order = np.argsort(followed, kind="stable")
+    followed, ends = followed[order], ends[order]
+    firsts = np.flatnonzero(np.append(True, followed[1:] != followed[:-1]))  # of each n-gram and each token behind it
+    lasts = np.append(firsts[1:], len(ends))
+    score = (lasts - firsts) << 32 | ends[lasts - 1]  # how often, and where last
+    key = followed[firsts] >> np.uint64(BITS)
+    groups = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
+    return key[groups], (np.maximum.reduceat(score, groups) & 0xFFFFFFFF).astype(np.int32)
+
+
+class PastMatches(Matches):
+    """The match of one text's end in earlier texts.
+
+    Args:
+        index: of those.
+    """
+
+    def __init__(self, index: PastIndex) -> None:
+        super().__init__(PRIOR_RATES)
+        self._index, self.tokens = index, index.tokens
+
+    def follow(self, text: Sequence[int]) -> None:
+        """Finds the match after the last token of a text was appended to it."""
+        self._extend(text[-1])
+        for size in SIZES:
+            if self.match < size <= len(text) and (found := self._index.find(size, text[-size:])) >= 0:
+                match = self._measure(text, found)
+                if match > self.match:
+                    self.end, self.match = found, match
+        if self.match and self.next_token == SEPARATOR:
+            self.end, self.match = -1, 0
+
+    def find(self, count: int) -> list[int]:
+        """The tokens after the match, to the end of their text at most."""
+        found = list(self.tokens[self.end + 1 : self.end + 1 + count])
+        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
+
+    def reach(self, ahead: int = 0) -> list[float]:
+        """See `Matches.reach`; no longer than what follows the match."""
+        left = len(self.find(ahead + MAX_PROPOSAL)) - ahead
+        return super().reach(ahead)[: max(0, left)]
