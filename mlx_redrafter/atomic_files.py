@@ -59,8 +59,11 @@ def why_not_writable(path: Path) -> str | None:
     return None if os.access(above, os.W_OK | os.X_OK) else f"no permission to write to {above}"
 
 
-def lock_file(path: Path) -> AbstractContextManager[object]:
+def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[object]:
     """Locks `path` against others until the context ends. The file stays: who has opened it would lock a removed one.
+
+    Args:
+        patience: seconds to wait for another process.
 
     Raises:
         RedrafterError: it is locked already.
@@ -68,7 +71,7 @@ def lock_file(path: Path) -> AbstractContextManager[object]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(path).acquire(blocking=False)
+        return FileLock(path, mode=0o600).acquire(timeout=patience)
     except Timeout:
         raise RedrafterError(f"another process is at work in {path.parent}") from None
 

@@ -1,0 +1,224 @@
+"""Past prompts and answers in a folder, as token ids: later texts are drafted from them.
+
+There is a file for each tokenizer. It is a sequence of records: a mark, the number of tokens, a checksum of both and
+the tokens, and the tokens themselves. Each is appended under a lock; where one is damaged, what follows is found by
+its mark.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import struct
+import threading
+import warnings
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import ranks
+from .atomic_files import expand_path, final_name, lock_file, replace_file
+from .drafters.matches import BITS
+from .drafters.past import Array, PastIndex
+from .errors import RedrafterError, one_line
+
+MAX_TOKENS = 200_000
+"""Of a tokenizer in a folder; beyond it the oldest texts are dropped."""
+
+ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from those that are there"
+
+SLACK = 1.25
+"""How many times as long as that a file gets before it is written anew."""
+
+MIN_TEXT, MAX_TEXT = 16, 1 << 16
+"""Tokens of a text that is kept: shorter ones repeat little, of longer ones the end is kept."""
+
+INDEX_AGAIN = 1 / 64
+"""New tokens, as a part of those in the index, with which the index is built again."""
+
+PATIENCE = 1.0
+"""Seconds to wait for another process that writes, before a text is not written."""
+
+MARK = b"\xf5past"
+HEADER = struct.Struct("<II")  # number of tokens, checksum
+LOCK = ".lock"
+NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+
+class Contents(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        texts: (T,) int32 token ids of each, the oldest first.
+        damaged: bytes that are no whole record.
+    """
+
+    texts: list[Array]
+    damaged: int
+
+
+def encode_text(tokens: Array) -> bytes:
+    """The record of a text (T,) of int32."""
+    count, data = struct.pack("<I", len(tokens)), tokens.astype("<i4").tobytes()
+    return MARK + HEADER.pack(len(tokens), zlib.crc32(data, zlib.crc32(count))) + data
+
+
+def decode_texts(data: bytes) -> Contents:
+    """The texts of all records that are whole."""
+    texts, damaged, at, head = list[Array](), 0, 0, len(MARK) + HEADER.size
+    while at < len(data):
+        if data.startswith(MARK, at) and at + head <= len(data):
+            count, checksum = HEADER.unpack_from(data, at + len(MARK))
+            end = at + head + 4 * count
+            if end <= len(data):
+                counted = zlib.crc32(struct.pack("<I", count))
+                if zlib.crc32(memoryview(data)[at + head : end], counted) == checksum:
+                    texts.append(np.frombuffer(data, "<i4", count, at + head).astype(np.int32))
+                    at = end
+                    continue
+        following = data.find(MARK, at + 1)
+        following = len(data) if following < 0 else following
+        damaged, at = damaged + following - at, following
+    return Contents(texts, damaged)
+
+
+def keep_latest(texts: Sequence[Array]) -> list[Array]:
+    """The last of some texts, no more than `MAX_TOKENS` together."""
+    sizes = np.cumsum([len(text) for text in reversed(texts)])
+    return list(texts[len(texts) - int(np.searchsorted(sizes, MAX_TOKENS, "right")) :])
+
+
+def open_folder(name: str | Path) -> Path:
+    """A folder for answers, made where there is none, which only its owner can read.
+
+    Raises:
+        RedrafterError: it cannot be made or read, or holds something else.
+    """
+    path = expand_path(name)
+    try:
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        other = next((each for each in os.listdir(path) if not (each.startswith(".") or NAME.fullmatch(each))), None)
+        if other is not None:
+            raise RedrafterError(f"expected a folder for answers alone, got {path}, which holds {other}")
+        path.chmod(FOLDER_MODE)
+    except OSError as error:
+        raise RedrafterError(f"expected a folder for answers, got {path}: {one_line(error)}") from error
+    return path
+
+
+def list_files(folder: Path) -> list[Path]:
+    """The files of a folder, one for each tokenizer."""
+    return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+
+
+def clear_folder(folder: Path) -> None:
+    """Removes all that is kept in a folder.
+
+    Raises:
+        RedrafterError: another process writes for longer than `PATIENCE`.
+        OSError: it cannot be removed.
+    """
+    with lock_file(folder / LOCK, PATIENCE):
+        for path in list(folder.iterdir()):
+            if NAME.fullmatch(final_name(path.name)):  # also what a killed process has left
+                path.unlink(missing_ok=True)
+
+
+class AnswerFolder:
+    """Past texts of one tokenizer. Threads and processes may share a folder; what others add is read at the start.
+
+    Args:
+        name: of the folder, made where there is none.
+        tokenizer: whose token ids the texts are; texts of others are kept apart.
+
+    Raises:
+        RedrafterError: see `open_folder`; there are several ranks, which would draft from different answers.
+    """
+
+    def __init__(self, name: str | Path, tokenizer: Any) -> None:
+        if (size := ranks.count()) > 1:
+            raise RedrafterError(f"past answers need a process of their own, got {size} ranks")
+        self._folder = open_folder(name)
+        vocab = tokenizer.get_vocab()
+        self._n_tokens = min(1 + max(vocab.values(), default=-1), 1 << BITS)  # ids beyond it are no model's
+        names = "\n".join(sorted(vocab, key=vocab.__getitem__))
+        digest = hashlib.sha256(f"{self._n_tokens}\n{names}".encode(errors="surrogatepass"))
+        self.path = self._folder / f"answers-{digest.hexdigest()[:16]}.tokens"
+        self._lock = threading.Lock()  # guards what follows
+        self._texts = keep_latest(self._read())
+        self._index: PastIndex | None = None
+        self._n_new = 0  # tokens that are not in the index
+        self._has_warned = False
+
+    def _read(self) -> list[Array]:
+        try:
+            texts = decode_texts(self.path.read_bytes()).texts
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            warnings.warn(f"past answers cannot be read: {one_line(error)}", stacklevel=4)
+            return []
+        return [text for text in texts if len(text) and text.min() >= 0 and text.max() < self._n_tokens]
+
+    def index(self) -> PastIndex:
+        """An index of the texts, but perhaps of the last few that were added."""
+        with self._lock:
+            if self._index is None or self._n_new > INDEX_AGAIN * len(self._index):
+                self._texts, self._n_new = keep_latest(self._texts), 0
+                self._index = PastIndex(self._texts)
+            return self._index
+
+    def add(self, read: Sequence[int], made: Sequence[int]) -> None:
+        """Keeps a text; where the disk cannot, it is kept for this process, with one warning.
+
+        Args:
+            read: what was read of the prompt, and not before.
+            made: the answer; where it is empty nothing is kept.
+        """
+        text = np.array([*read, *made][-MAX_TEXT:], np.int32)
+        if not made or len(text) < MIN_TEXT or text.min() < 0 or text.max() >= self._n_tokens:
+            return
+        with self._lock:
+            self._texts.append(text)
+            self._n_new += len(text)
+            try:
+                self._append(encode_text(text))
+            except (OSError, RedrafterError) as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(f"an answer could not be kept in {self._folder}: {one_line(error)}", stacklevel=3)
+
+    def _append(self, record: bytes) -> None:
+        self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        with lock_file(self._folder / LOCK, PATIENCE):
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
+            try:
+                size = os.fstat(file).st_size
+                try:
+                    if os.write(file, record) < len(record):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except BaseException:
+                    os.ftruncate(file, size)
+                    raise
+            finally:
+                os.close(file)
+            if size + len(record) > 4 * SLACK * MAX_TOKENS:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        texts = keep_latest(decode_texts(self.path.read_bytes()).texts)
+        with replace_file(self.path) as partial:
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+            with os.fdopen(file, "wb") as opened:
+                opened.writelines(map(encode_text, texts))
+
+
+def open_answers(answers: str | Path | AnswerFolder | None, tokenizer: Any) -> AnswerFolder | None:
+    """A folder by its name, or as it was opened."""
+    return AnswerFolder(answers, tokenizer) if isinstance(answers, (str, Path)) else answers
