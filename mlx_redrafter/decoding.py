@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import ranks
 from .drafters.context import ContextSource
 from .drafters.grammar import GrammarSource
+from .drafters.past import PastIndex
 from .drafters.protocol import Drafter
 from .drafters.source import Source
 from .engine import kv_cache
@@ -114,7 +115,8 @@ def choose_sources(
     if shape is None or options.max_tokens == 0:
         return [], Planner(None)
     by_default = shape == AUTO or drafter is None or grammar is not None
-    context = _open_context(model, options, cache, grammar, default=by_default)
+    past = options.answers.index() if options.answers is not None else None
+    context = _open_context(model, options, cache, grammar, past, default=by_default)
     if plan == AUTO and source is not None and isinstance(drafter, nn.Module):
         trees = check_draftable(model, tree=True, cache=cache, states=source.capture) is None
         try:
@@ -139,7 +141,7 @@ def choose_sources(
 
 
 def _open_context(
-    model: nn.Module, options: Options, cache: Cache, grammar: Grammar | None, *, default: bool
+    model: nn.Module, options: Options, cache: Cache, grammar: Grammar | None, past: PastIndex | None, *, default: bool
 ) -> list[Source]:
     if not (default if options.context is None else options.context):
         return []
@@ -149,7 +151,7 @@ def _open_context(
         if options.context:
             raise
         return []
-    return [ContextSource() if grammar is None else GrammarSource(grammar)]
+    return [ContextSource(past=past) if grammar is None else GrammarSource(grammar, past=past)]
 
 
 def fit_plan(

@@ -22,6 +22,7 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .answer_folder import open_answers
 from .decoding import draw_seed, open_decoder
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
@@ -160,6 +161,7 @@ def stream_generate(
         raise RedrafterError(f"tokenizer must be what load returns, got {type(tokenizer).__name__}")
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
+    options["answers"] = open_answers(options.get("answers"), tokenizer)
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
     parsed = parsed.require_tokens()
     ids = encode(tokenizer, prompt)
@@ -289,19 +291,19 @@ def decode_tokens(
     """
     prompt = check_prompt(prompt)
     decoder, rounds = open_decoder(prompt, model, drafter, options)
-    length, count, token, stats = decoder.target.length + len(prompt), 0, 0, Stats()
+    length, made, stats = decoder.target.length + len(prompt), list[int](), Stats()
 
     def finish() -> None:
-        if count and options.prompt_cache is not None:
+        if made and options.prompt_cache is not None:
             with on_stream():
-                decoder.finish(length + count, token)
+                decoder.finish(length + len(made), made[-1])
 
     with closing(rounds):
         try:
             for done in rounds:
                 if not done.tokens:
                     continue
-                room = len(done.tokens) if options.max_tokens == -1 else options.max_tokens - count
+                room = len(done.tokens) if options.max_tokens == -1 else options.max_tokens - len(made)
                 taken = done.tokens[:room]
                 n_accepted = len(taken) - 1
                 source: Literal["drafter", "context"] = "context" if done.from_context else "drafter"
@@ -310,13 +312,16 @@ def decode_tokens(
                 if options.on_round is not None and done.tree is not None:
                     options.on_round(done.tree, list(done.path[:room]), taken)
                 for i, token in enumerate(taken):
-                    count += 1
+                    made.append(token)
                     yield Step(token, done.logprobs[i], source if i < n_accepted else None, stats)
-                if count == options.max_tokens:
+                if len(made) == options.max_tokens:
                     break
         except GeneratorExit:
             finish()
             raise
+        finally:
+            if options.answers is not None:
+                options.answers.add(cast(list[int], prompt.tolist()), made)
         finish()
 
 

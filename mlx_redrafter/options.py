@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
+from .answer_folder import AnswerFolder
 from .engine.kv_cache import Cache
 from .engine.plan import DRAFT_DEPTH, MAX_DRAFT_DEPTH, MAX_NODES, Plan, make_plan
 from .engine.round import Processor
@@ -93,6 +94,8 @@ class Options:
         on_drafter_failure: called once with what the drafter raises, also while the machine is measured; decoding goes
             on from there without it, and no token is lost. None passes the exception on, as several ranks always do.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
+        answers: past texts, which the context is drafted from, too, and which what is read and made is added to when
+            decoding ends; where there is a tokenizer, the name of a folder will do.
 
     Raises:
         RedrafterError: a value of the wrong type or out of its range.
@@ -135,6 +138,7 @@ class Options:
     prompt_progress_callback: Callable[[int, int], None] | None = None
     on_drafter_failure: Callable[[Exception], None] | None = None
     on_round: OnRound | None = None
+    answers: AnswerFolder | None = None
 
     def __post_init__(self) -> None:
         for flag in OPTION_FLAGS:
@@ -170,6 +174,8 @@ class Options:
         for name in ("prompt_progress_callback", "on_drafter_failure", "on_round"):
             if (function := getattr(self, name)) is not None and not callable(function):
                 raise RedrafterError(f"{name} must be a function, got {function!r}")
+        if self.answers is not None and not isinstance(self.answers, AnswerFolder):
+            raise RedrafterError(f"answers must be an AnswerFolder, got {self.answers!r}")
         if (processors := self.logits_processors) is not None:
             if not isinstance(processors, Iterable) or not all(map(callable, processors := list(processors))):
                 raise RedrafterError(f"logits_processors must be a list of functions, got {processors!r}")

@@ -181,11 +181,12 @@ class ScriptedContext(Source):
     Args:
         text: the prompt and its plain continuation, longer than what will be decoded.
         right: how often a proposed token is the right one.
+        past: as a `ContextSource` has it, and not looked at.
     """
 
     waits = True
 
-    def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0) -> None:
+    def __init__(self, text: Sequence[int], right: float = 0.8, seed: int = 0, *, past: object = None) -> None:
         self._text, self._right, self._random, self._at = list(text), right, random.Random(seed), 0
         self._tokens: list[int] = []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ..answer_folder import ANSWERS_HELP
 from ..checkpoints import DRAFTER_HELP
 from ..command_models import find_drafter_name, load_pair
 from ..drafters.protocol import Drafter
@@ -36,6 +37,7 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add = parser.add_argument
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
+    add("--answers", metavar="DIR", help=ANSWERS_HELP)
     add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
     add_options(parser, without)
     add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")

@@ -28,7 +28,8 @@ def run() -> int:
     args = make_parser().parse_args()
     options = read_options(args)
     model, tokenizer, drafter = load_models(args)
-    session = Session(model, tokenizer, drafter, chat_template_config=args.chat_template_config, **options)
+    options |= {"answers": args.answers, "chat_template_config": args.chat_template_config}
+    session = Session(model, tokenizer, drafter, **options)
     screen = Screen(args)
     if screen.interactive:
         screen.show_header(session)

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from tqdm import tqdm
 
 from .. import __version__, ranks
+from ..answer_folder import open_answers
 from ..command_models import find_drafter_name
 from ..decoding import draw_seed
 from ..demo import demo_prompts
@@ -70,6 +71,7 @@ def run() -> int:
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
+    options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)
     stop = [unescape(text) for text in args.stop]
@@ -228,9 +230,9 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); each side is warmed up first."""
-    plain = {"drafter": None, "context": False}
+    plain = {"drafter": None, "context": False, "answers": None}  # else this text would be a past one
     plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
-    for side in ({}, plain):
+    for side in ({"answers": None}, plain):
         start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
         decode(start, max_tokens=WARM_UP_TOKENS)
     expected = decode(plain_stream, label="plain decoding")

@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": ("mlx_redrafter.cli.doctor", "measure what drafting costs and brings on this machine"),
     "server": ("mlx_redrafter.serving.command", "serve the OpenAI and Anthropic APIs over HTTP"),
     "race": ("mlx_redrafter.serving.race", "a page that decodes with and without drafting, side by side"),
+    "answers": ("mlx_redrafter.cli.answers", "say what a folder of past answers holds, or clear it"),
     "stdio": ("mlx_redrafter.cli.stdio", "sessions for another program, over lines of JSON"),
 }
 """Name -> (the module whose `run()` is the command, what it does)."""

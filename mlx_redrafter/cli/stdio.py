@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from .. import __version__
+from ..answer_folder import open_answers
 from ..command_models import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, one_line
@@ -59,6 +60,7 @@ def run() -> int:
     stdout = sys.stdout.buffer
     with redirect_stdout(sys.stderr):  # what anything else prints is no event
         models = load_models(args, verbose=False)
+        settings["answers"] = open_answers(args.answers, models[1])
 
         def make_session(path: str | None) -> Session:
             return Session(*models, **settings) if path is None else Session.load(path, *models, **settings)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..answer_folder import ANSWERS_HELP
 from ..checkpoints import DRAFTER_HELP
 from ..command_models import check_demo_flags
 from ..errors import Parser, RedrafterError
@@ -68,6 +69,7 @@ def make_parser() -> Parser:
         help="of a prompt and its answer together (default: what the model's config says, or no limit)")  # fmt: skip
     add("--max-prompt-tokens", type=parse_count, help="length of a prompt (default: no limit)")
     add("--max-completion-tokens", type=parse_count, help="length of an answer (default: no limit)")
+    add("--answers", metavar="DIR", help=f"{ANSWERS_HELP}; of one user: what is drafted shows in the timing")
     add("--drain-timeout", type=parse_count, default=120,
         help="seconds for what runs to be finished after a first SIGINT or SIGTERM (default: %(default)s)")  # fmt: skip
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -118,6 +120,11 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
             raise RedrafterError("the key must be printable ASCII, and not empty")
     elif args.host not in LOOPBACK:
         raise RedrafterError(f"--host {args.host} lets others in: expected --api-key-file or --api-key, got none")
+    if args.answers is not None and args.host not in LOOPBACK:
+        raise RedrafterError(
+            f"--answers is for one user, whose answers others could tell from how fast theirs come; expected a --host "
+            f"of {', '.join(LOOPBACK)}, got {args.host}"
+        )
     names = [flag.name for flag in OPTION_FLAGS if flag.name not in OF_REQUESTS]
     args.options = Options(**{name: getattr(args, name) for name in names})
     return args

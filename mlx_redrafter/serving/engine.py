@@ -271,7 +271,9 @@ class Engine:
             try:
                 self._host_stream = mx.new_stream(mx.cpu)  # beside the forward that is being computed
                 # Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
-                for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4)):
+                for _ in decode_tokens(
+                    [0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)
+                ):
                     pass
             except Exception as error:
                 self._start_error = error
@@ -441,6 +443,9 @@ class Engine:
         self._batch.remove(ended, keep_caches=False)
         for row, reason in ended.items():
             self._loops.discard(row)
+            if self._options.answers is not None:
+                cached, prompt_tokens = row.stats.cached_tokens, row.stats.prompt_tokens
+                self._options.answers.add(row.text[cached:prompt_tokens], row.text[prompt_tokens:])
             error = None if isinstance(reason, str) else reason
             if error is not None and not isinstance(error, GenerationFailed):
                 error = GenerationFailed(one_line(error))

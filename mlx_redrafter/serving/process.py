@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from ..answer_folder import open_answers
 from ..command_models import find_drafter_name, load_pair
 from ..errors import RedrafterError, one_line
 from .app import make_app
@@ -49,11 +51,12 @@ def load_service(args: argparse.Namespace) -> Service:
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
     if args.use_default_chat_template and tokenizer.chat_template is None:  # newer tokenizers have no default
         tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)
+    answers = open_answers(args.answers, tokenizer)
     engine = Engine(
         model,
         tokenizer,
         drafter,
-        options=args.options,
+        options=replace(args.options, answers=answers),
         max_queue=args.max_queue,
         max_per_client=args.max_per_client,
         max_prompt_tokens=args.max_prompt_tokens,

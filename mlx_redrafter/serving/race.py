@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..demo import demo_prompts
+from ..errors import RedrafterError
 from ..options import PLAN_OPTIONS
 from .command import check_args, make_parser
 
@@ -29,6 +30,8 @@ PORT = 8090
 def run() -> int:
     """Serves the page and what it asks, as `sys.argv` says, until a signal; the exit status."""
     args = check_args(make_race_parser().parse_args())
+    if args.answers is not None:
+        raise RedrafterError("race takes no --answers: the second side would be drafted from the first one's text")
     from .process import serve  # which a --help does not need
 
     return serve(args, make_race_app, None if args.no_browser else show_page)

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import ranks
+from ..answer_folder import open_answers
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
 from ..drafters.source import Source
@@ -104,6 +105,7 @@ class Session:
         _refuse(("prompt_cache", "history"), options)
         self.model, self.drafter = model, drafter
         self.tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+        options["answers"] = open_answers(options.get("answers"), self.tokenizer)
         self._options, self._stop, self._tools, self._template_config = options, stop, tools, chat_template_config
         self._rendered_with = make_template_args(self.tokenizer, tools, chat_template_config)
         checked = Options(**options).require_tokens()

@@ -1,0 +1,35 @@
+"""`answers`: what a folder of past answers holds, and an end to it."""
+
+from __future__ import annotations
+
+from ..answer_folder import clear_folder, decode_texts, list_files
+from ..atomic_files import expand_path
+from ..errors import Parser, RedrafterError
+
+
+def run() -> int:
+    """Says what is in a folder, or removes it, as `sys.argv` says; the exit status."""
+    args = make_parser().parse_args()
+    folder = expand_path(args.folder)
+    if not folder.is_dir():
+        raise RedrafterError(f"expected a folder that --answers has made, got {args.folder}")
+    if args.clear:
+        clear_folder(folder)
+    for path in list_files(folder):
+        texts, damaged = decode_texts(path.read_bytes())
+        tokens, size = sum(map(len, texts)), path.stat().st_size
+        line = f"{path.name}: {len(texts):,} texts, {tokens:,} tokens, {size:,} bytes"
+        print(line + (f", {damaged:,} of them damaged" if damaged else ""))
+    if not list_files(folder):
+        print("nothing is kept here")
+    return 0
+
+
+def make_parser() -> Parser:
+    """The parser."""
+    parser = Parser(
+        prog="mlx_redrafter.answers", description="Say what a folder of past answers holds, a line for each tokenizer."
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder of --answers")
+    parser.add_argument("--clear", action="store_true", help="remove all that is kept there; the folder stays")
+    return parser

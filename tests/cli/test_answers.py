@@ -1,0 +1,61 @@
+"""The flag `--answers` of the commands, and the command that says what a folder holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any
+Pair = tuple[str, str]
+
+
+def test_generate_and_chat_keep_answers_and_say_the_same(
+    pair: Pair, chat_target: str, tmp_path: Path, run: Run
+) -> None:
+    folder = str(tmp_path / "answers")
+    common = ("--model", pair[0], "--prompt", "abc", "-m", "24", "--temp", "0.9", "--seed", "4", "--verbose", "F")
+    plain = run("generate", *common, "--plan", "off")
+    for _ in range(2):
+        assert run("generate", *common, "--answers", folder) == plain
+    assert run("generate", *common, "--answers", folder, "--context", "--draft-depth", "1")[1] == plain[1]
+    status, out, err = run("answers", folder)
+    assert (status, err) == (0, "") and out.count("\n") == 1 and ": 3 texts, " in out and "damaged" not in out
+    chat = ("chat", "--model", chat_target, "-m", "20", "--no-context")
+    shown = [run(*chat, *flags, stdin=b"hello\nhello\n")[1] for flags in ((), ("--answers", folder))]
+    assert len({re.sub(r"^.* tok/s .*$", "", text, flags=re.MULTILINE) for text in shown}) == 1
+    assert ": 5 texts, " in run("answers", folder)[1], "the chat's tokenizer is the same one"
+    assert run("answers", folder, "--clear")[1] == "nothing is kept here\n" and (tmp_path / "answers").is_dir()
+
+
+def test_a_comparison_keeps_the_drafted_text_alone(pair: Pair, tmp_path: Path, run: Run) -> None:
+    """Else it would be drafted from the plain one."""
+    common = ("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--answers", str(tmp_path), "--compare")
+    for count in (1, 2):
+        status, _, err = run(*common, "--seed", "1", "--temp", "1")
+        assert status == 0 and "tokens identical" in err
+        assert f": {count} texts, " in run("answers", str(tmp_path))[1]
+
+
+def test_what_is_damaged_is_told(pair: Pair, tmp_path: Path, run: Run) -> None:
+    for _ in range(2):
+        assert not run("generate", "--model", pair[0], "--prompt", "abc", "-m", "24", "--answers", str(tmp_path))[0]
+    (file,) = tmp_path.glob("*.tokens")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert ": 1 texts, " in run("answers", str(tmp_path))[1]
+    assert " of them damaged\n" in run("answers", str(tmp_path))[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("answers", ("nowhere",), "error: expected a folder that --answers has made, got nowhere"),
+        ("server", ("--answers", "x", "--host", "0.0.0.0", "--api-key", "k"), "error: --answers is for one user, "),
+        ("race", ("--answers", "x"), "error: race takes no --answers: "),
+    ],
+)
+def test_what_cannot_be_is_refused(command: str, flags: tuple[str, ...], said: str, run: Run) -> None:
+    status, _, err = run(command, *flags)
+    assert status == 1 and err.startswith(said) and err.count("\n") == 1
