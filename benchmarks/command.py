@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "report",
     "acceptance": "acceptance",
     "heads": "heads",
+    "answers": "answers",
     "planning": "planning",
     "round": "round_time",
     "serving": "serving",
