@@ -41,7 +41,7 @@ class PastIndex:
         texts: (T,) int32 token ids of each, the oldest first.
 
     Attributes:
-        tokens: of all texts, each with `SEPARATOR` behind it.
+        tokens: of all texts, each with `SEPARATOR` after it.
     """
 
     def __init__(self, texts: Sequence[Array]) -> None:
@@ -54,7 +54,7 @@ class PastIndex:
         return len(self.tokens)
 
     def find(self, size: int, gram: Sequence[int]) -> int:
-        """Where an n-gram ends; -1 if it stands nowhere with a token behind it."""
+        """Where an n-gram ends; -1 if it stands nowhere with a token after it."""
         keys, ends = self._tables[size]
         key = 0
         for token in gram:
@@ -65,7 +65,7 @@ class PastIndex:
 
 
 def _make_table(tokens: Array, size: int) -> tuple[Array, Array]:
-    """(keys of all n-grams of this size that have a token behind them, ascending; where each ends)."""
+    """(keys of all n-grams of this size that have a token after them, ascending; where each ends)."""
     texts_before = np.concatenate([[0], np.cumsum(tokens == SEPARATOR)])
     ends = np.arange(size - 1, len(tokens) - 1)
     ends = ends[texts_before[ends + 2] == texts_before[ends + 1 - size]]  # within one text
@@ -77,7 +77,7 @@ def _make_table(tokens: Array, size: int) -> tuple[Array, Array]:
     followed = (key & ~np.uint64(ID_MASK)) | wide[ends + 1]
     order = np.argsort(followed, kind="stable")
     followed, ends = followed[order], ends[order]
-    firsts = np.flatnonzero(np.append(True, followed[1:] != followed[:-1]))  # of each n-gram and each token behind it
+    firsts = np.flatnonzero(np.append(True, followed[1:] != followed[:-1]))  # of each n-gram and each token after it
     lasts = np.append(firsts[1:], len(ends))
     score = (lasts - firsts) << 32 | ends[lasts - 1]  # how often, and where last
     key = followed[firsts] >> np.uint64(BITS)
