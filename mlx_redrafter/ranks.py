@@ -37,7 +37,7 @@ def gather(value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     data = json.dumps(value).encode()
-    with mx.stream(generation_stream):  # behind the messages of a forward that is still in flight
+    with mx.stream(generation_stream):  # after the messages of a forward that is still in flight
         size = max(np.array(mx.distributed.all_gather(mx.array([len(data)]))).tolist())
         padded = np.frombuffer(data.ljust(size), np.uint8)[None]
         rows = np.array(mx.distributed.all_gather(mx.array(padded)))
