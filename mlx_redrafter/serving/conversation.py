@@ -10,15 +10,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from .schemas import ApiError
+from .schemas import ApiError, log_once
 
 Message = dict[str, Any]
 
@@ -65,12 +63,6 @@ class Tool(NamedTuple):
 
 Tools = dict[str, Tool]
 """Tools by the names that the model is shown."""
-
-
-@lru_cache(256)
-def log_once(message: str) -> None:
-    """Logs something that clients send again and again, the first time."""
-    logging.info(message)
 
 
 def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Message]:

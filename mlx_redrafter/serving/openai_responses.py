@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from .completion import Completion, Query, Service
-from .conversation import Message, choose_tools, join_name, join_parts, log_once, make_call, read_tools
+from .conversation import Message, choose_tools, join_name, join_parts, make_call, read_tools
 from .openai_completions import read_input
 from .renderer import Event, Renderer
-from .schemas import ApiError, ResponsesBody
+from .schemas import ApiError, ResponsesBody, log_once
 from .text_stream import Segment
 
 ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

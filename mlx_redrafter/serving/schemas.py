@@ -247,9 +247,9 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 @lru_cache(256)
-def log_ignored(api: str, field: str) -> None:
-    """Logs a field that is not read, the first time that it comes."""
-    logging.info("%s: the field %s is ignored", api, field)
+def log_once(message: str) -> None:
+    """Logs something that clients send again and again, the first time."""
+    logging.info(message)
 
 
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
@@ -266,7 +266,7 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
     known = {field.alias or name for name, field in kind.model_fields.items()}
     for name in body.keys() - known:
-        log_ignored(kind.__name__.removesuffix("Body"), f"{name!r:.60}")
+        log_once(f"{kind.__name__.removesuffix('Body')}: the field {name!r:.60} is ignored")
     try:
         given = {name: value for name, value in body.items() if value is not None or name == "draft_model"}
         return kind.model_validate(given)
