@@ -86,9 +86,8 @@ def measure_together() -> dict[str, Any]:
     texts = [ids(run(each, PROMPT, drafter, max_tokens=12)) for each in (model, model)]
     alone = ids(run(whole, PROMPT, max_tokens=12))
     costs = store.load_costs(model, drafter, trees=True)
-    files = sorted(file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json"))
     unseeded = ids(run(model, PROMPT, max_tokens=8, temp=1.0))
-    return {"costs": costs._asdict(), "texts": texts, "alone": alone, "files": files, "unseeded": unseeded}
+    return {"costs": costs._asdict(), "texts": texts, "alone": alone, "unseeded": unseeded}
 
 
 def decide_otherwise() -> str:
@@ -115,6 +114,7 @@ def main() -> None:
     cases = product(KINDS, ("tensor", "pipeline"))
     found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count()) for kind, how in cases}
     found["error"] = decide_otherwise()
+    found["files"] = sorted({file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")})
     print("RANK " + json.dumps(found), flush=True)
 
 
