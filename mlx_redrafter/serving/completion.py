@@ -219,17 +219,16 @@ class Completion:
             return list(tokenizer.encode(convert_chat(messages, query.role_mapping)))
         given = {name: value for name, value in query.template_args.items() if value is not None}
         args = self.service.args.chat_template_args | given | own | {"tools": describe_tools(query.tools) or None}
-        try:
-            text = render(tokenizer, messages, args, prefilled=query.prefilled)
-        except RedrafterError:
-            for variant in relax(messages):
-                try:
-                    text = render(tokenizer, variant, args, prefilled=query.prefilled)
-                    break
-                except RedrafterError:
-                    continue
-            else:
-                raise
+        refused: RedrafterError | None = None
+        for variant in (messages, *relax(messages)):
+            try:
+                text = render(tokenizer, variant, args, prefilled=query.prefilled)
+                break
+            except RedrafterError as error:
+                refused = refused or error
+        else:
+            assert refused is not None
+            raise refused
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
         if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
             self._state = "reasoning"
