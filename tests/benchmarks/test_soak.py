@@ -20,11 +20,11 @@ def test_only_wrong_answers_are_reported(capsys: pytest.CaptureFixture[str], mon
     found = json.loads(capsys.readouterr().out)
     assert 0 < found["wrong"] < found["answered"] and found["failed"] == 0
     assert "instead of 'no'" in found["first wrong"] and "temperature" not in found["first wrong"]
-    assert found["MB after a tenth"] > 50
-    assert found["growth"] == pytest.approx(found["MB at the end"] / found["MB after a tenth"])
+    assert found["MB after two tenths"] > 50
+    assert found["growth"] == pytest.approx(found["MB at the end"] / found["MB after two tenths"])
 
 
-def test_growth_begins_after_a_tenth() -> None:
+def test_growth_begins_after_two_tenths() -> None:
     sizes = [(float(at), 100 + at) for at in range(101)]
-    assert find_growth(sizes) == (115, 195)
+    assert find_growth(sizes) == (125, 195)
     assert find_growth([(0.0, 7)]) == (7, 7)
