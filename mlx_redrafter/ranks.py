@@ -7,8 +7,10 @@ sent.
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import os
+import pickle
+import sys
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -29,21 +31,29 @@ def index() -> int:
 
 
 def gather(value: Any) -> list[Any]:
-    """What each rank gives, in their order: a message, which waits for all of them.
+    """What each rank gives, in their order: a message, which waits for all of them; and a second one but for None.
 
     Args:
-        value: as JSON can say it; alone in its process it comes back as it is.
+        value: as pickle can say it; alone in its process it comes back as it is.
     """
     if count() == 1:
         return [value]
-    data = json.dumps(value).encode()
+    data = b"" if value is None else pickle.dumps(value)
     with mx.stream(generation_stream):  # after the messages of a forward that is still in flight
-        size = max(np.array(mx.distributed.all_gather(mx.array([len(data)]))).tolist())
-        padded = np.frombuffer(data.ljust(size), np.uint8)[None]
+        lengths: list[int] = np.array(mx.distributed.all_gather(mx.array([len(data)]))).tolist()
+        if not any(lengths):
+            return [None] * len(lengths)
+        padded = np.frombuffer(data.ljust(max(lengths)), np.uint8)[None]
         rows = np.array(mx.distributed.all_gather(mx.array(padded)))
-    return [json.loads(row.tobytes()) for row in rows]
+    return [pickle.loads(row.tobytes()) if length else None for row, length in zip(rows, lengths, strict=True)]
 
 
 def share(value: Any) -> Any:
     """What rank 0 gives; see `gather`."""
     return gather(value if index() == 0 else None)[0]
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """Prints one line on stderr that says which rank this is, and exits at once with 1, whatever it was sending."""
+    print(f"error on rank {index()}: {message}", file=sys.__stderr__, flush=True)
+    os._exit(1)

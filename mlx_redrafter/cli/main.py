@@ -27,7 +27,7 @@ COMMANDS = {
 }
 """Name -> (the module whose `run()` is the command, what it does)."""
 
-SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat")
+SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
 """The modules of commands that `mlx.launch` may start."""
 
 NO_BACKEND = (
@@ -76,14 +76,16 @@ def run_module(module: str) -> None:
         size = ranks.count()
     except RuntimeError as error:
         exit_with_error(f"cannot find the other ranks: {one_line(error)}")
-    rank = ranks.index() if size > 1 else None
+    fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not see it
-    if rank:
+    if ranks.index():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         if size > 1 and module not in SEVERAL_RANKS:
-            raise RedrafterError(f"this command runs in one process, got {size}: generate and chat take several ranks")
+            raise RedrafterError(
+                f"this command runs in one process, got {size}: generate, chat and server take several ranks"
+            )
         status = import_module(module).run()
         ranks.gather(None)  # what the others wait for is lost when a rank ends before them
         sys.stdout.flush()
@@ -97,20 +99,17 @@ def run_module(module: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush cannot fail
         status = 1
     except (ValueError, OSError) as error:
-        exit_with_error(one_line(error), rank)
+        fail(one_line(error))
     except Exception as error:
         if size == 1:
             raise
-        exit_with_error(f"{type(error).__name__}: {one_line(error)}", rank)
+        fail(f"{type(error).__name__}: {one_line(error)}")
     if size > 1:
         os._exit(status)  # at once, whatever it was sending
     sys.exit(status)
 
 
-def exit_with_error(message: str, rank: int | None = None) -> NoReturn:
-    """Prints one line on stderr and exits with 1; one of several ranks at once, whatever it was sending."""
-    if rank is None:
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(1)
-    print(f"error on rank {rank}: {message}", file=sys.__stderr__, flush=True)
-    os._exit(1)
+def exit_with_error(message: str) -> NoReturn:
+    """Prints one line on stderr and exits with 1."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)

@@ -40,6 +40,7 @@ def make_parser() -> Parser:
     drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     drafters("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
     add("--adapter-path", help="path of trained adapter weights and config")
+    add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
     add("--served-model-name", nargs="+", metavar="NAME",
         help="names of the model in requests, * for any; the first is in replies (default: its own)")  # fmt: skip

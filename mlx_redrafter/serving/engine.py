@@ -3,11 +3,17 @@
 One request alone is decoded by this package's own loop, which drafts; several by mlx-lm's batches, plainly. The change
 from one to the other is at a round's end, with the cache. Where mlx-lm cannot batch a model's caches, requests take
 turns, a round each.
+
+Where several ranks share the model each has an engine, which takes the same steps. What comes from outside (requests,
+clients that go, the end) is decided on by rank 0 at the beginning of a step, and sent to the others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import secrets
 import threading
 import time
 from collections import Counter, deque
@@ -16,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,8 +30,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .. import ranks
 from ..checkpoints import evaluate
-from ..decoding import draw_seed
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Round, on_stream
@@ -33,13 +39,14 @@ from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_request
 from ..engine.stats import Stats
 from ..engine.wired_limit import wired_limit
-from ..errors import one_line
+from ..errors import RedrafterError, one_line
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
 from .generation import Generation, Item, make_events, read_logprobs
 from .prompt_cache import PromptCache, common_prefix, default_bytes
 from .rows import Batch, Loops
+from .structured_output import GrammarCompiler
 from .types import (
     MAX_TOP_LOGPROBS,
     REQUEST_OPTIONS,
@@ -63,8 +70,31 @@ MIN_SHARED = 32
 ALONE_STEPS = 16
 """Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
 
+IDLE_SECONDS = 0.05
+"""How often several ranks that have nothing to do ask rank 0 whether something has come."""
+
 PENALTIES = tuple(signature(make_logits_processors).parameters)
 """Fields of a request too."""
+
+
+class Decisions(NamedTuple):
+    """What rank 0 decides at the beginning of a step.
+
+    Attributes:
+        cancelled: rows that end.
+        stored: rows whose prompts are kept as far as they are read.
+        started: new rows.
+        others_wait: whether there are more in the queue.
+        is_aborted: whether all that runs is broken off.
+        is_last: whether the engine ends, with nothing left to do.
+    """
+
+    cancelled: list[Generation]
+    stored: list[Generation]
+    started: list[Generation]
+    others_wait: bool = False
+    is_aborted: bool = False
+    is_last: bool = False
 
 
 class Engine:
@@ -118,7 +148,9 @@ class Engine:
         evaluate(model, drafter)  # another thread will use them
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
-        self._prompt_cache = PromptCache(default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes)
+        cache_bytes = default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
+        self._prompt_cache = PromptCache(min(ranks.gather(cache_bytes)))
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size)  # for what rank 0 has compiled already
         self._loops = Loops(model, drafter, self._note_drafter_failure)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, decode_concurrency, *prefill)
@@ -178,6 +210,10 @@ class Engine:
         if self._start_error is not None:
             raise self._start_error
 
+    def join(self) -> None:
+        """Waits until rank 0 has closed its engine."""
+        self._thread.join()
+
     def close(self, timeout: float) -> None:
         """Refuses what waits, and lets what runs end, for `timeout` seconds at most. Blocks: not for the event loop.
 
@@ -206,7 +242,9 @@ class Engine:
             ClientLimitReached: the client has as many as it may have.
             EngineClosed: the engine ends.
         """
-        generation = self._check(request)
+        if request.seed is None:
+            request = replace(request, seed=secrets.randbits(32))
+        generation = self._check(request, asyncio.get_running_loop())
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed(CLOSING)
@@ -220,7 +258,7 @@ class Engine:
             self._condition.notify()
         return generation
 
-    def _check(self, request: GenerationRequest) -> Generation:
+    def _check(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop | None) -> Generation:
         prompt, most, length = request.prompt, self._max_prompt_tokens, self.context_length
         if not prompt:
             raise RequestError("the prompt is empty: expected at least one token")
@@ -237,17 +275,16 @@ class Engine:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
         if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
             raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
-        seed = draw_seed() if request.seed is None else request.seed
-        given = {name: getattr(request, name) for name in REQUEST_OPTIONS} | {"seed": seed}
+        given = {name: getattr(request, name) for name in REQUEST_OPTIONS}
         try:
             options = replace(self._options, xtc_special_tokens=self._xtc_special_tokens, **given).require_tokens()
-            options.make_sampler(seed).check(self.vocab_size)
+            options.make_sampler(0).check(self.vocab_size)  # the seed is there
             processors = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
         except ValueError as error:
             raise RequestError(one_line(error)) from error
         if length is not None and not 0 < options.max_tokens <= length - len(prompt):
             options = replace(options, max_tokens=length - len(prompt))
-        return Generation(request, options, processors)
+        return Generation(request, options, processors, loop)
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
         """Ends those that were cancelled while they waited, or with an error all that wait."""
@@ -280,10 +317,15 @@ class Engine:
                 return
             finally:
                 self._ready.set()
-            while self._wait():
+            while True:
                 try:
-                    self._step()
+                    decisions = self._share(self._decide())
+                    if decisions.is_last:
+                        break
+                    self._step(decisions)
                 except Exception as error:
+                    if ranks.count() > 1:  # the others may have gone on
+                        ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
                     logging.exception("The engine has failed, and with it all requests that ran")
                     running = self._rows()
                     self._batch.close()
@@ -298,24 +340,65 @@ class Engine:
             mx.synchronize()
         self._batch.close()
 
-    def _wait(self) -> bool:
-        """Waits for something to do; False where nothing is to come."""
+    def _decide(self) -> Decisions | None:
+        """What to do next, on rank 0 once there is something to do; None for a round of what runs, and on other ranks.
+
+        Several ranks without anything to do wait for `IDLE_SECONDS` only: a message that one waits for takes a core.
+        """
+        is_alone = ranks.count() == 1
         with self._condition:
             if not (self._queue or self.running):
                 mx.clear_cache()
-            while not (self._queue or self.running or self._closing):
-                self._condition.wait()
-            return bool(self._queue or self.running)
+                self._condition.wait_for(lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS)
+            if ranks.index():
+                return None
+            self._drop_waiting()
+            cancelled = [row for row in self._rows() if row.cancelled]
+            staying = [row for row in self._rows() if row not in cancelled]
+            started, stored = self._choose(staying)
+            for row in started:
+                self._queue.remove(row)
+            is_last = self._closing and not (self._queue or self.running or started)
+            found = Decisions(cancelled, stored, started, bool(self._queue), self._aborting, is_last)
+        return found if is_alone or any(found) else None
 
-    def _step(self) -> None:
+    def _share(self, own: Decisions | None) -> Decisions:
+        """The decisions of rank 0 on every rank, where rows stand in the same order."""
+        if ranks.count() == 1:
+            assert own is not None
+            return own
+        rows = self._rows()
+        if ranks.CHECK in os.environ:
+            texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
+            if any(each != texts[0] for each in texts):
+                raise RedrafterError(f"the ranks decode different texts: {texts}")
+        told = None
+        if own is not None:
+            places = [[rows.index(row) for row in each] for each in (own.cancelled, own.stored)]
+            requests = [row.request for row in own.started]
+            grammars = [getattr(request.grammar, "arguments", None) for request in requests]
+            told = *places, [replace(request, grammar=None) for request in requests], grammars, *own[3:]
+        told = ranks.share(told)
+        if own is not None or told is None:
+            return own or Decisions([], [], [])
+        cancelled, stored = ([rows[at] for at in each] for each in told[:2])
+        made = [arguments and self._grammars.compile(*arguments) for arguments in told[3]]
+        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[2], made, strict=True)]
+        return Decisions(cancelled, stored, [self._check(request, None) for request in requests], *told[4:])
+
+    def _step(self, decisions: Decisions) -> None:
         """A round for every request that runs."""
-        if self._aborting:
+        if decisions.is_aborted:
             for row in self._rows():
                 row.error = EngineClosed(CLOSING)
-        self._end({row: row.error or "cancelled" for row in self._rows() if row.error or row.cancelled})
-        self._admit()
+        cancelled = decisions.cancelled
+        self._end({row: row.error or "cancelled" for row in self._rows() if row.error or row in cancelled})
+        for row in decisions.stored:
+            if row in self._rows():  # else it is kept already
+                self._store_prompt(row)
+        self._start(decisions.started)
         if self.batch_rows:
-            self._step_batch()
+            self._step_batch(others_wait=decisions.others_wait)
         for row in self._loops.rows:
             self._step_alone(row)
 
@@ -323,49 +406,47 @@ class Engine:
         """Everything that runs."""
         return [*self._loops.rows, *self._batch.rows]
 
-    def _admit(self) -> None:
-        """Starts requests from the queue, and makes the single one part of a batch where there is another."""
-        with self._condition:
-            self._drop_waiting()
-            admitted = self._choose()
-            for row in admitted:
-                self._queue.remove(row)
-        if admitted and self._prefill_rows and self.running + len(admitted) > 1:
+    def _start(self, started: Sequence[Generation]) -> None:
+        """Starts rows, and makes a single one part of a batch where there is another."""
+        if started and self._prefill_rows and self.running + len(started) > 1:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
-        for row in admitted:
+        for row in started:
             row.stats.queue_seconds = time.perf_counter() - row.submitted
             with self._failing(row):
                 row.grammar = row.request.grammar() if row.request.grammar is not None else None
                 start = self._prompt_cache.fetch(row.text)
                 row.read = row.stats.cached_tokens = start[1]
-                is_batched = self._prefill_rows and (len(admitted) > 1 or self.running)
+                is_batched = self._prefill_rows and (len(started) > 1 or self.running)
                 (self._batch if is_batched else self._loops).add(row, start)
 
-    def _choose(self) -> list[Generation]:
-        """Those that start now: all that there is room for, in their order, but those that wait for a prefix."""
-        reading = [row for row in self._rows() if row.read < len(row.prompt)]
-        chosen: list[Generation] = []
+    def _choose(self, running: Sequence[Generation]) -> tuple[list[Generation], list[Generation]]:
+        """(those that start now: all that there is room for, in their order, but those that wait for a prefix;
+        rows whose prompts are kept for them)."""
+        reading = [row for row in running if row.read < len(row.prompt)]
+        chosen, stored = list[Generation](), list[Generation]()
         for row in self._queue:
-            if self.running + len(chosen) < self._size and not self._waits_for_prefix(row, reading):
+            if len(running) + len(chosen) < self._size:
+                other, shared = self._find_prefix(row, reading)
+                if other is not None and other.read < shared:
+                    continue
+                stored += [other] if other is not None and other not in stored else []
                 chosen.append(row)
                 reading.append(row)
-        return chosen
+        return chosen, stored
 
-    def _waits_for_prefix(self, row: Generation, reading: Sequence[Generation]) -> bool:
-        """Whether another one is reading what its prompt begins with; as soon as that is read, the cache is kept."""
-        shared, other = 0, row
+    def _find_prefix(self, row: Generation, reading: Sequence[Generation]) -> tuple[Generation | None, int]:
+        """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
+
+        As soon as that is read, the cache is kept, and the row starts with it.
+        """
+        shared, other = 0, None
         for each in reading:
             count = common_prefix(row.prompt, each.prompt)
             if count > shared and (self._can_fork or count == len(each.prompt)):
                 shared, other = count, each
-        if shared < MIN_SHARED or not self._prompt_cache.max_bytes:
-            return False
-        if shared - self._prompt_cache.count(row.prompt) < MIN_SHARED:
-            return False
-        if other.read >= shared:
-            self._store_prompt(other)
-        return other.read < shared
+        is_kept = shared - self._prompt_cache.count(row.prompt) < MIN_SHARED if shared >= MIN_SHARED else True
+        return (None, 0) if is_kept or not self._prompt_cache.max_bytes else (other, shared)
 
     def _store_prompt(self, row: Generation) -> None:
         """Keeps a copy of what is read of its prompt."""
@@ -391,7 +472,7 @@ class Engine:
             elif row.read == len(row.prompt):
                 self._store_prompt(row)
 
-    def _step_batch(self) -> None:
+    def _step_batch(self, *, others_wait: bool) -> None:
         read, made = self._batch.step()
         for row in read:
             self._store_prompt(row)
@@ -399,7 +480,7 @@ class Engine:
         self._end(self._report(made))
         is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
         self._alone_steps = self._alone_steps + 1 if is_alone else 0
-        if self._alone_steps >= ALONE_STEPS and not self._queue and made[0][0].may_draft:
+        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].may_draft:
             # It goes on alone, after the token that the batch is computing.
             row, following, start = self._batch.remove_only()
             with self._failing(row):
@@ -459,6 +540,8 @@ class Engine:
             yield
         except Exception as error:
             if not isinstance(error, SchemaNotFollowed):
+                if ranks.count() > 1:  # it might be this one's alone
+                    raise
                 logging.exception("A request has failed")
             self._end({row: error})
 

@@ -25,6 +25,9 @@ Item = list[TokenEvent] | Exception | None
 class Generation:
     """A request that was submitted; after that the engine's thread writes all but `cancelled`.
 
+    Args:
+        loop: of the client; None where another rank answers it.
+
     Attributes:
         options: its sampling, and how caches are made.
         processors: its logits processors.
@@ -38,7 +41,13 @@ class Generation:
         cancelled: whether `cancel` was called.
     """
 
-    def __init__(self, request: GenerationRequest, options: Options, processors: list[Processor]) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        options: Options,
+        processors: list[Processor],
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> None:
         assert options.seed is not None
         self.request, self.options, self.processors = request, options, processors
         self.stats = GenerationStats(len(request.prompt), options.seed)
@@ -50,7 +59,7 @@ class Generation:
         self.may_draft, self.may_run_ahead = request.draft, True
         self.cancelled = False
         self.submitted = time.perf_counter()
-        self._loop, self._items = asyncio.get_running_loop(), asyncio.Queue[Item]()
+        self._loop, self._items = loop, asyncio.Queue[Item]()
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """Yields each token; ends after the one with a `finish_reason`, or when it is cancelled. To be called once.
@@ -70,6 +79,8 @@ class Generation:
 
     def put(self, item: Item) -> None:
         """Sends events, or the end; from any thread."""
+        if self._loop is None:
+            return
         with suppress(RuntimeError):  # the client's loop is closed: nobody listens
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from .. import ranks
 from ..answer_folder import open_answers
 from ..command_models import find_drafter_name, load_pair
 from ..errors import RedrafterError, one_line
@@ -41,8 +42,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
 
 
-def load_service(args: argparse.Namespace) -> Service:
-    """The models of the flags, in an engine that has started.
+def load_engine(args: argparse.Namespace) -> tuple[Engine, Any, bool]:
+    """(an engine that has started, with the models of the flags; the tokenizer; whether there is a drafter).
 
     Raises:
         RedrafterError: a model cannot be loaded, or they do not fit together.
@@ -65,7 +66,13 @@ def load_service(args: argparse.Namespace) -> Service:
         prompt_cache_bytes=args.prompt_cache_bytes,
     )
     engine.start()
-    drafter_name = None if drafter is None else show_name(find_drafter_name(args))
+    return engine, tokenizer, drafter is not None
+
+
+def load_service(args: argparse.Namespace) -> Service:
+    """What serves the models of the flags; errors are those of `load_engine`."""
+    engine, tokenizer, has_drafter = load_engine(args)
+    drafter_name = show_name(find_drafter_name(args)) if has_drafter else None
     return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
 
 
@@ -94,7 +101,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Takes no more requests."""
         logging.info("ending: what runs is finished; a second signal ends it at once")
-        super().handle_exit(sig, frame)
+        if ranks.count() == 1:
+            super().handle_exit(sig, frame)
+        self.should_exit = True  # of several ranks none ends by the signal, but with the others
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
@@ -104,7 +113,7 @@ def serve(
     make: Callable[[Service], ASGIApp] = make_app,
     on_listening: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until a signal, which ends the process where answers are finished.
+    """Serves until a signal, which ends the process where answers are finished; of several ranks the first one does.
 
     Args:
         args: see `command.check_args`.
@@ -114,6 +123,10 @@ def serve(
     Raises:
         RedrafterError: the port is taken, or the models cannot be loaded.
     """
+    if ranks.index():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all on a machine, and rank 0 ends the others
+        load_engine(args)[0].join()
+        return 0
     # Python's own handler raises, and an interpreter that ends while the engine's thread is inside MLX aborts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     level = getattr(logging, args.log_level)
@@ -128,6 +141,8 @@ def serve(
         if on_listening is not None:
             on_listening(url_of(bound))
         server.run([bound])
+        if ranks.count() > 1:
+            service.engine.close(0.0)
     return 0
 
 

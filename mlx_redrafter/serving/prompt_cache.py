@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from .. import ranks
 from ..engine import kv_cache
 from ..planning.machine import usable_bytes
 
@@ -83,7 +84,8 @@ class PromptCache:
 
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache) -> None:
         """Keeps a cache of exactly these tokens, which belongs to this object from now on."""
-        new = _Entry(np.array(tokens, np.int32), cache, sum(c.nbytes for c in cache))
+        nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same
+        new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         if not tokens or not self.max_bytes:
             return
         if new.nbytes > self.max_bytes and not self._has_warned:

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
+from .. import ranks
 from ..decoding import open_decoder
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
@@ -200,7 +201,8 @@ class Batch:
             size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
-        if others_wait and any(not each.end_of_prompt for each in prompts):
+        # On several ranks, of which each would see other times, the pieces stay as they are.
+        if others_wait and ranks.count() == 1 and any(not each.end_of_prompt for each in prompts):
             seconds = time.perf_counter() - started
             if seconds > MAX_PAUSE:
                 self._piece = max(MIN_PIECE, self._piece // 2)

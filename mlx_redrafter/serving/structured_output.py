@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -41,8 +41,8 @@ class GrammarCompiler:
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
     def compile(
-        self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = (), *, lenient: bool = False
-    ) -> Callable[[], SchemaGrammar]:
+        self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = (), lenient: bool = False
+    ) -> GrammarFactory:
         """A factory of grammars, each for one answer.
 
         Args:
@@ -60,8 +60,25 @@ class GrammarCompiler:
             ends = list(self._tokenizer.eos_token_ids)
             self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        start, compiled = _make_matcher(schema, self._compiled, lenient), self._compiled
-        return lambda: SchemaGrammar(start.deep_copy(), compiled, end, unless)
+        start = SchemaGrammar(_make_matcher(schema, self._compiled, lenient), self._compiled, end, unless)
+        return GrammarFactory((schema, state, unless, lenient), start)
+
+
+@dataclass(frozen=True)
+class GrammarFactory:
+    """Makes grammars of one schema, each for one answer.
+
+    Attributes:
+        arguments: of `GrammarCompiler.compile`, with which another process makes the same.
+        start: a grammar of which nothing was taken.
+    """
+
+    arguments: tuple[Any, ...]
+    start: SchemaGrammar
+
+    def __call__(self) -> SchemaGrammar:
+        """A grammar for one answer."""
+        return self.start.fork()
 
 
 def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer, lenient: bool) -> LLMatcher:
