@@ -31,7 +31,7 @@ from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
-from mlx_redrafter.training.answers import generate_answers
+from mlx_redrafter.training.data import generate_answers
 
 from .command import add_json, parse_output, parse_positive
 from .tables import show_rows

@@ -41,8 +41,7 @@ from mlx_redrafter.generate import decode_prompts, encode
 from mlx_redrafter.options import Options
 from mlx_redrafter.planning.costs import parse_costs
 from mlx_redrafter.planning.sizing import n_weights
-from mlx_redrafter.training.answers import AnswerFile
-from mlx_redrafter.training.data import Text, make_batches
+from mlx_redrafter.training.data import AnswerFile, Text, make_batches
 from mlx_redrafter.training.evaluation import make_prompts, measure_guesses
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import new_drafter

@@ -11,14 +11,21 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
+from tqdm import tqdm
 
-from ..atomic_files import expand_path
+from ..atomic_files import expand_path, write_text
 from ..errors import RedrafterError, one_line
 from ..generate import encode_chat
 from .settings import TrainingArgs
 from .targets import Batch
+
+AT_ONCE = 32
+"""Answers that are written side by side at most, and then saved."""
 
 PAD_TO, PAD_POSITIONS_TO = 32, 128
 """Texts of a batch are padded to one more than a multiple of this, and what is learned of them: few shapes occur."""
@@ -58,30 +65,6 @@ def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
     return found
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts in a file: one a line, or jsonl with `prompt` or `messages`.
-
-    Raises:
-        RedrafterError: no such file, an empty one, or a line that is not a prompt.
-    """
-    path = expand_path(path)
-    lines = read_lines(path, "prompts")
-    return (
-        [parse_prompt(*each) for each in lines] if path.suffix in (".jsonl", ".json") else [line for line, _ in lines]
-    )
-
-
-def parse_prompt(line: str, place: str) -> Prompt:
-    """The prompt or the messages of a line of JSON; an answer at their end is left to the target."""
-    value = parse_object(line, place)
-    prompt, messages = value.get("prompt"), value.get("messages")
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return messages[:-1] if len(messages) > 1 and messages[-1].get("role") == "assistant" else messages
-    raise RedrafterError(f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}")
-
-
 def parse_object(line: str, place: str) -> dict[str, Any]:
     """The JSON object of a line."""
     try:
@@ -91,6 +74,30 @@ def parse_object(line: str, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RedrafterError(f"{place}: expected a JSON object, got {line[:40]!r}")
     return value
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts in a file: one a line, or jsonl with `prompt` or `messages`, whose answer is left to the target.
+
+    Raises:
+        RedrafterError: no such file, an empty one, or a line that is not a prompt.
+    """
+    path = expand_path(path)
+    found: list[Prompt] = []
+    for line, place in read_lines(path, "prompts"):
+        if path.suffix not in (".jsonl", ".json"):
+            found.append(line)
+            continue
+        value = parse_object(line, place)
+        prompt, messages = value.get("prompt"), value.get("messages")
+        if isinstance(prompt, str) and prompt:
+            found.append(prompt)
+        elif isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+            is_answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
+            found.append(messages[:-1] if is_answered else messages)
+        else:
+            raise RedrafterError(f"{place}: expected an object with 'prompt' or 'messages', got {line[:40]!r}")
+    return found
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
@@ -163,6 +170,81 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
 def digest(ids: Any) -> str:
     """What tells lists of token ids apart, however they are nested."""
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+class AnswerFile:
+    """The answers to some prompts: a line that says what they depend on, then a line for each answer.
+
+    Args:
+        path: of the file, which need not exist.
+        args: the settings of the run.
+        prompts: their token ids.
+    """
+
+    def __init__(self, path: Path, args: TrainingArgs, prompts: Sequence[Sequence[int]]) -> None:
+        self.path, self.prompts, self.args = path, prompts, args
+        settings = args.to_json()
+        self.header = {name: settings[name] for name in ("model", "adapter_path", "temp", "max_tokens", "seed")}
+        self.header["prompts"] = digest(prompts)
+        # Few enough that every temperature has its turn.
+        self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
+
+    def read(self) -> list[list[int]]:
+        """The answers in the file, in the order of the prompts; none when there is no file.
+
+        Raises:
+            RedrafterError: not a file of answers, or of other ones.
+        """
+        try:
+            header, *done = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+            done = [list(map(int, answer)) for answer in done]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError) as error:
+            raise RedrafterError(f"cannot read the answers in {self.path}: {one_line(error)}") from error
+        for key, value in self.header.items():
+            if not isinstance(header, dict) or header.get(key) != value:
+                raise RedrafterError(f"{self.path} holds the answers of another run, with another {key}")
+        return done[: len(self.prompts)]
+
+    def complete(self, model: nn.Module, tokenizer: Any) -> list[Text]:
+        """Prompt and answer of each, the prompt masked; the target writes the answers that the file does not have.
+
+        A stopped run loses one group at most. The token that ends an answer is part of it.
+
+        Raises:
+            RedrafterError: see `read`.
+            OSError: the file cannot be written.
+        """
+        done = self.read()
+        with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
+            while group := self.prompts[len(done) : len(done) + self.group_size]:
+                number = len(done) // self.group_size
+                mx.random.seed(self.args.seed + number)
+                temp = self.args.temp[number % len(self.args.temp)]
+                done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
+                bar.update(len(group))
+                write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
+        return [join_text(prompt, answer) for prompt, answer in zip(self.prompts, done, strict=True)]
+
+
+def join_text(prompt: Sequence[int], answer: Sequence[int]) -> Text:
+    """A prompt and its answer, the prompt masked."""
+    return Text(np.array([*prompt, *answer], np.int32), len(prompt))
+
+
+def generate_answers(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
+) -> list[list[int]]:
+    """The answers to these prompts, side by side, by mlx-lm's batch generator."""
+    ends = [[token] for token in tokenizer.eos_token_ids]
+    generator = BatchGenerator(model, max_tokens=max_tokens, stop_tokens=ends, sampler=make_sampler(temp))
+    answers: dict[int, list[int]] = {uid: [] for uid in generator.insert([list(prompt) for prompt in prompts])}
+    while responses := generator.next_generated():
+        for response in responses:
+            answers[response.uid].append(response.token)
+    generator.close()
+    return list(answers.values())
 
 
 def n_held_out(count: int) -> int:

@@ -22,8 +22,7 @@ from ..errors import RedrafterError
 from ..planning.costs import lower_quartile
 from ..planning.measure import time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
-from .answers import AT_ONCE
-from .data import Text, collate
+from .data import AT_ONCE, Text, collate
 from .settings import TrainingArgs
 from .trainer import helper_thread, make_loss, target_arrays
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..atomic_files import lock_file
-from ..checkpoints import find_not_finite, list_weights, load_drafter, save_drafter
+from ..atomic_files import expand_path, lock_file, replace_file, why_not_writable, write_text
+from ..checkpoints import find_not_finite, list_weights, load_drafter, read_object, save_drafter
 from ..command_models import load_target
 from ..demo.sources import training_prompts
 from ..drafters.config import DrafterArgs
@@ -23,14 +26,13 @@ from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
-from ..errors import RedrafterError
+from ..errors import RedrafterError, one_line
 from ..generate import decode_prompts
-from ..model_card import strip_folders
+from ..model_card import card_header, strip_folders
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
-from .answers import AnswerFile
 from .data import (
-    Prompt,
+    AnswerFile,
     Text,
     check_data,
     digest,
@@ -45,6 +47,7 @@ from .data import (
 )
 from .estimate import check_disk, disk_bytes, estimate_run
 from .evaluation import (
+    ShapeResult,
     add_results,
     compare_shapes,
     format_error,
@@ -53,15 +56,60 @@ from .evaluation import (
     measure_guesses,
     standard_error,
 )
-from .run_files import Record, RunFiles, describe, make_command
 from .settings import TrainingArgs
 from .targets import new_drafter
 from .trainer import load_checkpoint, train_drafter
 
 INTERRUPTED = 130
-DEMO_PROMPTS = 1024  # pieces of the standard library that the demo's target continues
+"""The exit status after Ctrl-C."""
+
+DEMO_PROMPTS = 1024
+"""Pieces of the standard library that the demo's target continues."""
+
+MAY_CHANGE = {"dtype", "steps_per_report", "save_every", "output", "trust_remote_code"}
+"""Settings that may differ when a run is resumed: none of them changes what is learned."""
 
 Say = Callable[[str], None]
+
+
+@dataclass
+class Record:
+    """A run so far, in one JSON file beside its checkpoint.
+
+    Attributes:
+        settings: as JSON has them.
+        args: the drafter's sizes; None until they are chosen.
+        reports: of the training loss, one every `steps_per_report` iterations.
+        validations: one every `steps_per_eval` iterations.
+        ended: the iteration at which it stopped early, for good.
+        texts: a digest of the prompts, or of the texts of `--data`.
+    """
+
+    settings: dict[str, Any]
+    args: dict[str, Any] | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    ended: int | None = None
+    texts: str | None = None
+
+    def drop_after(self, iteration: int) -> None:
+        """Drops the entries after an iteration."""
+        for entries in (self.reports, self.validations):
+            entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
+
+    def save(self, path: Path) -> None:
+        """Writes it, completely or not at all."""
+        write_text(path, json.dumps(vars(self), indent=1) + "\n")
+
+
+class Files:
+    """Where a run keeps its files."""
+
+    def __init__(self, output: str) -> None:
+        self.place = expand_path(output)
+        self.work = self.place / "training"
+        self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
+        self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
 
 
 @dataclass
@@ -69,7 +117,7 @@ class Run:
     """A run and what it works with: the target, the token ids that end its texts, the drafter, and texts."""
 
     args: TrainingArgs
-    files: RunFiles
+    files: Files
     record: Record
     say: Say
     model: nn.Module
@@ -101,13 +149,13 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         OSError: a file cannot be written.
     """
     args.check_run()
-    files = RunFiles(args)
-    record = files.open_record(resume=resume)
-    given: list[Prompt] = []
+    files = Files(args.output)
+    record = open_record(args, files, resume=resume)
     if args.data:
         check_data(args.data)
-    else:
-        given += read_prompts(args.prompts) if args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
+    given = (
+        [] if args.data else read_prompts(args.prompts) if args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
+    )
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
     answers: AnswerFile | None = None
@@ -133,15 +181,11 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     if dry_run:
         return 0
     with lock_file(files.lock):
-        files.save_record(record)
+        record.save(files.record)
         try:
             if answers is not None:
                 texts = split_texts(args, answers.complete(model, tokenizer), [], say)
-            mx.random.seed(args.seed)
-            count = sizes.draft_vocab_size
-            ids = None if count is None else most_frequent(texts[0], count, sizes.vocab_size)
-            drafter = new_drafter(model, sizes, ids)
-            mx.eval(drafter.parameters())
+            drafter = make_new_drafter(args, model, sizes, texts[0])
             run = Run(args, files, record, say, model, set(tokenizer.eos_token_ids), drafter, *texts)
             if record.ended is None:
                 with interruptible() as interrupted:
@@ -153,6 +197,34 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
+
+
+def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
+    """The record of a run that begins, or of the one to resume.
+
+    Raises:
+        RedrafterError: there is a run and it is not to be resumed, or it cannot be with these settings.
+    """
+    if why := why_not_writable(files.place / "config.json"):  # one of the files that will be there
+        raise RedrafterError(f"--output cannot be {files.place}: {why}")
+    settings = args.to_json()
+    if not resume:
+        found = {path.name for path in files.place.iterdir()} if files.place.is_dir() else set()
+        if found - {files.work.name} or files.checkpoint.exists():  # answers alone are no run
+            raise RedrafterError(
+                f"{files.place} exists already: give another --output, or --resume to continue the run in it"
+            )
+        return Record(settings)
+    if not files.record.exists():
+        raise RedrafterError(f"there is no run to resume in {files.place}: leave out --resume")
+    try:
+        record = Record(**read_object(files.record))
+    except TypeError as error:
+        raise RedrafterError(f"{files.record} is not the record of a run: {one_line(error)}") from error
+    for name, value in settings.items():
+        if name not in MAY_CHANGE and (before := record.settings.get(name)) != value:
+            raise RedrafterError(f"cannot resume with other settings: {name} was {before}, got {value}")
+    return record
 
 
 def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
@@ -170,6 +242,17 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     return args.kind.for_training(hidden_size, vocab_size, depth=args.draft_depth, draft_vocab_size=count, **sizes)
 
 
+def make_new_drafter(
+    args: TrainingArgs, model: nn.Module, sizes: DrafterArgs, texts: Sequence[Text]
+) -> TrainableDrafter:
+    """An untrained drafter, of the texts' most frequent tokens where it cannot guess all."""
+    mx.random.seed(args.seed)
+    count = sizes.draft_vocab_size
+    drafter = new_drafter(model, sizes, None if count is None else most_frequent(texts, count, sizes.vocab_size))
+    mx.eval(drafter.parameters())
+    return drafter
+
+
 def final_dtype(args: TrainingArgs, model: nn.Module) -> mx.Dtype:
     """The dtype of the finished drafter."""
     return compute_dtype(model) if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
@@ -177,7 +260,7 @@ def final_dtype(args: TrainingArgs, model: nn.Module) -> mx.Dtype:
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> int:
     """Trains, reports, validates and stops early; the iterations done."""
-    args, record = run.args, run.record
+    args, record, files = run.args, run.record, run.files
     started = time.perf_counter()
 
     def on_iteration(done: int, shown: dict[str, float]) -> bool:
@@ -191,16 +274,16 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
             record.validations.append(validate(run, done))
             scores = [entry["tokens_per_round"] for entry in record.validations]
             if args.patience and scores[-1] > max(scores[:-1], default=0):
-                save_drafter(run.files.best, run.drafter)
+                save_drafter(files.best, run.drafter)
             if len(scores) > args.patience > 0 and max(scores[-args.patience :]) <= max(scores[: -args.patience]):
                 run.say(f"stopping early: no more tokens per round for {args.patience} validations")
                 record.ended = done
         if is_report or is_validation:
-            run.files.save_record(record)
+            record.save(files.record)
             started = time.perf_counter()
         return interrupted.is_set() or record.ended is not None
 
-    batches, files = make_batches(run.training, args.batch_size, args.seed), run.files
+    batches = make_batches(run.training, args.batch_size, args.seed)
     return train_drafter(run.model, run.drafter, batches, args, checkpoint=files.checkpoint, on_iteration=on_iteration)
 
 
@@ -241,18 +324,88 @@ def finish(run: Run) -> bool:
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
-    if not run.files.write_report(record, drafter.args, results):
-        run.say("no picture of the loss was drawn: pip install matplotlib")
+    write_report(run, results)
     run.say(f"temperature {run.options.temp}, {len(run.prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(
             f"note: nothing decodes faster than plain decoding here, the best shape {ratio:.2f} times as fast: "
             "train longer, or a smaller drafter"
         )
-    run.say(f"the drafter is in {place}; use it:\n{make_command(args, args.model, str(place))}")
+    run.say(f"the drafter is in {place}; use it:\n{make_command(args, str(place))}")
     if not (same := all(result.same_tokens for result in results)):
         run.say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
     return same
+
+
+def write_report(run: Run, results: Sequence[ShapeResult]) -> None:
+    """Writes training.json, the model card and the picture."""
+    args, record, place = run.args, run.record, run.files.place
+    names = ("model", "adapter_path", "data", "prompts")
+    paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
+    settings = replace(args, output=place.name, **paths)
+    summary = {**vars(record), "settings": settings.to_json(), "measured": [result._asdict() for result in results]}
+    write_text(place / "training.json", json.dumps(summary, indent=1) + "\n")
+    card = f"""{card_header(args.model)}
+# A drafter for {settings.model or "the demo of mlx_redrafter"}
+
+Sizes: {describe(run.drafter.args)}. Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on \
+what the target says. Where it was trained:
+
+```text
+{format_table(results)}
+```
+
+```bash
+{make_command(settings, settings.output)}
+```
+"""
+    write_text(place / "README.md", card)
+    try:
+        draw(place / "training.png", record)
+    except ImportError:
+        run.say("no picture of the loss was drawn: pip install matplotlib")
+
+
+def describe(sizes: DrafterArgs) -> str:
+    """A drafter's kind and sizes, in a few words."""
+    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
+    return f"{sizes.model_type}, {sizes.describe()}{guesses}"
+
+
+def make_command(args: TrainingArgs, drafter: str) -> str:
+    """The command that decodes with the drafter."""
+    words = ["python", "-m", "mlx_redrafter.generate"]
+    words += [] if args.model is None else ["--model", args.model]
+    words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
+    words += ["--trust-remote-code"] if args.trust_remote_code else []
+    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--no-context", "--compare"])
+
+
+def draw(path: Path, record: Record) -> None:
+    """A picture of loss and acceptance.
+
+    Raises:
+        ImportError: there is no matplotlib to draw it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, acceptance = figure.subplots(1, 2)
+    at, validations = [entry["iteration"] for entry in record.validations], record.validations
+    loss.plot([entry["iteration"] for entry in record.reports], [entry["loss"] for entry in record.reports])
+    loss.plot(at, [entry["loss"] for entry in validations], "o-")
+    loss.set(xlabel="iteration", ylabel="loss, nats")
+    loss.legend(["training", "validation"])
+    acceptance.plot(at, [[shares[0] for shares in entry["acceptance"]] for entry in validations], "o-")
+    acceptance.set(xlabel="iteration", ylabel="first guesses that are right", ylim=(0, 1))
+    acceptance.legend([f"depth {k}" for k in range(1, len(validations[0]["acceptance"]) + 1)], fontsize="small")
+    rounds = acceptance.twinx()
+    rounds.plot(at, [entry["tokens_per_round"] for entry in validations], "k--")
+    rounds.set(ylabel="tokens per round, decoded")
+    with replace_file(path) as partial_file:
+        figure.savefig(partial_file, dpi=120)
 
 
 @contextmanager

@@ -96,9 +96,6 @@ class TrainingArgs:
             raise RedrafterError("temp must be at least one number")
         for temp in self.temp:
             Options(temp=temp)
-        for name, names in (("labels", LABELS), ("drafter_type", TRAINABLE)):
-            if getattr(self, name) not in names:
-                raise RedrafterError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
         if self.labels == "sampled" and not self.label_temp:
             raise RedrafterError("label_temp must be above 0 for labels that are drawn, got 0")
         weights = self.depth_weights

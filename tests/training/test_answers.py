@@ -10,8 +10,8 @@ import pytest
 from mlx_redrafter import generate_step
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import encode_chat
-from mlx_redrafter.training import answers
-from mlx_redrafter.training.answers import AnswerFile
+from mlx_redrafter.training import data
+from mlx_redrafter.training.data import AnswerFile
 from mlx_redrafter.training.settings import TrainingArgs
 
 TEXTS = ("def main(", "import", "class A:\n", "for x in", "return")
@@ -48,7 +48,7 @@ def test_every_temperature_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
         temps.append((temp, len(group)))
         return [[1] for _ in group]
 
-    monkeypatch.setattr(answers, "generate_answers", write)
+    monkeypatch.setattr(data, "generate_answers", write)
     answer_file(tmp_path / "answers.jsonl", [[n] for n in range(5)]).complete(None, None)  # type: ignore[arg-type]
     assert temps == [(0.0, 3), (0.8, 2)]
 
@@ -56,9 +56,9 @@ def test_every_temperature_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_stopped_run_keeps_whole_groups(
     demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "AT_ONCE", 2)
+    monkeypatch.setattr(data, "AT_ONCE", 2)
     whole = answer_file(tmp_path / "whole.jsonl", prompts).complete(*demo)
-    real, calls, path = answers.generate_answers, [], tmp_path / "answers.jsonl"
+    real, calls, path = data.generate_answers, [], tmp_path / "answers.jsonl"
 
     def count(*args: Any) -> list[list[int]]:
         calls.append(len(args[2]))
@@ -66,7 +66,7 @@ def test_a_stopped_run_keeps_whole_groups(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(answers, "generate_answers", count)
+    monkeypatch.setattr(data, "generate_answers", count)
     with pytest.raises(KeyboardInterrupt):
         answer_file(path, prompts).complete(*demo)
     assert len(answer_file(path, prompts).read()) == 2
