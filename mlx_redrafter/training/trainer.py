@@ -39,13 +39,14 @@ def train_drafter(
     *,
     checkpoint: Path | None = None,
     on_iteration: OnIteration | None = None,
+    show: bool = True,
 ) -> int:
     """Trains `drafter`, of any kind, in place for `model`, by AdamW.
 
     Args:
         model: a model of mlx-lm; it is read, never changed, and runs once for each batch.
         batches: iteration -> texts like those that the model will write; best of all, its own.
-        checkpoint, on_iteration: see `fit`.
+        checkpoint, on_iteration, show: see `fit`.
 
     Returns:
         How many iterations it has seen, those before a checkpoint's included.
@@ -69,6 +70,7 @@ def train_drafter(
         checkpoint=checkpoint,
         save_every=args.save_every,
         on_iteration=on_iteration,
+        show=show,
     )
 
 
@@ -123,6 +125,7 @@ def fit(
     checkpoint: Path | None = None,
     save_every: int = 250,
     on_iteration: OnIteration | None = None,
+    show: bool = True,
 ) -> int:
     """Updates `model` until it has seen `iters` batches, those before a checkpoint's included, or is stopped.
 
@@ -132,6 +135,7 @@ def fit(
         name: what the progress bar says.
         accumulate: of how many batches the gradients are added up before an update.
         checkpoint: the file to save to, and to continue from if it exists.
+        show: a progress bar.
 
     Returns:
         How many iterations the model has seen.
@@ -148,7 +152,7 @@ def fit(
         mx.eval(arrays)
         return arrays
 
-    bar = tqdm(range(first + 1, iters + 1), initial=first, total=iters, desc=name, mininterval=10)
+    bar = tqdm(range(first + 1, iters + 1), initial=first, total=iters, desc=name, mininterval=10, disable=not show)
     with helper_thread() as helper:
         following = helper.submit(prepare, first)
         for done in bar:
