@@ -1,8 +1,8 @@
 """Past prompts and answers in a folder, as token ids: later texts are drafted from them.
 
-There is a file for each tokenizer. It is a sequence of records: a mark, the number of tokens, a checksum of both and
-the tokens, and the tokens themselves. Each is appended under a lock; where one is damaged, what follows is found by
-its mark.
+There is a file for each tokenizer. It is a sequence of records: a mark, the number of tokens and how many of them are
+the prompt, a checksum of all that follows the mark, and the tokens themselves. Each is appended under a lock; where
+one is damaged, what follows is found by its mark.
 """
 
 from __future__ import annotations
@@ -45,52 +45,64 @@ PATIENCE = 1.0
 """Seconds to wait for another process that writes, before a text is not written."""
 
 MARK = b"\xf5past"
-HEADER = struct.Struct("<II")  # number of tokens, checksum
+COUNTS = struct.Struct("<II")  # tokens, and how many of them are the prompt
+CHECKSUM = struct.Struct("<I")
 LOCK = ".lock"
 NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+
+class Text(NamedTuple):
+    """A text as token ids.
+
+    Attributes:
+        ids: (L,) integers.
+        offset: how many of them are a prompt that is not learned.
+    """
+
+    ids: Array
+    offset: int
 
 
 class Contents(NamedTuple):
     """What a file holds.
 
     Attributes:
-        texts: (T,) int32 token ids of each, the oldest first.
+        texts: prompts and their answers in int32, the oldest first.
         damaged: bytes that are no whole record.
     """
 
-    texts: list[Array]
+    texts: list[Text]
     damaged: int
 
 
-def encode_text(tokens: Array) -> bytes:
-    """The record of a text (T,) of int32."""
-    count, data = struct.pack("<I", len(tokens)), tokens.astype("<i4").tobytes()
-    return MARK + HEADER.pack(len(tokens), zlib.crc32(data, zlib.crc32(count))) + data
+def encode_text(text: Text) -> bytes:
+    """The record of a text."""
+    counts, data = COUNTS.pack(len(text.ids), text.offset), text.ids.astype("<i4").tobytes()
+    return MARK + counts + CHECKSUM.pack(zlib.crc32(data, zlib.crc32(counts))) + data
 
 
 def decode_texts(data: bytes) -> Contents:
     """The texts of all records that are whole."""
-    texts, damaged, at, head = list[Array](), 0, 0, len(MARK) + HEADER.size
+    texts, damaged, at, head = list[Text](), 0, 0, len(MARK) + COUNTS.size + CHECKSUM.size
     while at < len(data):
         if data.startswith(MARK, at) and at + head <= len(data):
-            count, checksum = HEADER.unpack_from(data, at + len(MARK))
+            counts = data[at + len(MARK) : at + len(MARK) + COUNTS.size]
+            (count, offset), (checksum,) = COUNTS.unpack(counts), CHECKSUM.unpack(data[at + head - 4 : at + head])
             end = at + head + 4 * count
-            if end <= len(data):
-                counted = zlib.crc32(struct.pack("<I", count))
-                if zlib.crc32(memoryview(data)[at + head : end], counted) == checksum:
-                    texts.append(np.frombuffer(data, "<i4", count, at + head).astype(np.int32))
-                    at = end
-                    continue
+            if end <= len(data) and checksum == zlib.crc32(memoryview(data)[at + head : end], zlib.crc32(counts)):
+                texts.append(Text(np.frombuffer(data, "<i4", count, at + head).astype(np.int32), offset))
+                at = end
+                continue
         following = data.find(MARK, at + 1)
         following = len(data) if following < 0 else following
         damaged, at = damaged + following - at, following
     return Contents(texts, damaged)
 
 
-def keep_latest(texts: Sequence[Array]) -> list[Array]:
+def keep_latest(texts: Sequence[Text]) -> list[Text]:
     """The last of some texts, no more than `MAX_TOKENS` together."""
-    sizes = np.cumsum([len(text) for text in reversed(texts)])
+    sizes = np.cumsum([len(text.ids) for text in reversed(texts)])
     return list(texts[len(texts) - int(np.searchsorted(sizes, MAX_TOKENS, "right")) :])
 
 
@@ -156,7 +168,7 @@ class AnswerFolder:
         self._n_new = 0  # tokens that are not in the index
         self._has_warned = False
 
-    def _read(self) -> list[Array]:
+    def _read(self) -> list[Text]:
         try:
             texts = decode_texts(self.path.read_bytes()).texts
         except FileNotFoundError:
@@ -164,14 +176,23 @@ class AnswerFolder:
         except OSError as error:
             warnings.warn(f"past answers cannot be read: {one_line(error)}", stacklevel=4)
             return []
-        return [text for text in texts if len(text) and text.min() >= 0 and text.max() < self._n_tokens]
+        return [text for text in texts if self._fits(text.ids)]
+
+    def _fits(self, ids: Array) -> bool:
+        return len(ids) >= MIN_TEXT and ids.min() >= 0 and ids.max() < self._n_tokens
+
+    @property
+    def texts(self) -> list[Text]:
+        """The texts, the oldest first."""
+        with self._lock:
+            return list(self._texts)
 
     def index(self) -> PastIndex:
         """An index of the texts, but perhaps of the last few that were added."""
         with self._lock:
             if self._index is None or self._n_new > INDEX_AGAIN * len(self._index):
                 self._texts, self._n_new = keep_latest(self._texts), 0
-                self._index = PastIndex(self._texts)
+                self._index = PastIndex([text.ids for text in self._texts])
             return self._index
 
     def add(self, read: Sequence[int], made: Sequence[int]) -> None:
@@ -181,12 +202,13 @@ class AnswerFolder:
             read: what was read of the prompt, and not before.
             made: the answer; where it is empty nothing is kept.
         """
-        text = np.array([*read, *made][-MAX_TEXT:], np.int32)
-        if not made or len(text) < MIN_TEXT or text.min() < 0 or text.max() >= self._n_tokens:
+        ids = np.array([*read, *made][-MAX_TEXT:], np.int32)
+        if not made or not self._fits(ids):
             return
+        text = Text(ids, max(0, len(ids) - len(made)))
         with self._lock:
             self._texts.append(text)
-            self._n_new += len(text)
+            self._n_new += len(ids)
             try:
                 self._append(encode_text(text))
             except (OSError, RedrafterError) as error:
@@ -217,6 +239,31 @@ class AnswerFolder:
             file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
             with os.fdopen(file, "wb") as opened:
                 opened.writelines(map(encode_text, texts))
+
+
+def find_folder(name: str | Path) -> Path:
+    """A folder for answers that is there.
+
+    Raises:
+        RedrafterError: there is none.
+    """
+    path = expand_path(name)
+    if not path.is_dir():
+        raise RedrafterError(f"expected a folder that --answers has made, got {name}")
+    return path
+
+
+def read_texts(name: str | Path, tokenizer: Any) -> list[Text]:
+    """What a folder holds of a tokenizer, the oldest first.
+
+    Raises:
+        RedrafterError: there is no such folder, or it holds nothing of this tokenizer.
+    """
+    folder = find_folder(name)
+    if not (texts := AnswerFolder(name, tokenizer).texts):
+        held = "those of other tokenizers alone" if list_files(folder) else "an empty folder"
+        raise RedrafterError(f"expected answers of this model's tokenizer in {name}, got {held}")
+    return texts
 
 
 def open_answers(answers: str | Path | AnswerFolder | None, tokenizer: Any) -> AnswerFolder | None:

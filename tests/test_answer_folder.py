@@ -38,7 +38,7 @@ def open_answers(folder: Path) -> AnswerFolder:
 
 def texts_in(answers: AnswerFolder) -> list[list[int]]:
     """The texts of the file, which are those that another process would read."""
-    return [text.tolist() for text in decode_texts(answers.path.read_bytes()).texts]
+    return [text.ids.tolist() for text in decode_texts(answers.path.read_bytes()).texts]
 
 
 def make_text(number: int) -> tuple[list[int], list[int]]:
@@ -112,7 +112,7 @@ def test_a_damaged_byte_costs_one_text(tmp_path: Path) -> None:
     size = len(whole) // 3
     for at in range(size, 2 * size):
         found = decode_texts(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
-        assert [text.tolist() for text in found.texts] == [texts[0], texts[2]] and found.damaged == size
+        assert [text.ids.tolist() for text in found.texts] == [texts[0], texts[2]] and found.damaged == size
     for data in (b"", os.urandom(3000), whole[:5] * 300, np.full(5000, -1, np.int32).tobytes()):
         answers.path.write_bytes(data)
         assert decode_texts(data).texts == [] and len(open_answers(tmp_path).index()) == 1

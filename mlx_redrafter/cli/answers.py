@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from ..answer_folder import clear_folder, decode_texts, list_files
-from ..atomic_files import expand_path
-from ..errors import Parser, RedrafterError
+from ..answer_folder import clear_folder, decode_texts, find_folder, list_files
+from ..errors import Parser
 
 
 def run() -> int:
     """Says what is in a folder, or removes it, as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
-    folder = expand_path(args.folder)
-    if not folder.is_dir():
-        raise RedrafterError(f"expected a folder that --answers has made, got {args.folder}")
+    folder = find_folder(args.folder)
     if args.clear:
         clear_folder(folder)
     for path in list_files(folder):
         texts, damaged = decode_texts(path.read_bytes())
-        tokens, size = sum(map(len, texts)), path.stat().st_size
+        tokens, size = sum(len(text.ids) for text in texts), path.stat().st_size
         line = f"{path.name}: {len(texts):,} texts, {tokens:,} tokens, {size:,} bytes"
         print(line + (f", {damaged:,} of them damaged" if damaged else ""))
     if not list_files(folder):
