@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -252,9 +253,20 @@ def save_drafter(
     try:
         with replace_file(directory / "model.safetensors") as tensors, replace_file(directory / "config.json") as text:
             text.write_text(json.dumps(config, indent=2) + "\n")
-            mx.save_safetensors(str(tensors), weights, {"format": "mlx"})
+            save_arrays(tensors, weights, {"format": "mlx"})
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"cannot write the drafter to {directory}: {one_line(error)}") from error
+
+
+def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file.
+
+    Raises:
+        OSError, RuntimeError: it cannot be written; also where the disk is full, which MLX may not notice.
+    """
+    mx.save_safetensors(str(file), dict(arrays), metadata)
+    if file.stat().st_size < sum(array.nbytes for array in arrays.values()):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def find_model(path_or_hf_repo: str | Path, files: list[str] | None = None) -> Path:

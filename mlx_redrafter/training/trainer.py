@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
 from ..atomic_files import replace_file
-from ..checkpoints import evaluate
+from ..checkpoints import evaluate, save_arrays
 from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
@@ -227,9 +227,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
     kept = "the checkpoint before it is kept" if path.exists() else "nothing was saved before"
     try:
         with replace_file(path) as partial_file:
-            mx.save_safetensors(str(partial_file), arrays, {"step": str(step)})
-            if partial_file.stat().st_size < sum(array.nbytes for array in arrays.values()):  # MLX may not notice
-                raise OSError("no space left on the device")
+            save_arrays(partial_file, arrays, {"step": str(step)})
     except (OSError, RuntimeError) as error:
         raise RedrafterError(f"cannot save {path}: {one_line(error)}; {kept}") from error
 
