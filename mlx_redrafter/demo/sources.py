@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +50,16 @@ def split_files() -> tuple[list[Path], list[Path]]:
 
 
 def training_prompts(count: int, seed: int = 0) -> list[str]:
-    """Beginnings for the demo's target to write on from: a few whole lines each, from anywhere in a training file."""
+    """Pieces of the training files for the demo's target to write on from."""
+    return pick_pieces(split_files()[0], count, seed)
+
+
+def pick_pieces(files: Sequence[Path], count: int, seed: int = 0) -> list[str]:
+    """Pieces of some files, a few whole lines each, from anywhere in them."""
     rng = np.random.default_rng(seed)
-    files = split_files()[0]
     found: list[str] = []
     while len(found) < count:
-        lines = files[rng.integers(len(files))].read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = files[int(rng.integers(len(files)))].read_text(encoding="utf-8").splitlines(keepends=True)
         start = int(rng.integers(len(lines)))
         text = ""
         for line in lines[start:]:

@@ -110,6 +110,12 @@ class DrafterArgs(LayerArgs, TrainableArgs):
             return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
         return super().try_others(n_layers)
 
+    def explain_fixed(self) -> str | None:
+        """See `TrainableArgs.explain_fixed`."""
+        if self.version == 3 or self.own_embedding:
+            return f"expected an EAGLE-1 head that reads the target's embedding, got {self.describe()}"
+        return super().explain_fixed()
+
     def describe(self) -> str:
         """Its own sizes, in a few words."""
         return f"EAGLE-{self.version}, {super().describe()}"

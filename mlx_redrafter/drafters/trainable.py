@@ -40,6 +40,10 @@ class TrainableArgs(DrafterArgs):
         """
         raise NotImplementedError
 
+    def explain_fixed(self) -> str | None:
+        """Why a drafter of these sizes cannot be trained on; None where it can."""
+        return f"it reads {self.describe_states()}, expected that after the final norm" if self.before_norm else None
+
     @classmethod
     def sizes_to_try(cls, hidden_size: int) -> list[dict[str, int]]:
         """The values of `SIZES` that are worth measuring."""

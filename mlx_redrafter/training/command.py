@@ -33,8 +33,8 @@ def make_parser() -> Parser:
     add("-c", "--config", metavar="FILE", help="YAML file of these settings; flags overrule it")
     add("--resume", action="store_true", help="continue the run in --output")
     add("--dry-run", action="store_true", help="say what the run would take, and stop")
-    add("--eval-only", action="store_true", help="measure --drafter on --prompts or --data instead of training")
-    add("--drafter", help="the drafter that --eval-only measures; the packaged demo's when there is no --model")
+    about = "measure --drafter, or the packaged demo's, on --prompts or --data instead of training"
+    add("--eval-only", action="store_true", help=about)
     add("--shapes", nargs="+", type=shape, metavar="W,K[,N]", help="beam shapes that --eval-only measures")
     for each in fields(TrainingArgs):
         flag = dict(each.metadata["flag"])
@@ -98,14 +98,21 @@ def read_yaml(name: str) -> list[str]:
 def run() -> int:
     """Trains as `sys.argv` says; the exit status."""
     from .evaluation import evaluate_only  # these load what a --help does not need
+    from .from_answers import train_from_answers
     from .run import train
 
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     args, flags = parse_args(sys.argv[1:])
-    forbidden = ("resume", "dry_run") if flags.eval_only else ("drafter", "shapes")
-    for name in forbidden:
+    for name in ("resume", "dry_run", "answers", "minutes") if flags.eval_only else ("shapes",):
         if getattr(flags, name):
             relation = "does not go with" if flags.eval_only else "goes with"
             raise RedrafterError(f"--{name.replace('_', '-')} {relation} --eval-only")
     if flags.eval_only:
-        return evaluate_only(args, flags.drafter, flags.shapes)
-    return train(args, resume=flags.resume, dry_run=flags.dry_run, say=lambda text: print(text, file=sys.stderr))
+        return evaluate_only(args, flags.shapes)
+    if args.answers and flags.resume:
+        raise RedrafterError("--resume does not go with --answers: such a run begins anew, from what is kept by then")
+    if args.answers:
+        return train_from_answers(args, dry_run=flags.dry_run, say=say)
+    return train(args, resume=flags.resume, dry_run=flags.dry_run, say=say)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from tqdm import tqdm
 
+from ..answer_folder import Text as Text
 from ..atomic_files import expand_path, write_text
 from ..errors import RedrafterError, one_line
 from ..generate import encode_chat
@@ -32,18 +35,6 @@ PAD_TO, PAD_POSITIONS_TO = 32, 128
 
 Prompt = str | list[dict[str, Any]]
 """A prompt as it was given: a string, or the messages of a chat."""
-
-
-class Text(NamedTuple):
-    """A text as token ids.
-
-    Attributes:
-        ids: (L,) integers.
-        offset: how many of them are a prompt that is not learned.
-    """
-
-    ids: np.ndarray
-    offset: int
 
 
 def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
@@ -234,13 +225,23 @@ def join_text(prompt: Sequence[int], answer: Sequence[int]) -> Text:
 
 
 def generate_answers(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    temp: float,
+    max_tokens: int,
+    *,
+    end: float = math.inf,
 ) -> list[list[int]]:
-    """The answers to these prompts, side by side, by mlx-lm's batch generator."""
+    """The answers to these prompts, side by side, by mlx-lm's batch generator, as far as they are at `end`.
+
+    Args:
+        end: of `time.perf_counter()`.
+    """
     ends = [[token] for token in tokenizer.eos_token_ids]
     generator = BatchGenerator(model, max_tokens=max_tokens, stop_tokens=ends, sampler=make_sampler(temp))
     answers: dict[int, list[int]] = {uid: [] for uid in generator.insert([list(prompt) for prompt in prompts])}
-    while responses := generator.next_generated():
+    while time.perf_counter() < end and (responses := generator.next_generated()):
         for response in responses:
             answers[response.uid].append(response.token)
     generator.close()
@@ -275,24 +276,26 @@ def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[
     return found
 
 
+def cut_texts(args: TrainingArgs, texts: Sequence[Text], name: str, say: Callable[[str], None]) -> list[Text]:
+    """The texts, cut to `max_seq_length`, and without those that have nothing to learn at every depth."""
+    cut = [Text(text.ids[: args.max_seq_length + 1], text.offset) for text in texts]
+    usable = [text for text in cut if len(text.ids) > max(text.offset, 1) + args.draft_depth]
+    if dropped := len(texts) - len(usable):
+        say(f"{dropped} of {len(texts)} {name} texts are left out: too short for drafts of {args.draft_depth}")
+    return usable
+
+
 def split_texts(
     args: TrainingArgs, training: list[Text], validation: list[Text], say: Callable[[str], None]
 ) -> tuple[list[Text], list[Text]]:
-    """(training, validation): cut to `max_seq_length`, and without those that have nothing to learn at every depth.
-
-    Without validation texts a random share of the others is held out.
+    """(training, validation), see `cut_texts`; without validation texts a random share of the others is held out.
 
     Raises:
         RedrafterError: too few.
     """
-    parts = []
-    for name, texts in (("training", training), ("validation", validation)):
-        cut = [Text(text.ids[: args.max_seq_length + 1], text.offset) for text in texts]
-        usable = [text for text in cut if len(text.ids) > max(text.offset, 1) + args.draft_depth]
-        if dropped := len(texts) - len(usable):
-            say(f"{dropped} of {len(texts)} {name} texts are left out: too short for drafts of {args.draft_depth}")
-        parts.append(usable)
-    training, validation = parts
+    training, validation = (
+        cut_texts(args, texts, name, say) for texts, name in ((training, "training"), (validation, "validation"))
+    )
     if not validation:
         if len(training) < 2:
             raise RedrafterError(f"expected at least 2 texts of enough tokens, got {len(training)}")

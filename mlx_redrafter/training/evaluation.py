@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
@@ -15,6 +17,7 @@ from tqdm import tqdm
 from ..command_models import load_pair
 from ..demo import demo_prompts
 from ..drafters.config import DrafterArgs
+from ..drafters.context import ContextSource
 from ..drafters.protocol import Drafter
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
@@ -54,6 +57,63 @@ def measure_guesses(
         hits += (ranks[:, :, None] == np.arange(N_RANKS)).sum(axis=1)
         tried += (ranks >= 0).sum(axis=1, keepdims=True)
     return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
+
+
+def find_accepted(model: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
+    """(L,) how many guesses of a chain would be accepted after each token, counted without decoding.
+
+    Each guess is made after right ones, as a chain ends with its first wrong one: two forwards say it of all positions.
+
+    Args:
+        args: says how deep chains are.
+    """
+    batch, depth = collate([text]), args.draft_depth
+    targets = compute_targets(model, batch, replace(args, labels="data"), drafter.get("draft_ids"))
+    assert targets.ids is not None
+    choices = mx.where(targets.probs[:, 0] > 0, targets.ids[:, 0], -1)  # of the text, not the target's likeliest
+    ranks = np.array(draft_loss(drafter, targets._replace(choices=choices), depth, [1.0] * depth).ranks)
+    positions = np.array(batch.positions)
+    right = np.zeros((depth, len(text.ids) + depth), bool)
+    right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
+    # The guess of depth k of a draft after column c stands at column c + k + 1.
+    accepted = np.cumprod([right[k, k + 1 : k + 1 + len(text.ids)] for k in range(depth)], axis=0).sum(axis=0)
+    return accepted  # after c: the token at c + 1 is the draft's root
+
+
+def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource | None) -> int:
+    """Rounds that an answer takes after its first token, where everything that is drafted is verified.
+
+    Args:
+        accepted: of `find_accepted`; None without a drafter.
+        context: what drafts, too, before it has read anything; None for nothing.
+    """
+    ids, offset = text.ids.tolist(), max(text.offset, 1)
+    rounds, at = 0, offset
+    if context is not None:
+        context.read(ids[:offset])
+        context.confirm(ids[offset : at + 1])
+    while at < len(ids) - 1:
+        longest = 0 if accepted is None else int(accepted[at - 1])
+        if context is not None and (forecast := context.forecast(0)) is not None:
+            pairs = zip(context.find(len(forecast.reach)), ids[at + 1 :], strict=False)
+            longest = max(longest, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        made = ids[at + 1 : at + longest + 2]
+        if context is not None:
+            context.confirm(made)
+        rounds, at = rounds + 1, at + len(made)
+    return rounds
+
+
+def count_tokens_per_round(
+    model: nn.Module, drafter: TrainableDrafter | None, texts: Sequence[Text], args: TrainingArgs, *, context: bool
+) -> float:
+    """Tokens per round on texts that are there: what chains of the drafter, and with `context` the text, get right."""
+    made = rounds = 0
+    for text in texts:
+        accepted = None if drafter is None else find_accepted(model, drafter, text, args)
+        rounds += count_rounds(text, accepted, ContextSource() if context else None)
+        made += len(text.ids) - max(text.offset, 1) - 1
+    return made / max(rounds, 1)
 
 
 def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:
@@ -170,19 +230,19 @@ def describe_noise(prompts: int) -> str:
     return text if prompts >= MIN_PROMPTS else f"{text}: too few for these numbers to mean anything"
 
 
-def evaluate_only(args: TrainingArgs, drafter_name: str | None, shapes: Sequence[tuple[int, ...]] | None) -> int:
-    """`--eval-only`: prints a table; the exit status, 1 if a token differs from plain decoding.
+def evaluate_only(args: TrainingArgs, shapes: Sequence[tuple[int, ...]] | None) -> int:
+    """`--eval-only`: measures `args.drafter` and prints a table; the exit status, 1 if a token is not the plain one.
 
     Raises:
         RedrafterError: no drafter, or nothing to decode.
     """
     args.check_sources()
-    if args.model and not drafter_name:
+    if args.model and not args.drafter:
         raise RedrafterError("--eval-only needs the --drafter that was trained for --model")
     if args.data:
         check_data(args.data)
     given = read_prompts(args.prompts) if args.prompts else []
-    model, tokenizer, drafter = load_pair(args, args.model, drafter_name)
+    model, tokenizer, drafter = load_pair(args, args.model, args.drafter)
     assert drafter is not None
     if args.data:
         training, validation = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt)

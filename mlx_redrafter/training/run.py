@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -18,9 +19,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..atomic_files import expand_path, lock_file, replace_file, why_not_writable, write_text
-from ..checkpoints import find_not_finite, list_weights, load_drafter, read_object, save_drafter
+from ..checkpoints import WEIGHTS, find_not_finite, list_weights, load_drafter, read_object, save_drafter
 from ..command_models import load_target
 from ..demo.sources import training_prompts
+from ..drafters import is_converted
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..engine.model_checks import check_draftable
@@ -203,11 +205,17 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
     """The record of a run that begins, or of the one to resume.
 
     Raises:
-        RedrafterError: there is a run and it is not to be resumed, or it cannot be with these settings.
+        RedrafterError: there is a run and it is not to be resumed, or it cannot be with these settings; or the output
+            is the drafter to go on from, and not in our format.
     """
     if why := why_not_writable(files.place / "config.json"):  # one of the files that will be there
         raise RedrafterError(f"--output cannot be {files.place}: {why}")
     settings = args.to_json()
+    if args.drafter and os.path.exists(args.drafter) and files.place.exists() and files.place.samefile(args.drafter):
+        weights = [path.name for path in files.place.glob(WEIGHTS)]
+        if weights != ["model.safetensors"] or not is_converted(read_object(files.place / "config.json")):
+            raise RedrafterError(f"expected --output to be a drafter as train and convert write it, got {args.drafter}")
+        return Record(settings)
     if not resume:
         found = {path.name for path in files.place.iterdir()} if files.place.is_dir() else set()
         if found - {files.work.name} or files.checkpoint.exists():  # answers alone are no run
@@ -340,7 +348,7 @@ def finish(run: Run) -> bool:
 def write_report(run: Run, results: Sequence[ShapeResult]) -> None:
     """Writes training.json, the model card and the picture."""
     args, record, place = run.args, run.record, run.files.place
-    names = ("model", "adapter_path", "data", "prompts")
+    names = ("model", "adapter_path", "data", "prompts", "answers", "drafter")
     paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
     settings = replace(args, output=place.name, **paths)
     summary = {**vars(record), "settings": settings.to_json(), "measured": [result._asdict() for result in results]}

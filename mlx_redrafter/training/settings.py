@@ -24,7 +24,7 @@ distribution itself."""
 def setting(default: Any, text: str, least: float | None = None, most: float = 2**31 - 1, **flag: Any) -> Any:
     """A field with its help, the range of a number, and what else its flag needs: argparse's `choices`, `nargs`."""
     if least is not None:
-        flag["type"] = float if isinstance(default, float) else int
+        flag.setdefault("type", float if isinstance(default, float) else int)
     return field(default=default, metadata={"least": least, "most": most, "flag": {"help": text, **flag}})
 
 
@@ -42,6 +42,9 @@ class TrainingArgs:
     data: str | None = setting(None, "directory of {train,valid}.jsonl, or a data set of the Hugging Face hub")
     mask_prompt: bool = setting(False, "do not learn the prompts of --data")
     prompts: str | None = setting(None, "file of prompts that the target answers: one a line, or jsonl")
+    answers: str | None = setting(None, "folder of past answers (--answers of chat) to learn from")
+    drafter: str | None = setting(None, "--answers: the drafter to go on from; --eval-only: the one to measure")
+    minutes: float | None = setting(None, "--answers: how long it may take", 0.01, type=float)
     max_prompts: int | None = setting(None, "answer only the first of the prompts; all when not given", 2)
     max_tokens: int = setting(256, "tokens of an answer at most", 1)
     temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
@@ -105,8 +108,9 @@ class TrainingArgs:
 
     def check_sources(self) -> None:
         """Refuses a target and texts that do not go together, by a RedrafterError."""
-        if self.data and self.prompts:
-            raise RedrafterError("give either --data or --prompts, got both")
+        given = [f"--{name}" for name in ("data", "prompts", "answers") if getattr(self, name)]
+        if len(given) > 1:
+            raise RedrafterError(f"give either {given[0]} or {given[1]}, got both")
         check_demo_flags(self.model, self)
         if self.mask_prompt and not self.data:
             raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
@@ -116,12 +120,21 @@ class TrainingArgs:
     def check_run(self) -> None:
         """Refuses settings that no run can have, by a RedrafterError, before anything is loaded."""
         self.check_sources()
-        if self.model and not (self.data or self.prompts):
-            raise RedrafterError("expected --data or --prompts: texts, or prompts that the target answers")
+        if self.model and not (self.data or self.prompts or self.answers):
+            raise RedrafterError("expected --data or --prompts, or --answers: texts, or prompts to answer")
+        if self.answers and self.patience:
+            raise RedrafterError("--patience does not go with --answers, which averages the weights")
+        for name, others in (("drafter", "--eval-only and --answers"), ("minutes", "--answers")):
+            if getattr(self, name) and not self.answers:
+                raise RedrafterError(f"--{name} goes with {others}")
+        if self.drafter and (self.drafter_type, self.draft_vocab_size) != (DEFAULT, None):
+            raise RedrafterError("--drafter-type and --draft-vocab-size do not go with --drafter, which has its own")
         for name in dict.fromkeys(size for kind in TRAINABLE.values() for size in kind.SIZES):
+            flag = name.replace("_", "-")
+            if getattr(self, name) not in (None, False) and self.drafter:
+                raise RedrafterError(f"--{flag} does not go with --drafter, which has its own sizes")
             if getattr(self, name) not in (None, False) and name not in self.kind.SIZES:
                 taken = " and ".join(f"--{size.replace('_', '-')}" for size in self.kind.SIZES)
-                flag = name.replace("_", "-")
                 raise RedrafterError(f"--{flag} does not go with --drafter-type {self.drafter_type}, which has {taken}")
         if self.is_measured and (self.num_draft_layers, self.draft_vocab_size) != (None, None):
             raise RedrafterError("give --exit-dim with --num-draft-layers and --draft-vocab-size, or none of them")

@@ -14,19 +14,25 @@ from small import small_drafter, small_llama
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
+from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
 from mlx_redrafter.training import command, evaluation
-from mlx_redrafter.training.data import Text
+from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.evaluation import (
     ShapeResult,
     add_results,
     compare_shapes,
+    count_rounds,
+    count_tokens_per_round,
+    find_accepted,
     format_table,
     make_prompts,
     measure_guesses,
 )
 from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training.trainer import train_drafter
 
 
 def result(width: int, depth: int, ratio: float) -> ShapeResult:
@@ -52,6 +58,37 @@ def test_acceptance_is_the_share_of_each_rank(model: Any, texts: list[Text]) -> 
                 tried[k - 1] += 1
                 hits[k - 1, rank : rank + 1] += rank < 8
     assert np.allclose(shares, hits / tried[:, None]) and loss > 0
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_counted_rounds_are_those_of_decoding(depth: int) -> None:
+    """Greedy texts: what is counted of a text that is there is what chains did when it was decoded."""
+    model, drafter = small_llama(vocab=12), small_drafter(vocab=12)
+    train_drafter(model, drafter, lambda at: collate([Text(np.arange(40) % 12, 1)]), TrainingArgs(iters=60))
+    args, accepted = TrainingArgs(draft_depth=depth), 0
+    for at in range(6):
+        prompt = [at, 3, at + 5]
+        run = decode_prompts(model, drafter, [prompt], Options(max_tokens=33, plan=(1, depth)))
+        text = Text(np.array([*prompt, *run.texts[0]], np.int32), 3)
+        found = find_accepted(model, drafter, text, args)
+        assert count_rounds(text, found, None) == run.stats.rounds
+        assert count_rounds(text, None, None) == 32, "a round for each token"
+        accepted += run.stats.accepted
+        tokens = count_tokens_per_round(model, drafter, [text], args, context=False)
+        assert tokens == pytest.approx(32 / run.stats.rounds)
+    assert accepted > 10
+
+
+def test_the_context_is_counted_where_it_gets_further() -> None:
+    text = Text(np.array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 9], np.int32), 8)
+    assert count_rounds(text, None, None) == 6
+    alone = count_rounds(text, None, ContextSource())
+    assert alone < 6
+    right = np.zeros(len(text.ids), int)
+    right[7] = 5  # after the prompt's last token: all but the last
+    assert count_rounds(text, right, None) == 1 < alone and count_rounds(text, right, ContextSource()) == 1
+    right[7] = 0
+    assert count_rounds(text, right, ContextSource()) == alone
 
 
 def test_shapes_are_compared_with_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
