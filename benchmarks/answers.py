@@ -1,23 +1,31 @@
-"""Drafts from past answers: tokens per round and speed, over how many answers are kept.
+"""Past answers and drafters trained on them: tokens per round and speed, over how many answers are kept.
 
-    python -m benchmarks answers --texts answers.json
+    python -m benchmarks answers --kept 0 25 100 --prompts 12 --max-tokens 96 --minutes 1 --texts answers.json
 
-The packaged demo continues pieces of the standard library at a temperature; some of what it has written is kept, and
-other pieces are continued with drafts from the context alone (0 answers) and with drafts from past answers, too.
+takes about ten minutes on two cores, the flags' defaults several times as long.
+
+The packaged demo continues pieces of text at a temperature, of two kinds: "code" of the standard library, from which
+its drafter has learned, and "topics", the manual of the language in `pydoc_data`, which neither model was trained on.
+Some of what it has written is kept; from that a drafter is trained by `train --answers`, going on from the packaged
+one for `--minutes`, whose gate writes it or refuses it (then the packaged one stays). Other pieces are continued with
+drafts from the context, from past answers, too, from that drafter, and from all of them.
+
 Tokens per round are pooled over the prompts: where every proposal is verified whole, counted on the plain texts, and
 under `auto`, which leaves out what does not pay. The ratio to plain decoding is the median of the prompts', by turns.
-Writing the answers takes minutes: with `--texts` they are kept in a file, and read from it where it is there.
+With `--texts` the answers are kept in a file, and read from it where it is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,19 +33,30 @@ from tqdm import tqdm
 
 from mlx_redrafter.answer_folder import AnswerFolder
 from mlx_redrafter.atomic_files import write_text
-from mlx_redrafter.demo import load_demo
-from mlx_redrafter.demo.sources import training_prompts
+from mlx_redrafter.checkpoints import load_drafter
+from mlx_redrafter.demo import DIRECTORY, load_demo
+from mlx_redrafter.demo.sources import pick_pieces, split_files
 from mlx_redrafter.drafters.context import ContextSource
+from mlx_redrafter.drafters.trainable import TrainableDrafter
 from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
-from mlx_redrafter.training.data import generate_answers
+from mlx_redrafter.training.data import AT_ONCE, generate_answers, join_text
+from mlx_redrafter.training.evaluation import count_rounds, find_accepted
+from mlx_redrafter.training.from_answers import REFUSED, train_from_answers
+from mlx_redrafter.training.settings import TrainingArgs
 
-from .command import add_json, parse_output, parse_positive
+from .command import add_json, parse_above_zero, parse_output, parse_positive
 from .tables import show_rows
 
-AT_ONCE = 32
-"""Answers that are written side by side."""
+KINDS = {
+    "code": lambda: split_files()[0],
+    "topics": lambda: [Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"],
+}
+"""Kind of text -> its files."""
+
+DEPTH = 5
+"""Tokens of a chain that is counted."""
 
 Text = tuple[list[int], list[int]]
 """Token ids of a prompt and its answer."""
@@ -50,12 +69,35 @@ class ReadFolder(AnswerFolder):
         """Nothing."""
 
 
+class Side(NamedTuple):
+    """What drafts.
+
+    Attributes:
+        answers: how many are kept.
+        source: its name in the table.
+        folder: of past answers; None for none.
+        drafter: None for none.
+        context: whether the text itself drafts.
+        gate: what became of the drafter that was trained.
+    """
+
+    answers: int
+    source: str
+    folder: AnswerFolder | None
+    drafter: TrainableDrafter | None
+    context: bool
+    gate: str
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("--kept", type=int, nargs="+", default=[0, 25, 100, 400], metavar="N", help="answers (default: 0 25 100 400)")
-    add("--prompts", type=parse_positive, default=32, help="prompts that are measured (default: %(default)s)")
+    add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text (default: all)")
+    add("--prompts", type=parse_positive, default=32, help="prompts of a kind that are measured (default: %(default)s)")
     add("--max-tokens", type=parse_positive, default=128, help="of each answer (default: %(default)s)")
+    add("--minutes", type=parse_above_zero, default=5.0, help="to train a drafter in (default: %(default)s)")
+    add("--iters", type=parse_positive, default=1000, help="of that at most (default: %(default)s)")
     add("--temp", type=float, default=0.8, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--texts", type=parse_output, help="a file that the answers are kept in")
@@ -63,88 +105,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each number of answers; the exit status, 1 where a drafted text is not the plain one."""
+    """Prints a row for each number of answers and what drafts; the exit status, 1 where a text is not the plain one."""
     model, tokenizer, _ = load_demo()
-    prompts = [tokenizer.encode(text) for text in training_prompts(args.prompts + max(args.kept), args.seed)]
-    measured, others = prompts[: args.prompts], prompts[args.prompts :]
-    texts = make_texts(model, tokenizer, others, args)
-    with TemporaryDirectory() as root:
-        rows = measure(model, tokenizer, measured, texts, Path(root), args)
+    rows = []
+    for kind in args.kinds:
+        pieces = pick_pieces(KINDS[kind](), args.prompts + max(args.kept), args.seed)
+        prompts = [tokenizer.encode(text) for text in pieces]
+        measured, others = prompts[: args.prompts], prompts[args.prompts :]
+        texts = make_texts(kind, model, tokenizer, others, args)
+        with TemporaryDirectory() as root:
+            sides = [
+                side for count in args.kept for side in make_sides(model, tokenizer, texts[:count], Path(root), args)
+            ]
+            rows += [{"kind": kind, **row} for row in measure(model, tokenizer, measured, sides, args)]
     show_rows(args, rows)
-    return 0 if all(row["same texts"] == len(measured) for row in rows) else 1
+    return 0 if all(row["same texts"] == args.prompts for row in rows) else 1
 
 
-def make_texts(model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], args: argparse.Namespace) -> list[Text]:
+def make_texts(
+    kind: str, model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], args: argparse.Namespace
+) -> list[Text]:
     """The prompts with their answers, of the file where it has those of these prompts."""
-    settings = [args.seed, args.temp, args.max_tokens]
+    settings, known = [args.seed, args.temp, args.max_tokens], dict[str, Any]()
     if args.texts is not None and args.texts.exists():
-        found = json.loads(args.texts.read_text(encoding="utf-8"))
+        known = json.loads(args.texts.read_text(encoding="utf-8"))
+        found = known.get(kind, {"settings": None, "texts": []})
         if found["settings"] == settings and [prompt for prompt, _ in found["texts"]] == list(prompts):
             return [(prompt, answer) for prompt, answer in found["texts"]]
     mx.random.seed(args.seed)
     texts = list[Text]()
-    for start in tqdm(range(0, len(prompts), AT_ONCE), "answers"):
+    for start in tqdm(range(0, len(prompts), AT_ONCE), f"answers, {kind}"):
         group = prompts[start : start + AT_ONCE]
         texts += zip(group, generate_answers(model, tokenizer, group, args.temp, args.max_tokens), strict=True)
     if args.texts is not None:
-        write_text(args.texts, json.dumps({"settings": settings, "texts": texts}) + "\n")
+        write_text(args.texts, json.dumps(known | {kind: {"settings": settings, "texts": texts}}) + "\n")
     return texts
 
 
-def count_rounds(answers: AnswerFolder | None, prompt: Sequence[int], text: Sequence[int]) -> int:
-    """Rounds after the first token of a text where every proposal is verified whole."""
-    source = ContextSource(answers.index() if answers is not None else None)
-    source.read(prompt)
-    source.confirm(text[:1])
-    made, rounds = 1, 0
-    while made < len(text):
-        forecast = source.forecast(0)
-        proposal = source.find(len(forecast.reach)) if forecast is not None else []
-        pairs = zip(proposal, text[made:], strict=False)
-        right = next((at for at, (guess, token) in enumerate(pairs) if guess != token), len(proposal))
-        tokens = text[made : made + right + 1]
-        source.confirm(tokens)
-        made, rounds = made + len(tokens), rounds + 1
-    return rounds
+def make_sides(
+    model: nn.Module, tokenizer: Any, texts: Sequence[Text], root: Path, args: argparse.Namespace
+) -> list[Side]:
+    """What drafts once these texts are kept."""
+    count, name, gate, folder = len(texts), DIRECTORY / "drafter", "", None
+    if texts:
+        place = root / str(count)
+        kept = AnswerFolder(place, tokenizer)
+        for read, answer in texts:
+            kept.add(read, answer)
+        folder = ReadFolder(place, tokenizer)
+        output = root / f"drafter-{count}"
+        quick: dict[str, Any] = {"val_prompts": 1, "val_tokens": 16, "batch_size": 2, "max_tokens": args.max_tokens}
+        settings = TrainingArgs(
+            answers=str(place),
+            drafter=str(name),
+            output=str(output),
+            minutes=args.minutes,
+            iters=args.iters,
+            draft_depth=DEPTH,
+            seed=args.seed,
+            **quick,
+        )
+        is_written = train_from_answers(settings, say=lambda text: print(text, file=sys.stderr)) != REFUSED
+        name, gate = (output, "written") if is_written else (name, "refused")
+    drafter = cast(TrainableDrafter, load_drafter(name, model))
+    drafter.set_dtype(mx.float32)
+    return [
+        Side(count, "context" if folder is None else "context and past answers", folder, None, True, ""),
+        Side(count, "drafter", None, drafter, False, gate),
+        Side(count, "both", folder, drafter, True, gate),
+    ]
 
 
 def measure(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    texts: Sequence[Text],
-    root: Path,
-    args: argparse.Namespace,
+    model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], sides: Sequence[Side], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The rows."""
-    options: dict[str, Any] = {"max_tokens": args.max_tokens, "temp": args.temp, "seed": args.seed}
-    sides = {None: Options(plan="off", **options)}
-    for count in args.kept:
-        folder = AnswerFolder(root / str(count), tokenizer)
-        for read, answer in texts[:count]:
-            folder.add(read, answer)
-        sides[count] = Options(answers=ReadFolder(root / str(count), tokenizer) if count else None, **options)
-    ends, stats = set(tokenizer.eos_token_ids), {count: Stats() for count in sides}
-    ratios: dict[int | None, list[float]] = {count: [] for count in sides}
-    same, made, rounds = dict.fromkeys(sides, 0), 0, dict.fromkeys(sides, 0)
+    """A row for each side."""
+    given: dict[str, Any] = {"max_tokens": args.max_tokens, "temp": args.temp, "seed": args.seed}
+    ends, depth = set(tokenizer.eos_token_ids), TrainingArgs(draft_depth=DEPTH)
+    stats, ratios = [Stats()] * len(sides), [list[float]() for _ in sides]
+    same, rounds, made = [0] * len(sides), [0] * len(sides), 0
     for prompt in tqdm(prompts, "prompts"):
-        runs = {count: decode_prompts(model, None, [prompt], side, ends) for count, side in sides.items()}
-        plain = runs[None]
+        plain = decode_prompts(model, None, [prompt], Options(plan="off", **given), ends)
+        text = join_text(prompt, plain.texts[0])
         made += len(plain.texts[0]) - 1
-        for count, each in runs.items():
-            rounds[count] += count_rounds(sides[count].answers, prompt, plain.texts[0])
-            stats[count] += each.stats
-            ratios[count].append(each.tokens_per_second / (plain.tokens_per_second or 1.0))
-            same[count] += each.texts == plain.texts
+        for at, side in enumerate(sides):
+            options = Options(answers=side.folder, context=side.context, **given)
+            each = decode_prompts(model, side.drafter, [prompt], options, ends)
+            stats[at] += each.stats
+            ratios[at].append(each.tokens_per_second / (plain.tokens_per_second or 1.0))
+            same[at] += each.texts == plain.texts
+            accepted = None if side.drafter is None else find_accepted(model, side.drafter, text, depth)
+            index = None if side.folder is None else side.folder.index()
+            rounds[at] += count_rounds(text, accepted, ContextSource(index) if side.context else None)
     return [
         {
-            "answers": count,
-            "tokens": sum(len(read) + len(answer) for read, answer in texts[:count]),
-            "all verified": made / rounds[count],
-            "tokens per round": stats[count].tokens_per_round,
-            "rows per round": stats[count].rows_per_round,
-            "x plain": median(ratios[count]),
-            "same texts": same[count],
+            "answers": side.answers,
+            "drafts from": side.source,
+            "gate": side.gate,
+            "all verified": made / rounds[at],
+            "tokens per round": stats[at].tokens_per_round,
+            "rows per round": stats[at].rows_per_round,
+            "x plain": median(ratios[at]),
+            "same texts": same[at],
         }
-        for count in args.kept
+        for at, side in enumerate(sides)
     ]

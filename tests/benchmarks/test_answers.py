@@ -1,4 +1,4 @@
-"""The benchmark of past answers: a row for each number of them, with the text of plain decoding."""
+"""The benchmark of past answers: a row for each number of them and what drafts, with the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -9,19 +9,36 @@ import pytest
 from bench_records import parse_flags
 
 from benchmarks import answers
+from mlx_redrafter.answer_folder import Text
+from mlx_redrafter.training import from_answers
 
 
-def test_more_answers_are_a_row_each(
+def test_more_answers_are_more_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--kept", "0", "2", "--prompts", "1", "--max-tokens", "20", "--texts", str(tmp_path / "texts.json"))
-    args = parse_flags(answers, *flags, "--json")
+    """Of both kinds; what the gate did is in the rows of drafters that were trained."""
+
+    def is_held_back(text: Text) -> bool:
+        return bool(text.ids.sum() % 2)  # of few answers some
+
+    monkeypatch.setattr(from_answers, "is_held_back", is_held_back)
+    monkeypatch.setattr(from_answers, "ENOUGH", 4)
+    flags = ("--kept", "0", "6", "--prompts", "1", "--max-tokens", "20", "--texts", str(tmp_path / "texts.json"))
+    args = parse_flags(answers, *flags, "--iters", "1", "--minutes", "10", "--json")
     assert answers.run(args) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["answers"] for row in rows] == [0, 2] and [row["tokens"] > 0 for row in rows] == [False, True]
+    sources = [("context", "drafter", "both"), ("context and past answers", "drafter", "both")]
+    assert [(row["kind"], row["answers"], row["drafts from"]) for row in rows] == [
+        (kind, count, source)
+        for kind in ("code", "topics")
+        for count, names in zip((0, 6), sources, strict=True)
+        for source in names
+    ]
     assert all(
         row["same texts"] == 1 and min(row["all verified"], row["tokens per round"]) >= 1 and row["x plain"] > 0
         for row in rows
     )
+    assert [row["gate"] in ("written", "refused") for row in rows] == 2 * ([False] * 4 + [True] * 2)
     monkeypatch.setattr(answers, "generate_answers", lambda *given: pytest.fail("they were written already"))
+    monkeypatch.setattr(answers, "make_sides", lambda *given: [])
     assert answers.run(args) == 0
