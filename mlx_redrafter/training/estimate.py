@@ -13,13 +13,13 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
 from ..errors import RedrafterError
+from ..planning.measure import time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
 from .data import AT_ONCE, Text, collate
 from .settings import TrainingArgs
@@ -51,11 +51,9 @@ def estimate_run(
     time_iteration(model, sizes, args, max(lengths))
     memory, writing = mx.get_peak_memory(), 0.0
     if answers:
-        rows, cache = min(answers, AT_ONCE), make_prompt_cache(model)
-        for tokens in (max(1, mean - args.max_tokens), 1, 1):
-            started = time.perf_counter()
-            mx.eval(mx.argmax(model(mx.zeros((rows, tokens), mx.int32), cache=cache)[:, -1], axis=-1))
-        writing = (time.perf_counter() - started) * args.max_tokens * math.ceil(answers / AT_ONCE)
+        tokens = mx.zeros((min(answers, AT_ONCE), 1), mx.int32)
+        milliseconds = time_calls({"step": lambda: mx.eval(model(tokens))}, 1.0, min_turns=2, max_turns=5)["step"]
+        writing = min(milliseconds) / 1e3 * args.max_tokens * math.ceil(answers / AT_ONCE)
     val_texts = val_texts if args.val_batches < 0 else min(val_texts, args.val_batches * args.batch_size)
     validations = math.ceil(iters / args.steps_per_eval)
     # At the end every depth, one tree and plain decoding are compared.

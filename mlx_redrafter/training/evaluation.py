@@ -221,13 +221,9 @@ def format_table(results: Sequence[ShapeResult]) -> str:
         cells = f"{row.beam_width:>3} {row.draft_depth:>3} {row.tree_size:>4}  {per_round:>12}"
         cells += f"  {row.tokens_per_second:>8.1f}  {ratio:>13}  {'yes' if row.same_tokens else 'NO':>4}"
         lines.append(f"{cells}  {shares}")
-    return "\n".join([*lines, describe_noise(results[0].prompts if results else 0)])
-
-
-def describe_noise(prompts: int) -> str:
-    """How far results on so many prompts can be trusted."""
-    text = f"± is the standard error over the prompts, {prompts}"
-    return text if prompts >= MIN_PROMPTS else f"{text}: too few for these numbers to mean anything"
+    prompts = results[0].prompts if results else 0
+    doubt = "" if prompts >= MIN_PROMPTS else ": too few for these numbers to mean anything"
+    return "\n".join([*lines, f"± is the standard error over the prompts, {prompts}{doubt}"])
 
 
 def evaluate_only(args: TrainingArgs, shapes: Sequence[tuple[int, ...]] | None) -> int:

@@ -157,7 +157,9 @@ def head_loss(
             parts = [array[start : start + chunk] for array in (features, *fixed)]
             y, weight, choice, *law = mx.depends(parts, gate)
             logits = (y @ head.T).astype(mx.float32)
-            p, q = dense(head.shape[0], *law), mx.softmax(logits, axis=-1)
+            p, q = law[0].astype(mx.float32), mx.softmax(logits, axis=-1)
+            if law[1:]:
+                p = mx.zeros(logits.shape).at[mx.arange(len(y))[:, None], law[1]].add(p)
             mass = p.sum(axis=-1, keepdims=True)
             normal = logits.max(axis=-1, keepdims=True) - mx.log(q.max(axis=-1, keepdims=True))  # logsumexp
             loss += (weight * (mass * normal - (p * logits).sum(axis=-1, keepdims=True))).sum()
@@ -178,11 +180,3 @@ def head_loss(
 
     found: Any = compute(features, head)
     return found[0], found[1], found[2]
-
-
-def dense(size: int, probs: mx.array, ids: mx.array | None = None) -> mx.array:
-    """(R, size) float32 probabilities, from all of them or from those of some `ids` (R, M)."""
-    probs = probs.astype(mx.float32)
-    if ids is None:
-        return probs
-    return mx.zeros((probs.shape[0], size)).at[mx.arange(probs.shape[0])[:, None], ids].add(probs)

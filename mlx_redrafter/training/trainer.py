@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tqdm import tqdm
 
@@ -145,7 +146,20 @@ def fit(
     """
     optimizer.init(model.trainable_parameters())
     saved = done = first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
-    update, stop, smooth = make_update(model, optimizer, loss, accumulate), False, dict[str, float]()
+    stop, smooth, grads = False, dict[str, float](), None
+    loss_and_grads, state = nn.value_and_grad(model, loss), [model.state, optimizer.state]
+
+    @partial(mx.compile, inputs=state, outputs=state)
+    def update(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
+        """(what the iteration shows, the gradients so far, or None where they became an update)."""
+        (_, shown), grads = loss_and_grads(*arrays)
+        if before is not None:
+            grads = tree_map(mx.add, before, grads)
+        if not last:
+            return shown, grads
+        grads, norm = optim.clip_grad_norm(tree_map(lambda grad: grad / accumulate, grads), 1.0)
+        optimizer.update(model, grads)
+        return shown | {"gradient": norm}, None
 
     def prepare(step: int) -> Sequence[mx.array]:
         arrays = batch(step) if step < iters else []
@@ -158,7 +172,9 @@ def fit(
         for done in bar:
             arrays, following = following.result(), helper.submit(prepare, done)
             is_update = done % accumulate == 0 or done == iters
-            shown = update(arrays, last=is_update)
+            found, grads = update(arrays, grads, is_update)
+            mx.eval(found, state, grads)
+            shown = {key: float(np.array(value)) for key, value in found.items()}
             if odd := [key for key, value in shown.items() if not math.isfinite(value)]:
                 kept = f"the checkpoint of iteration {saved} is kept" if saved else "nothing was saved before"
                 raise RedrafterError(
@@ -187,34 +203,6 @@ def helper_thread() -> Iterator[ThreadPoolExecutor]:
             yield helper
         finally:
             helper.submit(mx.clear_streams).result()
-
-
-def make_update(
-    model: nn.Module, optimizer: optim.Optimizer, loss: Loss, accumulate: int
-) -> Callable[..., dict[str, float]]:
-    """(arrays, last: whether an update follows) -> what the iteration showed; adds up gradients between updates."""
-    loss_and_grads = nn.value_and_grad(model, loss)
-    state = [model.state, optimizer.state]
-
-    @partial(mx.compile, inputs=state, outputs=state)
-    def step(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
-        (_, shown), grads = loss_and_grads(*arrays)
-        if before is not None:
-            grads = tree_map(mx.add, before, grads)
-        if not last:
-            return shown, grads
-        grads, norm = optim.clip_grad_norm(tree_map(lambda grad: grad / accumulate, grads), 1.0)
-        optimizer.update(model, grads)
-        return shown | {"gradient": norm}, None
-
-    grads: list[Any] = [None]
-
-    def update(arrays: Sequence[mx.array], *, last: bool) -> dict[str, float]:
-        shown, grads[0] = step(arrays, grads[0], last)
-        mx.eval(shown, state, grads)
-        return {key: float(value.item()) for key, value in shown.items()}  # type: ignore[arg-type]
-
-    return update
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, step: int) -> None:
