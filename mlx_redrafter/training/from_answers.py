@@ -46,8 +46,9 @@ ENOUGH = 128
 GO_ON_RATE = 0.1
 """The learning rate of a drafter that has learned already, over that of a new one."""
 
-AVERAGED = 0.25
-"""Over how large a part of the iterations the weights are averaged, exponentially."""
+AVERAGED, GO_ON_AVERAGED = 0.25, 0.5
+"""Over how large a part of the iterations the weights of a new drafter, and of one that has learned already, are
+averaged, exponentially."""
 
 
 def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = lambda text: None) -> int:
@@ -96,7 +97,7 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
     started = time.perf_counter()
     before = count_tokens(start)
     if args.minutes is not None:  # the same again, a validation and a comparison come after training
-        decoding = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
+        decoding = min(args.val_prompts, len(held_back)) * args.val_tokens * plain_milliseconds(model) / 1e3
         end -= 2 * (time.perf_counter() - started) + (args.draft_depth + 3) * decoding
     sizes = start.args if start is not None else choose_sizes(args, model, say)
     missing = max(0, ENOUGH - len(training))
@@ -145,7 +146,8 @@ def fit_average(
         record: takes reports of the loss.
         end: of `time.perf_counter()`, when it stops.
     """
-    average, window = drafter.trainable_parameters(), max(1, round(AVERAGED * args.iters))
+    average = drafter.trainable_parameters()
+    window = max(1, round((AVERAGED if args.drafter is None else GO_ON_AVERAGED) * args.iters))
 
     def on_iteration(done: int, shown: dict[str, float]) -> bool:
         nonlocal average
