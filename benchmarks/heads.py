@@ -203,7 +203,7 @@ def sweep(
     print(f"training {name}", file=sys.stderr)
     evaluate(model, drafter)
     optimizer, loss, file = make_optimizer(settings), make_loss(drafter, settings), place / "checkpoint.safetensors"
-    fit(drafter, optimizer, loss, ask_target, settings.iters, name=name, checkpoint=file, save_every=100)
+    fit(drafter, optimizer, loss, ask_target, settings, name=name, checkpoint=file)
     mean_loss, acceptance = measure_guesses(model, drafter, held_out, settings)
     drafter.args = replace(drafter.args, acceptance=acceptance)
     options = Options(max_tokens=48, temp=TEMPS[-1], seed=0, plan=SHAPES[0])

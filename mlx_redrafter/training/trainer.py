@@ -65,11 +65,8 @@ def train_drafter(
         make_optimizer(args),
         make_loss(drafter, args),
         lambda iteration: target_arrays(model, draft_ids, batches(iteration), args, iteration),
-        args.iters,
-        name="drafter",
-        accumulate=args.grad_accumulation_steps,
+        args,
         checkpoint=checkpoint,
-        save_every=args.save_every,
         on_iteration=on_iteration,
         show=show,
     )
@@ -119,22 +116,19 @@ def fit(
     optimizer: optim.Optimizer,
     loss: Loss,
     batch: Callable[[int], Sequence[mx.array]],
-    iters: int,
+    args: TrainingArgs,
     *,
-    name: str,
-    accumulate: int = 1,
+    name: str = "drafter",
     checkpoint: Path | None = None,
-    save_every: int = 250,
     on_iteration: OnIteration | None = None,
     show: bool = True,
 ) -> int:
-    """Updates `model` until it has seen `iters` batches, those before a checkpoint's included, or is stopped.
+    """Updates `model` until it has seen `args.iters` batches, those before a checkpoint's included, or is stopped.
 
     Args:
         batch: iteration -> arrays; a function of the iteration alone, so that resuming changes nothing. Called in a
             thread, during the update before.
         name: what the progress bar says.
-        accumulate: of how many batches the gradients are added up before an update.
         checkpoint: the file to save to, and to continue from if it exists.
         show: a progress bar.
 
@@ -144,6 +138,7 @@ def fit(
     Raises:
         RedrafterError: the loss or its gradient is not a number; the last checkpoint is from before.
     """
+    iters, accumulate = args.iters, args.grad_accumulation_steps
     optimizer.init(model.trainable_parameters())
     saved = done = first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
     stop, smooth, grads = False, dict[str, float](), None
@@ -185,7 +180,7 @@ def fit(
             stop = (on_iteration is not None and on_iteration(done, shown)) or stop  # until the update is complete
             if not is_update:
                 continue
-            if checkpoint and (stop or done == iters or done // save_every > saved // save_every):
+            if checkpoint and (stop or done == iters or done // args.save_every > saved // args.save_every):
                 save_checkpoint(checkpoint, model, optimizer, done)
                 saved = done
             if stop:

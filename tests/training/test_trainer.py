@@ -182,10 +182,8 @@ def test_a_loss_that_is_nan_keeps_the_checkpoint(tmp_path: Path) -> None:
             optim.SGD(1.0),
             loss,
             lambda i: [mx.array(np.nan if i == 3 else 0.1)],
-            9,
-            name="x",
+            settings(iters=9, save_every=2),
             checkpoint=saved,
-            save_every=2,
         )
     loaded: Any = mx.load(str(saved), return_metadata=True)
     assert loaded[1]["step"] == "2" and all(np.isfinite(np.array(array)).all() for array in loaded[0].values())
