@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import read_object
@@ -182,7 +183,7 @@ def download(name: str, revision: str | None, *, is_base: bool = False) -> Path:
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name!r}")
     try:
-        present, files = HfApi().list_repo_files(name, revision=revision), list[str]()
+        present, files = list_files(name, revision), list[str]()
         if INDEX in present:  # a small file, which says whether the large ones are wanted
             index = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX]))
             if is_base:
@@ -199,6 +200,17 @@ def download(name: str, revision: str | None, *, is_base: bool = False) -> Path:
         raise CheckpointError(
             f"{name!r} is no file or directory, and cannot be downloaded from the hub: {one_line(error)}"
         ) from error
+
+
+def list_files(name: str, revision: str | None) -> list[str]:
+    """The files of a hub repository; those that were downloaded before where the hub cannot be reached."""
+    try:
+        return HfApi().list_repo_files(name, revision=revision)
+    except HfHubHTTPError:  # what the hub answers
+        raise
+    except Exception:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
 def choose_files(present: Iterable[str], name: str) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from checkpoints import (
     trainer,
     trap,
 )
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm import utils as mlx_lm_utils
 from toys import make_model
 
@@ -131,24 +133,42 @@ class Hub:
     Attributes:
         downloaded: names of files that were asked for last.
         ever_downloaded: of those that were asked for at all.
+        is_reached: whether there is a network; without one only what was downloaded is there.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.downloaded: list[str] = []
         self.ever_downloaded: set[str] = set()
+        self.is_reached = True
 
     def list_repo_files(self, repo: str, *, revision: str | None) -> list[str]:
+        if not self.is_reached:
+            raise OfflineModeIsEnabled("there is no network")
         place = self.root / repo / (revision or "main")
         if not place.is_dir():
             raise OSError(f"404 Client Error.\nNo such revision: {place.name}")
         return [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
 
-    def snapshot_download(self, repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        self, repo: str, *, revision: str | None, allow_patterns: Sequence[str] = (), local_files_only: bool = False
+    ) -> str:
+        assert local_files_only == (not allow_patterns)
+        if not self.is_reached:
+            return self._copy_downloaded(repo, revision)
         present = self.list_repo_files(repo, revision=revision)
         self.downloaded = [name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)]
         self.ever_downloaded |= set(self.downloaded)
         return str(self.root / repo / (revision or "main"))
+
+    def _copy_downloaded(self, repo: str, revision: str | None) -> str:
+        if not self.ever_downloaded:
+            raise LocalEntryNotFoundError("it was never downloaded")
+        place, copy = self.root / repo / (revision or "main"), self.root / "downloaded"
+        for name in self.ever_downloaded:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(place / name, copy / name)
+        return str(copy)
 
 
 @pytest.fixture
@@ -177,6 +197,17 @@ def test_only_config_and_weights_are_downloaded(
     assert came_through(convert("some/drafter", tmp_path / "out"), make())
     assert set(hub.downloaded) == {CONFIG, *names}
     assert not list(hub.root.rglob("*.executed"))
+
+
+def test_what_was_downloaded_before_needs_no_network(hub: Hub, tmp_path: Path) -> None:
+    apple(hub.root / "some" / "drafter" / "main", tensors(make()))
+    trap(hub.root / "some" / "drafter" / "main" / "pytorch_model.bin")
+    hub.is_reached = False
+    refused("some/drafter", ".* cannot be downloaded from the hub: it was never downloaded", tmp_path / "result")
+    hub.is_reached = True
+    convert("some/drafter", tmp_path / "first")
+    hub.is_reached = False
+    assert came_through(convert("some/drafter", tmp_path / "second"), make())
 
 
 def test_pickle_is_downloaded_without_safetensors_only(hub: Hub, tmp_path: Path) -> None:
