@@ -13,6 +13,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine.beam_search import Advance
@@ -111,6 +113,15 @@ def small_llama(
     )
     model: llama.Model = randomised(llama.Model(args), seed)
     return model
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 257 tokens, the end of the text and the bytes, that `AutoTokenizer` reads again."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def save_target(directory: Path, model: Any, tokenizer: Any, **config: Any) -> None:

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small import save_target, small_drafter, small_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from small import make_byte_tokenizer, save_target, small_drafter, small_llama
 
 from mlx_redrafter.checkpoints import save_drafter
 from mlx_redrafter.cli.main import main
@@ -41,13 +39,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Directories of a byte-level target and its drafter."""
     root = tmp_path_factory.mktemp("pair")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(alphabet, 1)}}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    vocab = len(alphabet) + 1
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    save_target(root / "target", small_llama(vocab=vocab, kv_heads=2), fast, eos_token_id=0)
+    tokenizer = make_byte_tokenizer()
+    vocab = len(tokenizer)
+    save_target(root / "target", small_llama(vocab=vocab, kv_heads=2), tokenizer, eos_token_id=0)
     save_drafter(root / "drafter", small_drafter(vocab=vocab))
     return str(root / "target"), str(root / "drafter")
 

@@ -1,153 +1,163 @@
-"""A server over several processes that share one model answers what one in a single process does."""
+"""The server over several processes that share one model: each text is that of a server in one process."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import shutil
+import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from families import make_family
 from launch import start_ranks, wait_for_ranks
-from mlx_lm.utils import save_config, save_model
-from servers import Running, ask, events_of, load_service, parse_flags, start_server, until
+from servers import PATIENCE, Running, ask, events_of, parse_flags, start_server, until
+from small import make_byte_tokenizer, save_target, small_drafter
 
-from benchmarks.serving import OURS, save_demo
 from mlx_redrafter import ranks
-from mlx_redrafter.demo import DIRECTORY, demo_prompts
+from mlx_redrafter.checkpoints import list_weights, save_drafter
+from mlx_redrafter.serving.process import load_service
 
-CODE, OTHER = demo_prompts("code")[:2]
+PROMPT = "one two three, one two three, one two "
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["alpha", "beta"]}, "sizes": {"type": "array", "items": {"type": "integer"}}},
-    "required": ["name", "sizes"],
+    "properties": {"kind": {"enum": ["first", "second"]}, "ready": {"type": "boolean"}},
+    "required": ["kind", "ready"],
+    "additionalProperties": False,
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "sizes", "schema": SCHEMA}}
-REQUESTS: list[dict[str, Any]] = [
-    {"prompt": CODE, "max_tokens": 40},
-    {"prompt": CODE, "max_tokens": 30, "temperature": 0.9, "seed": 3},
-    {"prompt": "sizes = ", "max_tokens": 40, "response_format": FORMAT},
-    {"prompt": OTHER, "max_tokens": 60, "stop": "\n"},
-    {"prompt": OTHER, "max_tokens": 12, "temperature": 0.7, "seed": 1, "top_p": 0.9, "repetition_penalty": 1.2},
-    {"prompt": CODE + OTHER, "max_tokens": 12, "n": 2, "seed": 5, "temperature": 0.8, "logprobs": 2},
-]
+VOCAB = 264
+"""A few more than the tokenizer has."""
+SEEDED = {"temperature": 0.8, "seed": 5}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": "abc abc abc", "stream": True},
+    "seeded": {"prompt": "abc abc abd", "stream": True, **SEEDED, "top_p": 0.9},
+    "penalties": {"prompt": "x", **SEEDED, "repetition_penalty": 1.3, "logit_bias": {"65": 3, "0": -100}},
+    "two": {"prompt": "the same beginning of more than a few tokens, ", "n": 2, **SEEDED},
+    "format": {
+        "prompt": "json: ",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}},
+        "max_tokens": 60,
+        **SEEDED,
+    },
+    "long prompt": {"prompt": 40 * PROMPT, "temperature": 0.8, "seed": 6},
+    "plain": {"prompt": PROMPT, "draft_model": "none", "stream": True},
+}
 
 
-class Ranks(NamedTuple):
-    """A server that several processes are."""
-
-    server: Running
-    processes: list[subprocess.Popen[str]]
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Those of a byte-level target that mlx-lm divides both ways, and of its drafter."""
+    root, tokenizer = tmp_path_factory.mktemp("pair"), make_byte_tokenizer()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    target: Any = make_family("qwen2", vocab_size=VOCAB, max_position_embeddings=4096, **heads)
+    save_target(root / "target", target, tokenizer, eos_token_id=0)
+    index = {"weight_map": dict.fromkeys(list_weights(target), "model.safetensors")}  # which pipelines are loaded by
+    (root / "target" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    save_drafter(root / "drafter", small_drafter(hidden=target.args.hidden_size, vocab=VOCAB))
+    models = ["--model", str(root / "target"), "--drafter", str(root / "drafter")]
+    return [*models, "--prefill-step-size", "64", "--draft-depth", "3", "--context", "--log-level", "ERROR"]
 
 
 @contextmanager
-def start_server_on_ranks(count: int, flags: Sequence[str], caches: Path) -> Iterator[Ranks]:
-    """A server on some ranks, which compare what they decode; what still runs at the end is killed."""
-    environment = {ranks.CHECK: "1", "XDG_CACHE_HOME": str(caches)}
-    processes = start_ranks(count, "-m", "mlx_redrafter.server", "--port", "0", *flags, **environment)
+def serve(count: int, flags: Sequence[str], cache: Path) -> Iterator[tuple[Running, list[subprocess.Popen[str]]]]:
+    """A server over so many ranks, which compare what they read; killed at the end where it still runs."""
+    given = ["-m", "mlx_redrafter.server", *flags, "--port", "0"]
+    started = start_ranks(count, *given, **{ranks.CHECK: "1", "XDG_CACHE_HOME": str(cache)})
     try:
-        stderr, lines = processes[0].stderr, list[str]()
-        assert stderr is not None
-        for line in stderr:
-            lines.append(line)
-            if line.startswith("serving on "):
-                break
-        else:
-            raise AssertionError(lines)
-        server = Running(line.split()[-1], None)  # type: ignore[arg-type]
-        yield Ranks(server, processes)
+        assert started[0].stderr is not None
+        line = started[0].stderr.readline()
+        assert line.startswith("serving on http://127.0.0.1:"), (line, wait_for_ranks(started))
+        service: Any = None  # of another process
+        yield Running(line.split()[-1], service), started
     finally:
-        for process in processes:
-            process.kill()
-        wait_for_ranks(processes)
+        for each in started:
+            each.kill()
 
 
-def read_choices(server: Running, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """(text, reason of its end) of each choice."""
-    reply = ask(server, "/v1/completions", body)
-    assert reply.status == 200, reply
-    return [(choice["text"], choice["finish_reason"]) for choice in reply.json["choices"]]
+def complete(server: Running, body: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """(the texts of an answer, its usage)."""
+    reply = ask(server, "/v1/completions", {"max_tokens": 24} | body | {"stream_options": {"include_usage": True}})
+    if not body.get("stream"):
+        return [choice["text"] for choice in reply.json["choices"]], reply.json["usage"]
+    *chunks, last = events_of(reply)
+    return ["".join(chunk["choices"][0]["text"] for chunk in chunks)], last["usage"]
 
 
-def answer_all(server: Running) -> list[Any]:
-    """What the server answers to clients at once, one of which leaves, and then to one alone, twice."""
-    host, port = server.address
-    leaving = http.client.HTTPConnection(host, port, timeout=60)
-    leaving.request("POST", "/v1/completions", json.dumps({"prompt": CODE, "max_tokens": 500, "stream": True}))
-    leaving.getresponse().read(20)
-    with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        running = [pool.submit(read_choices, server, body) for body in REQUESTS]
-        wait(running, return_when=FIRST_COMPLETED)
-        leaving.close()
-        together = [each.result() for each in running]
-    alone = [read_choices(server, body) for body in REQUESTS[:3]]
-    stream = events_of(ask(server, "/v1/completions", {**REQUESTS[0], "stream": True}))
-    assert "".join(event["choices"][0]["text"] for event in stream) == together[0][0][0]
-    assert alone == together[:3]
-    return together
+@contextmanager
+def open_stream(server: Running, body: dict[str, Any]) -> Iterator[Any]:
+    """The reply to a stream, after its first line; closed at the end, read or not."""
+    connection = HTTPConnection(*server.address, timeout=PATIENCE)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}))
+        reply = connection.getresponse()
+        assert reply.readline().startswith(b"data: ")
+        yield reply
+    finally:
+        connection.close()
 
 
-def read_metrics(server: Running) -> dict[str, float]:
-    """The numbers of /metrics by name and labels."""
-    lines = ask(server, "/metrics").body.decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+def count_metric(server: Running, name: str) -> float:
+    """A counter of the server's."""
+    found = re.search(rf"^mlx_redrafter_{re.escape(name)} (\S+)$", ask(server, "/metrics").body.decode(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def talk(server: Running) -> dict[str, list[str]]:
+    """The texts of mixed clients: one alone, many together, one that goes, one that stops, one that asks again."""
+    texts = {}
+    texts["alone"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
+    assert usage["drafted"] > 0 and usage["context_accepted"] > 0
+    # It is handed to the batch, and back once it is the only one.
+    with open_stream(server, {"prompt": "y", "max_tokens": 100, **SEEDED, "logit_bias": {"0": -100}}) as stream:
+        with open_stream(server, {"prompt": "gone", "max_tokens": -1, "logit_bias": {"0": -100}}):
+            pass
+        with ThreadPoolExecutor(len(TOGETHER)) as threads:
+            replies = threads.map(lambda body: complete(server, body), TOGETHER.values())
+            texts |= {name: each for name, (each, _) in zip(TOGETHER, replies, strict=True)}
+        lines = [line for line in stream.read().decode().splitlines() if line.startswith("data: {")]
+        texts["handed over"] = ["".join(json.loads(line[6:])["choices"][0]["text"] for line in lines)]
+    texts["stop"], _ = complete(server, TOGETHER["seeded"] | {"stop": [texts["seeded"][0][8:11]]})
+    texts["again"], usage = complete(server, {"prompt": PROMPT, "max_tokens": 40})
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+    until(lambda: count_metric(server, 'generations_total{end="cancelled"}') >= 2)
+    return texts
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The flags for the demo in float32 and its drafter."""
-    return [*save_demo(tmp_path_factory.mktemp("demo"))[OURS], "--draft-depth", "3", "--context"]
-
-
-@pytest.fixture(scope="module")
-def expected(demo: list[str]) -> list[Any]:
-    """What one process answers."""
-    with start_server(load_service(parse_flags(*demo))) as server:
-        return answer_all(server)
-
-
-def test_two_ranks_answer_what_one_process_does(demo: list[str], expected: list[Any], tmp_path: Path) -> None:
-    with start_server_on_ranks(2, demo, tmp_path) as (server, processes):
-        assert answer_all(server) == expected
-        until(lambda: ask(server, "/health").json["running"] == 0)  # the client that left is forgotten
-        counted = read_metrics(server)
-        assert counted['mlx_redrafter_tokens_total{kind="cached"}'] > 100
-        assert counted['mlx_redrafter_tokens_total{kind="accepted"}'] > 10
-        assert counted['mlx_redrafter_mode_switches_total{to="batch"}'] > 0
-        assert counted['mlx_redrafter_generations_total{end="cancelled"}'] >= 1
-        with ThreadPoolExecutor(1) as pool:
-            last = pool.submit(read_choices, server, {**REQUESTS[0], "max_tokens": 200})
-            until(lambda: ask(server, "/health").json["running"] == 1)
-            for process in processes:  # as Ctrl-C does; rank 0 finishes what runs
-                process.send_signal(signal.SIGINT)
-            assert last.result()[0][0].startswith(expected[0][0][0])
-        assert [each.status for each in wait_for_ranks(processes)] == [0, 0]
-
-
-def test_ranks_of_a_pipeline_answer_what_one_process_does(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(DIRECTORY / "target", target, ignore=shutil.ignore_patterns("*.safetensors*"))
-    config: dict[str, Any] = {"num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 4096}
-    model = make_family("qwen2", **config)
-    save_model(target, model)
-    given = json.loads((target / "config.json").read_text())
-    kept = {name: given[name] for name in ("bos_token_id", "eos_token_id") if name in given}
-    save_config(vars(model.args) | kept, target / "config.json")
-    flags = ["--model", str(target), "--log-level", "ERROR", "--context"]
+def texts(flags: list[str]) -> dict[str, list[str]]:
+    """What a server in one process tells its clients."""
     with start_server(load_service(parse_flags(*flags))) as server:
-        expected = answer_all(server)
-    with start_server_on_ranks(2, [*flags, "--pipeline"], tmp_path) as (server, _):
-        assert answer_all(server) == expected
+        return talk(server)
 
 
-def test_a_rank_that_dies_ends_the_server(demo: list[str], tmp_path: Path) -> None:
-    with start_server_on_ranks(2, demo, tmp_path) as (_, processes):
+@pytest.mark.parametrize(("count", "more"), [(2, []), (2, ["--pipeline"]), (4, ["--no-drafter"])])
+def test_texts_are_those_of_one_process(
+    count: int, more: list[str], flags: list[str], texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    with serve(count, [*flags, *more], tmp_path) as (server, processes):
+        assert talk(server) == texts
+        switches = [count_metric(server, f'mode_switches_total{{to="{to}"}}') for to in ("batch", "single")]
+        assert min(switches) > 0
+        with open_stream(server, {"prompt": PROMPT, "max_tokens": 40}) as stream:
+            for each in processes:  # as Ctrl-C does
+                each.send_signal(signal.SIGINT)
+            assert b"[DONE]" in stream.read()  # what runs is finished
+        ended = wait_for_ranks(processes)
+    assert [each.status for each in ended] == [0] * count, ended
+    assert not any(each.out or each.err for each in ended), ended
+
+
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "decoding"])
+def test_a_rank_that_is_killed_ends_the_others(is_idle: bool, flags: list[str], tmp_path: Path) -> None:
+    with serve(2, flags, tmp_path) as (server, processes), ExitStack() as stack:
+        if not is_idle:
+            stack.enter_context(open_stream(server, {"prompt": "x", "max_tokens": -1, "logit_bias": {"0": -100}}))
         processes[1].kill()
-        assert wait_for_ranks(processes)[0].status == 1
+        first, second = wait_for_ranks(processes)
+    assert (first.status, second.status) == (1, -signal.SIGKILL), (first, second)
+    assert first.err.startswith("error on rank 0: RuntimeError: "), first
