@@ -35,17 +35,22 @@ def gather(value: Any) -> list[Any]:
 
     Args:
         value: as pickle can say it; alone in its process it comes back as it is.
+
+    Raises:
+        RuntimeError: another rank has ended.
     """
     if count() == 1:
         return [value]
     data = b"" if value is None else pickle.dumps(value)
     with mx.stream(generation_stream):  # after the messages of a forward that is still in flight
-        lengths: list[int] = np.array(mx.distributed.all_gather(mx.array([len(data)]))).tolist()
-        if not any(lengths):
-            return [None] * len(lengths)
-        padded = np.frombuffer(data.ljust(max(lengths)), np.uint8)[None]
+        sizes = np.array(mx.distributed.all_gather(mx.array([1 + len(data)])))
+        if sizes.all() and sizes.max() == 1:
+            return [None] * len(sizes)
+        padded = np.frombuffer(b"+" + data.ljust(sizes.max()), np.uint8)[None]
         rows = np.array(mx.distributed.all_gather(mx.array(padded)))
-    return [pickle.loads(row.tobytes()) if length else None for row, length in zip(rows, lengths, strict=True)]
+    if not (sizes.all() and rows[:, 0].all()):  # MLX's ring gives zeros for what it did not get
+        raise RuntimeError("the connection to another rank was lost")
+    return [pickle.loads(row[1:].tobytes()) if size > 1 else None for row, size in zip(rows, sizes, strict=True)]
 
 
 def share(value: Any) -> Any:
