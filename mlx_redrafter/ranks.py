@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import stat
 import sys
+import threading
+import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -18,6 +23,9 @@ from mlx_lm.generate import generation_stream
 
 CHECK = "MLX_REDRAFTER_CHECK_RANKS"
 """Set in the environment, all ranks compare what each forward reads, and raise where it differs, at a message each."""
+
+GRACE = 10.0
+"""Seconds that a rank has to end with an error of its own after another one has ended."""
 
 
 def count() -> int:
@@ -43,19 +51,56 @@ def gather(value: Any) -> list[Any]:
         return [value]
     data = b"" if value is None else pickle.dumps(value)
     with mx.stream(generation_stream):  # after the messages of a forward that is still in flight
-        sizes = np.array(mx.distributed.all_gather(mx.array([1 + len(data)])))
-        if sizes.all() and sizes.max() == 1:
+        sizes = _exchange(mx.array([len(data)]))
+        if not sizes.any():
             return [None] * len(sizes)
-        padded = np.frombuffer(b"+" + data.ljust(sizes.max()), np.uint8)[None]
-        rows = np.array(mx.distributed.all_gather(mx.array(padded)))
-    if not (sizes.all() and rows[:, 0].all()):  # MLX's ring gives zeros for what it did not get
-        raise RuntimeError("the connection to another rank was lost")
-    return [pickle.loads(row[1:].tobytes()) if size > 1 else None for row, size in zip(rows, sizes, strict=True)]
+        rows = _exchange(mx.array(np.frombuffer(data.ljust(sizes.max()), np.uint8)[None]))
+    return [pickle.loads(row.tobytes()) if size else None for row, size in zip(rows, sizes, strict=True)]
+
+
+def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
+    """The rows (1, ...) of all ranks; where one is lost MLX raises in `synchronize`, not always in what reads."""
+    rows = mx.distributed.all_gather(row)
+    mx.eval(rows)
+    mx.synchronize(generation_stream)
+    return np.array(rows)
 
 
 def share(value: Any) -> Any:
     """What rank 0 gives; see `gather`."""
     return gather(value if index() == 0 else None)[0]
+
+
+def watch_connections() -> None:
+    """Ends this process `GRACE` seconds after another rank that it is connected to; called before it has others.
+
+    MLX's ring waits forever where a forward has more messages to send than the one that was lost.
+    """
+    connections = []
+    for number in [int(name) for name in os.listdir("/dev/fd") if int(name) > 2]:
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                connection = socket.socket(fileno=os.dup(number))
+                if connection.family != socket.AF_UNIX and connection.getpeername():
+                    connections.append(connection)
+
+    def watch() -> None:
+        while not any(map(_is_closed, connections)):
+            time.sleep(0.5)
+        time.sleep(GRACE)
+        exit_with_error("another rank has ended")
+
+    if connections:
+        threading.Thread(target=watch, name="connections", daemon=True).start()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def exit_with_error(message: str) -> NoReturn:

@@ -78,6 +78,7 @@ def run_module(module: str) -> None:
         exit_with_error(f"cannot find the other ranks: {one_line(error)}")
     fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
+        ranks.watch_connections()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not see it
     if ranks.index():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

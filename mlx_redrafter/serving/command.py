@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from .. import ranks
 from ..answer_folder import ANSWERS_HELP
 from ..checkpoints import DRAFTER_HELP
 from ..command_models import check_demo_flags
@@ -100,7 +101,9 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def read_key(name: str) -> str:
-    """The key in a file."""
+    """The key in a file, which rank 0 alone needs."""
+    if ranks.index():
+        return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
 
 
