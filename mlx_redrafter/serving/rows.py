@@ -27,6 +27,7 @@ from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from .generation import Generation
+from .types import SchemaNotFollowed
 
 MAX_PAUSE = 0.5
 """Seconds that reading prompts should keep others from their next token: above it the pieces get smaller."""
@@ -270,6 +271,8 @@ def guard(row: Generation, processor: Processor) -> Processor:
             try:
                 return processor(tokens, logits)
             except Exception as error:
+                if ranks.count() > 1 and not isinstance(error, SchemaNotFollowed):  # it might be this one's alone
+                    raise
                 row.error = error
         return logits
 
