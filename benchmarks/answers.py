@@ -65,7 +65,7 @@ Text = tuple[list[int], list[int]]
 class ReadFolder(AnswerFolder):
     """A folder to which nothing is added while it is read."""
 
-    def add(self, read: Sequence[int], made: Sequence[int]) -> None:
+    def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
         """Nothing."""
 
 

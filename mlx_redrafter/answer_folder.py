@@ -1,8 +1,8 @@
 """Past prompts and answers in a folder, as token ids: later texts are drafted from them.
 
 There is a file for each tokenizer. It is a sequence of records: a mark, the number of tokens and how many of them are
-the prompt, a checksum of all that follows the mark, and the tokens themselves. Each is appended under a lock; where
-one is damaged, what follows is found by its mark.
+the prompt, what the whole request is known by, a checksum of all that follows the mark, and the tokens themselves.
+Each is appended under a lock; where one is damaged, what follows is found by its mark.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PATIENCE = 1.0
 """Seconds to wait for another process that writes, before a text is not written."""
 
 MARK = b"\xf5past"
-COUNTS = struct.Struct("<II")  # tokens, and how many of them are the prompt
+COUNTS = struct.Struct("<III")  # tokens, how many of them are the prompt, and the request
 CHECKSUM = struct.Struct("<I")
 LOCK = ".lock"
 NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
@@ -58,10 +58,12 @@ class Text(NamedTuple):
     Attributes:
         ids: (L,) integers.
         offset: how many of them are a prompt that is not learned.
+        request: what tells requests apart, see `number_request`; None where it was not kept.
     """
 
     ids: Array
     offset: int
+    request: int | None = None
 
 
 class Contents(NamedTuple):
@@ -76,9 +78,15 @@ class Contents(NamedTuple):
     damaged: int
 
 
+def number_request(prompt: Array) -> int:
+    """A number of 32 bits for all tokens of a prompt (T,), those that were not read again included."""
+    return zlib.crc32(prompt.astype("<i4").tobytes())
+
+
 def encode_text(text: Text) -> bytes:
     """The record of a text."""
-    counts, data = COUNTS.pack(len(text.ids), text.offset), text.ids.astype("<i4").tobytes()
+    counts = COUNTS.pack(len(text.ids), text.offset, text.request or 0)
+    data = text.ids.astype("<i4").tobytes()
     return MARK + counts + CHECKSUM.pack(zlib.crc32(data, zlib.crc32(counts))) + data
 
 
@@ -88,10 +96,11 @@ def decode_texts(data: bytes) -> Contents:
     while at < len(data):
         if data.startswith(MARK, at) and at + head <= len(data):
             counts = data[at + len(MARK) : at + len(MARK) + COUNTS.size]
-            (count, offset), (checksum,) = COUNTS.unpack(counts), CHECKSUM.unpack(data[at + head - 4 : at + head])
+            count, offset, request = COUNTS.unpack(counts)
+            (checksum,) = CHECKSUM.unpack(data[at + head - 4 : at + head])
             end = at + head + 4 * count
             if end <= len(data) and checksum == zlib.crc32(memoryview(data)[at + head : end], zlib.crc32(counts)):
-                texts.append(Text(np.frombuffer(data, "<i4", count, at + head).astype(np.int32), offset))
+                texts.append(Text(np.frombuffer(data, "<i4", count, at + head).astype(np.int32), offset, request))
                 at = end
                 continue
         following = data.find(MARK, at + 1)
@@ -112,7 +121,7 @@ def open_folder(name: str | Path) -> Path:
     Raises:
         RedrafterError: it cannot be made or read, or holds something else.
     """
-    path = expand_path(name)
+    path = name_folder(name)
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         other = next((each for each in os.listdir(path) if not (each.startswith(".") or NAME.fullmatch(each))), None)
@@ -124,22 +133,36 @@ def open_folder(name: str | Path) -> Path:
     return path
 
 
+def name_folder(name: str | Path) -> Path:
+    """The path of a folder; an empty name, as of a variable that is not set, is a RedrafterError."""
+    if not str(name).strip():
+        raise RedrafterError("expected the name of a folder for answers, got an empty one")
+    return expand_path(name)
+
+
 def list_files(folder: Path) -> list[Path]:
     """The files of a folder, one for each tokenizer."""
     return sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
-def clear_folder(folder: Path) -> None:
-    """Removes all that is kept in a folder.
+def clear_folder(folder: Path) -> bool:
+    """Removes all that is kept in a folder; whether there was something.
 
     Raises:
         RedrafterError: another process writes for longer than `PATIENCE`.
         OSError: it cannot be removed.
     """
+
+    def list_kept() -> list[Path]:
+        """With what a killed process has left."""
+        return [path for path in folder.iterdir() if NAME.fullmatch(final_name(path.name))]
+
+    if not list_kept():  # perhaps the folder is somebody else's
+        return False
     with lock_file(folder / LOCK, PATIENCE):
-        for path in list(folder.iterdir()):
-            if NAME.fullmatch(final_name(path.name)):  # also what a killed process has left
-                path.unlink(missing_ok=True)
+        for path in list_kept():
+            path.unlink(missing_ok=True)
+    return True
 
 
 class AnswerFolder:
@@ -195,17 +218,18 @@ class AnswerFolder:
                 self._index = PastIndex([text.ids for text in self._texts])
             return self._index
 
-    def add(self, read: Sequence[int], made: Sequence[int]) -> None:
+    def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
         """Keeps a text; where the disk cannot, it is kept for this process, with one warning.
 
         Args:
-            read: what was read of the prompt, and not before.
+            prompt: all that the answer follows.
             made: the answer; where it is empty nothing is kept.
+            known: how many tokens of the prompt are not kept: they were in a cache, so an earlier text has them.
         """
-        ids = np.array([*read, *made][-MAX_TEXT:], np.int32)
+        ids = np.array([*prompt[known:], *made][-MAX_TEXT:], np.int32)
         if not made or not self._fits(ids):
             return
-        text = Text(ids, max(0, len(ids) - len(made)))
+        text = Text(ids, max(0, len(ids) - len(made)), number_request(np.array(prompt, np.int32)))
         with self._lock:
             self._texts.append(text)
             self._n_new += len(ids)
@@ -247,7 +271,7 @@ def find_folder(name: str | Path) -> Path:
     Raises:
         RedrafterError: there is none.
     """
-    path = expand_path(name)
+    path = name_folder(name)
     if not path.is_dir():
         raise RedrafterError(f"expected a folder that --answers has made, got {name}")
     return path

@@ -321,7 +321,8 @@ def decode_tokens(
             raise
         finally:
             if options.answers is not None:
-                options.answers.add(cast(list[int], prompt.tolist()), made)
+                history = options.history
+                options.answers.add([*history, *cast(list[int], prompt.tolist())], made, len(history))
         finish()
 
 

@@ -75,6 +75,16 @@ def test_what_is_kept_is_read_again_by_its_tokenizer(tmp_path: Path) -> None:
     assert texts_in(answers) == texts
 
 
+def test_a_request_is_known_however_much_of_it_was_cached(tmp_path: Path) -> None:
+    answers, (prompt, made) = open_answers(tmp_path), make_text(1)
+    for known in (0, 5, len(prompt) - 1):
+        answers.add(prompt, made, known)
+    answers.add([*prompt[:-1], prompt[-1] ^ 1], made)
+    *same, other = decode_texts(answers.path.read_bytes()).texts
+    assert [text.offset for text in same] == [12, 7, 1] and len({text.request for text in same}) == 1
+    assert other.request != same[0].request
+
+
 def test_only_the_owner_can_read(tmp_path: Path) -> None:
     answers, _ = fill(tmp_path / "new" / "answers", 2)
     (tmp_path / "open").mkdir(mode=0o755)

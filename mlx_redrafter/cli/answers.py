@@ -10,8 +10,9 @@ def run() -> int:
     """Says what is in a folder, or removes it, as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
     folder = find_folder(args.folder)
-    if args.clear:
-        clear_folder(folder)
+    if args.clear and clear_folder(folder):
+        print("all that was kept here is removed")
+        return 0
     for path in list_files(folder):
         texts, damaged = decode_texts(path.read_bytes())
         tokens, size = sum(len(text.ids) for text in texts), path.stat().st_size

@@ -525,8 +525,8 @@ class Engine:
         for row, reason in ended.items():
             self._loops.discard(row)
             if self._options.answers is not None:
-                cached, prompt_tokens = row.stats.cached_tokens, row.stats.prompt_tokens
-                self._options.answers.add(row.text[cached:prompt_tokens], row.text[prompt_tokens:])
+                size = row.stats.prompt_tokens
+                self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
             error = None if isinstance(reason, str) else reason
             if error is not None and not isinstance(error, GenerationFailed):
                 error = GenerationFailed(one_line(error))

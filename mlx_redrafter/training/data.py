@@ -278,7 +278,7 @@ def select_prompts(args: TrainingArgs, prompts: list[list[int]], say: Callable[[
 
 def cut_texts(args: TrainingArgs, texts: Sequence[Text], name: str, say: Callable[[str], None]) -> list[Text]:
     """The texts, cut to `max_seq_length`, and without those that have nothing to learn at every depth."""
-    cut = [Text(text.ids[: args.max_seq_length + 1], text.offset) for text in texts]
+    cut = [text._replace(ids=text.ids[: args.max_seq_length + 1]) for text in texts]
     usable = [text for text in cut if len(text.ids) > max(text.offset, 1) + args.draft_depth]
     if dropped := len(texts) - len(usable):
         say(f"{dropped} of {len(texts)} {name} texts are left out: too short for drafts of {args.draft_depth}")

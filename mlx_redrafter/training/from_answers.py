@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -12,11 +11,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_map
 from tqdm import tqdm
 
-from ..answer_folder import find_folder, read_texts
+from ..answer_folder import find_folder, number_request, read_texts
 from ..checkpoints import dtype_name, load_drafter
 from ..command_models import is_quantized, load_target
 from ..drafters import TRAINABLE
@@ -85,13 +83,16 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
         cut_texts(args, [shorten(text, args.max_seq_length) for text in texts if is_held_back(text) is held], name, say)
         for held, name in ((True, "held-back"), (False, "kept"))
     )
-    if not (held_back and training):
-        say(f"not written: expected answers to hold back and to learn, got {len(held_back)} and {len(training)}")
+    if len(held_back) < 2 or not training:
+        say(
+            f"not written: expected 2 answers that are held back and one to learn, got {len(held_back)} and "
+            f"{len(training)}: every {HELD_BACK}th request is held back"
+        )
         return REFUSED
-    parts = [part for part in (held_back[len(held_back) // 2 :], held_back[: len(held_back) // 2]) if part]
+    parts = held_back[len(held_back) // 2 :], held_back[: len(held_back) // 2]
 
     def count_tokens(drafter: TrainableDrafter | None) -> list[float]:
-        """Tokens per round on the recent half of what was held back, and on the older one if there is one."""
+        """Tokens per round on the recent half of what was held back, and on the older one."""
         return [count_tokens_per_round(model, drafter, part, args, context=start is None) for part in parts]
 
     started = time.perf_counter()
@@ -105,6 +106,8 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
     lengths = [len(text.ids) for text in training]
     say(estimate_run(model, sizes, args, lengths, args.iters, val_texts=len(held_back), answers=missing))
     check_disk(files.place, disk_bytes(sizes))
+    if args.minutes is not None:
+        say(f"--minutes {args.minutes:g} may end it sooner")
     if dry_run:
         return 0
     if missing:
@@ -115,7 +118,10 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
         iteration = time_iteration(model, sizes, args, round(sum(len(text.ids) for text in training) / len(training)))
         fitting = min(args.iters, int((end - time.perf_counter()) / iteration))
         if fitting < 1:
-            raise RedrafterError(f"expected more --minutes: nothing is left of {args.minutes:g} to train in")
+            raise RedrafterError(
+                f"expected more --minutes: nothing is left of {args.minutes:g} to train in, as what comes before and "
+                "after takes them; a smaller --val-prompts or --val-tokens takes less"
+            )
         if fitting < args.iters:
             say(f"{fitting} iterations fit into {args.minutes:g} minutes")
         args = replace(args, iters=fitting)
@@ -182,15 +188,15 @@ def load_start(name: str, model: nn.Module) -> TrainableDrafter:
 
 
 def is_held_back(text: Text) -> bool:
-    """Whether a text's request is held back, which a digest of it says: the same in every run."""
-    request = np.ascontiguousarray(text.ids[: text.offset or None], "<i4")
-    return int(hashlib.sha256(request.tobytes()).hexdigest(), 16) % HELD_BACK == 0
+    """Whether a text's request is held back, which its number says: the same in every run."""
+    request = number_request(text.ids[: text.offset]) if text.request is None else text.request
+    return request % HELD_BACK == 0
 
 
 def shorten(text: Text, max_seq_length: int) -> Text:
     """The end of a text, where its answer is."""
     cut = max(0, len(text.ids) - max_seq_length - 1)
-    return Text(text.ids[cut:], max(0, text.offset - cut))
+    return text._replace(ids=text.ids[cut:], offset=max(0, text.offset - cut))
 
 
 def weigh(texts: Sequence[Text], batch_size: int) -> list[Text]:
@@ -202,13 +208,14 @@ def weigh(texts: Sequence[Text], batch_size: int) -> list[Text]:
 def write_answers(
     model: nn.Module, tokenizer: Any, texts: Sequence[Text], missing: int, args: TrainingArgs, end: float
 ) -> list[Text]:
-    """More answers to the prompts of these texts, the latest `max_prompts` of them in turns.
+    """More answers to the prompts that these texts have whole, the latest `max_prompts` of them in turns.
 
     Args:
         missing: how many.
         end: of `time.perf_counter()`, when it stops.
     """
-    unique = dict.fromkeys(tuple(text.ids[: text.offset].tolist()) for text in reversed(texts) if text.offset)
+    whole = [text for text in texts if text.offset and number_request(text.ids[: text.offset]) == text.request]
+    unique = dict.fromkeys(tuple(text.ids[: text.offset].tolist()) for text in reversed(whole))
     room = args.max_seq_length - args.draft_depth
     prompts, found = [each for each in unique if len(each) < room][: args.max_prompts], list[Text]()
     mx.random.seed(args.seed)

@@ -219,9 +219,10 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
     if not resume:
         found = {path.name for path in files.place.iterdir()} if files.place.is_dir() else set()
         if found - {files.work.name} or files.checkpoint.exists():  # answers alone are no run
-            raise RedrafterError(
-                f"{files.place} exists already: give another --output, or --resume to continue the run in it"
+            other = (
+                f"--drafter {args.output} to go on from it" if args.answers else "--resume to continue the run in it"
             )
+            raise RedrafterError(f"{files.place} exists already: give another --output, or {other}")
         return Record(settings)
     if not files.record.exists():
         raise RedrafterError(f"there is no run to resume in {files.place}: leave out --resume")
@@ -328,7 +329,11 @@ def finish(run: Run) -> bool:
     save_drafter(place, drafter)  # whatever becomes of the rest
     run.say("comparing beam shapes with plain decoding on held-out prompts")
     shapes = [(1, k) for k in range(1, args.draft_depth + 1)] + [(4, args.draft_depth)]
-    results = compare_shapes(run.model, drafter, run.prompts, shapes, run.options, run.ends)
+    try:
+        results = compare_shapes(run.model, drafter, run.prompts, shapes, run.options, run.ends)
+    except KeyboardInterrupt:
+        run.say(f"stopped: the drafter is in {place}, its shapes are not compared")
+        raise
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)

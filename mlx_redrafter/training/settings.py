@@ -108,7 +108,9 @@ class TrainingArgs:
 
     def check_sources(self) -> None:
         """Refuses a target and texts that do not go together, by a RedrafterError."""
-        given = [f"--{name}" for name in ("data", "prompts", "answers") if getattr(self, name)]
+        given = [f"--{name}" for name in ("data", "prompts", "answers") if getattr(self, name) is not None]
+        if "" in (self.data, self.prompts, self.answers):
+            raise RedrafterError(f"expected a name after {given[0]}, got an empty one")
         if len(given) > 1:
             raise RedrafterError(f"give either {given[0]} or {given[1]}, got both")
         check_demo_flags(self.model, self)

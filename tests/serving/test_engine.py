@@ -322,7 +322,9 @@ def test_past_answers_draft_around_a_batch(name: str, sampling: dict[str, Any], 
             accepted.append(first.stats.decoding.context_accepted)
     assert accepted[1] > accepted[0] and accepted[1] > 20
     (file,) = tmp_path.glob("*.tokens")
-    texts = [text.ids.tolist() for text in decode_texts(file.read_bytes()).texts]
+    kept = decode_texts(file.read_bytes()).texts
+    texts = [text.ids.tolist() for text in kept]
+    assert kept[3].request == kept[1].request != kept[0].request
     assert len(texts) == 4 and texts[1] == [*PROMPTS[0], *expected]
     assert texts[3] == texts[1][-len(texts[3]) :] and len(texts[3]) < len(texts[1]), "not what was cached of the prompt"
 
