@@ -20,9 +20,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,7 +46,6 @@ from .batchable import count_prefill_rows
 from .generation import Generation, Item, make_events, read_logprobs
 from .prompt_cache import PromptCache, common_prefix, default_bytes
 from .rows import Batch, Loops
-from .structured_output import GrammarCompiler
 from .types import (
     MAX_TOP_LOGPROBS,
     REQUEST_OPTIONS,
@@ -61,6 +60,9 @@ from .types import (
     RequestError,
     SchemaNotFollowed,
 )
+
+if TYPE_CHECKING:
+    from .structured_output import GrammarCompiler
 
 CLOSING = "the server is shutting down"
 
@@ -136,7 +138,7 @@ class Engine:
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
-        self._model, self._drafter, self._options = model, drafter, options
+        self._model, self._tokenizer, self._drafter, self._options = model, tokenizer, drafter, options
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
         self._xtc_special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._max_queue, self._max_per_client = max_queue, max_per_client
@@ -150,7 +152,6 @@ class Engine:
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
         cache_bytes = default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
         self._prompt_cache = PromptCache(min(ranks.gather(cache_bytes)))
-        self._grammars = GrammarCompiler(tokenizer, self.vocab_size)  # for what rank 0 has compiled already
         self._loops = Loops(model, drafter, self._note_drafter_failure)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, decode_concurrency, *prefill)
@@ -362,6 +363,13 @@ class Engine:
             found = Decisions(cancelled, stored, started, bool(self._queue), self._aborting, is_last)
         return found if is_alone or any(found) else None
 
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """Compiles on another rank what rank 0 has compiled already."""
+        from .structured_output import GrammarCompiler  # which needs more than an engine does
+
+        return GrammarCompiler(self._tokenizer, self.vocab_size)
+
     def _share(self, own: Decisions | None) -> Decisions:
         """The decisions of rank 0 on every rank, where rows stand in the same order."""
         if ranks.count() == 1:
@@ -382,8 +390,10 @@ class Engine:
         if own is not None or told is None:
             return own or Decisions([], [], [])
         cancelled, stored = ([rows[at] for at in each] for each in told[:2])
-        made = [arguments and self._grammars.compile(*arguments) for arguments in told[3]]
-        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[2], made, strict=True)]
+        # The choices of one request came with one object of arguments, which pickle keeps one.
+        made = {id(arguments): self._grammars.compile(*arguments) for arguments in told[3] if arguments}
+        grammars = [made.get(id(arguments)) for arguments in told[3]]
+        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[2], grammars, strict=True)]
         return Decisions(cancelled, stored, [self._check(request, None) for request in requests], *told[4:])
 
     def _step(self, decisions: Decisions) -> None:
