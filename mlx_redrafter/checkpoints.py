@@ -91,7 +91,11 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
     try:
+        if not os.path.exists(name):
+            validate_repo_id(name)
         model, tokenizer = mlx_lm_utils.sharded_load(name, *groups, **options)
+    except HFValidationError:
+        raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:  # see `load`
         raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {one_line(error)}") from error
     check_tokenizer(tokenizer, name)

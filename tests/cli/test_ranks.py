@@ -96,6 +96,7 @@ def test_what_needs_a_process_of_its_own_is_refused(flags: list[str], tmp_path: 
         ("generate", *flags[2:]): "2 ranks need --model",
         ("generate", *flags, "--prompt-cache-file", "x"): "--prompt-cache-file is one process's",
         ("generate", *flags, "--prompt", "-"): "which mlx.launch does not pass on",
+        ("generate", "--model", "/no/such"): "no such directory: '/no/such'",
         ("doctor", "--model", flags[1]): "this command runs in one process, got 2",
     }
     started = [start_ranks(2, "-m", "mlx_redrafter", *command, XDG_CACHE_HOME=str(tmp_path)) for command in wrong]
