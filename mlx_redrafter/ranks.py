@@ -22,7 +22,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 CHECK = "MLX_REDRAFTER_CHECK_RANKS"
-"""Set in the environment, all ranks compare what each forward reads, and raise where it differs, at a message each."""
+"""Set in the environment, all ranks compare what each forward reads, and raise where it differs: two messages each."""
 
 GRACE = 10.0
 """Seconds that a rank has to end with an error of its own after another one has ended."""
