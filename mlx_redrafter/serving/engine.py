@@ -1,8 +1,4 @@
-"""The engine: one thread that owns MLX, a queue in front of it, and two ways of decoding.
-
-One request alone is decoded by this package's own loop, which drafts; several by mlx-lm's batches, plainly. The change
-from one to the other is at a round's end, with the cache. Where mlx-lm cannot batch a model's caches, requests take
-turns, a round each.
+"""The engine: one thread that owns MLX, and a queue in front of it. Its steps are the scheduler's.
 
 Where several ranks share the model each has an engine, which takes the same steps. What comes from outside (requests,
 clients that go, the end) is decided on by rank 0 at the beginning of a step, and sent to the others.
@@ -17,60 +13,43 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import ranks
 from ..checkpoints import evaluate
 from ..drafters.protocol import Drafter
-from ..engine import kv_cache
-from ..engine.decode import Round, on_stream
+from ..engine.decode import on_stream
 from ..engine.model_parts import find_context_length
 from ..engine.request_checks import check_request
-from ..engine.stats import Stats
 from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, one_line
-from ..generate import decode_tokens
 from ..options import Options
-from .batchable import count_prefill_rows
-from .generation import Generation, Item, make_events, read_logprobs
-from .prompt_cache import PromptCache, common_prefix, default_bytes
-from .rows import Batch, Loops
+from .generation import Generation
+from .scheduler import Scheduler
 from .types import (
     MAX_TOP_LOGPROBS,
     REQUEST_OPTIONS,
     ClientLimitReached,
     ContextLengthExceeded,
     EngineClosed,
-    EngineCounters,
-    FinishReason,
     GenerationFailed,
     GenerationRequest,
     QueueFull,
     RequestError,
-    SchemaNotFollowed,
 )
 
 if TYPE_CHECKING:
     from .structured_output import GrammarCompiler
 
 CLOSING = "the server is shutting down"
-
-MIN_SHARED = 32
-"""Tokens of a prompt that another one is reading too for which a request waits."""
-
-ALONE_STEPS = 16
-"""Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
 
 IDLE_SECONDS = 0.05
 """How often several ranks that have nothing to do ask rank 0 whether something has come."""
@@ -138,27 +117,16 @@ class Engine:
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
-        self._model, self._tokenizer, self._drafter, self._options = model, tokenizer, drafter, options
-        self._end_tokens = frozenset(tokenizer.eos_token_ids)
+        self._model, self._tokenizer, self._options = model, tokenizer, options
         self._xtc_special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self._max_queue, self._max_per_client = max_queue, max_per_client
-        self._max_prompt_tokens, self._size = max_prompt_tokens, decode_concurrency
+        self._max_prompt_tokens = max_prompt_tokens
         from_config = find_context_length(model) if options.max_kv_size is None else None
         self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
-        self._prefill_rows = count_prefill_rows(model, options)
         evaluate(model, drafter)  # another thread will use them
-        fresh = make_prompt_cache(model, options.max_kv_size)
-        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
-        cache_bytes = default_bytes() if prompt_cache_bytes is None else prompt_cache_bytes
-        self._prompt_cache = PromptCache(min(ranks.gather(cache_bytes)))
-        self._loops = Loops(model, drafter, self._note_drafter_failure)
-        prefill = max(1, self._prefill_rows), options.prefill_step_size
-        self._make_batch = partial(Batch, model, decode_concurrency, *prefill)
-        self._batch = self._make_batch()
-        self._alone_steps = 0
-        self._outbox: list[tuple[Generation, Item]] = []
-        self.counters = EngineCounters()
+        self._scheduler = Scheduler(model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes)
+        self.counters = self._scheduler.counters
         self._condition = threading.Condition()  # guards what follows
         self._queue: deque[Generation] = deque()
         self._clients: Counter[str] = Counter()
@@ -180,25 +148,24 @@ class Engine:
     @property
     def running(self) -> int:
         """How many requests run."""
-        return len(self._rows())
+        return len(self._scheduler.rows)
 
     @property
     def batch_rows(self) -> int:
         """How many of them in a batch."""
-        return len(self._batch.rows)
+        return len(self._scheduler.batch_rows)
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
         """How requests are decoded now."""
         if self.batch_rows:
             return "batch"
-        count = len(self._loops.rows)
-        return "idle" if not count else "single" if count == 1 else "turns"
+        return "idle" if not self.running else "single" if self.running == 1 else "turns"
 
     @property
     def prompt_cache_bytes(self) -> int:
         """Of all caches that are kept for later requests."""
-        return self._prompt_cache.nbytes
+        return self._scheduler.prompt_cache.nbytes
 
     def start(self) -> None:
         """Starts the thread, and waits until it is ready: what `plan="auto"` needs to know is measured first.
@@ -291,28 +258,27 @@ class Engine:
         """Ends those that were cancelled while they waited, or with an error all that wait."""
         for generation in [each for each in self._queue if error or each.cancelled]:
             self._queue.remove(generation)
-            self._count_end(generation, "failed" if error else "cancelled")
-            generation.put(error)
+            self._end(generation, error or "cancelled")
 
-    def _count_end(self, generation: Generation, reason: str) -> None:
-        cached = generation.stats.cached_tokens
-        self.counters.finished[reason] += 1
-        self.counters.cached_tokens += cached
-        self.counters.prompt_tokens += generation.read - cached
+    def _end(self, generation: Generation, reason: str | Exception) -> None:
+        """Counts a generation that ends, and tells its client."""
+        counters, cached = self.counters, generation.stats.cached_tokens
+        counters.finished[reason if isinstance(reason, str) else "failed"] += 1
+        counters.cached_tokens += cached
+        counters.prompt_tokens += generation.read - cached
         with self._condition:
             self._clients -= Counter([generation.request.client])  # keeps no zeros
+        error = None if isinstance(reason, str) else reason
+        if error is not None and not isinstance(error, GenerationFailed):
+            error = GenerationFailed(one_line(error))
+        generation.put(error)
 
     # What follows is the engine's thread.
 
     def _run(self) -> None:
         with on_stream(), wired_limit(self._model):
             try:
-                self._host_stream = mx.new_stream(mx.cpu)  # beside the forward that is being computed
-                # Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
-                for _ in decode_tokens(
-                    [0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)
-                ):
-                    pass
+                self._scheduler.warm_up()
             except Exception as error:
                 self._start_error = error
                 return
@@ -323,23 +289,21 @@ class Engine:
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
-                    self._step(decisions)
+                    if decisions.is_aborted:
+                        for row in self._scheduler.rows:
+                            row.error = EngineClosed(CLOSING)
+                    cancelled, stored, started, others_wait, *_ = decisions
+                    outcome = self._scheduler.step(cancelled, stored, started, others_wait=others_wait)
                 except Exception as error:
                     if ranks.count() > 1:  # the others may have gone on
                         ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
                     logging.exception("The engine has failed, and with it all requests that ran")
-                    running = self._rows()
-                    self._batch.close()
-                    self._batch = self._make_batch()
-                    self._end(dict.fromkeys(running, error))
-                    self._prompt_cache.clear()
-                    mx.clear_cache()
-                outbox, self._outbox = self._outbox, []
-                for generation, item in outbox:
-                    generation.put(item)
-            self._prompt_cache.clear()
-            mx.synchronize()
-        self._batch.close()
+                    outcome = self._scheduler.abort(error)
+                for generation, events in outcome.events:
+                    generation.put(events)
+                for generation, reason in outcome.ended.items():
+                    self._end(generation, reason)
+            self._scheduler.close()
 
     def _decide(self) -> Decisions | None:
         """What to do next, on rank 0 once there is something to do; None for a round of what runs, and on other ranks.
@@ -354,9 +318,9 @@ class Engine:
             if ranks.index():
                 return None
             self._drop_waiting()
-            cancelled = [row for row in self._rows() if row.cancelled]
-            staying = [row for row in self._rows() if row not in cancelled]
-            started, stored = self._choose(staying)
+            cancelled = [row for row in self._scheduler.rows if row.cancelled]
+            staying = [row for row in self._scheduler.rows if row not in cancelled]
+            started, stored = self._scheduler.choose(self._queue, staying)
             for row in started:
                 self._queue.remove(row)
             is_last = self._closing and not (self._queue or self.running or started)
@@ -375,7 +339,7 @@ class Engine:
         if ranks.count() == 1:
             assert own is not None
             return own
-        rows = self._rows()
+        rows = self._scheduler.rows
         if ranks.CHECK in os.environ:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
@@ -395,166 +359,3 @@ class Engine:
         grammars = [made.get(id(arguments)) for arguments in told[3]]
         requests = [replace(request, grammar=grammar) for request, grammar in zip(told[2], grammars, strict=True)]
         return Decisions(cancelled, stored, [self._check(request, None) for request in requests], *told[4:])
-
-    def _step(self, decisions: Decisions) -> None:
-        """A round for every request that runs."""
-        if decisions.is_aborted:
-            for row in self._rows():
-                row.error = EngineClosed(CLOSING)
-        cancelled = decisions.cancelled
-        self._end({row: row.error or "cancelled" for row in self._rows() if row.error or row in cancelled})
-        for row in decisions.stored:
-            if row in self._rows():  # else it is kept already
-                self._store_prompt(row)
-        self._start(decisions.started)
-        if self.batch_rows:
-            self._step_batch(others_wait=decisions.others_wait)
-        for row in self._loops.rows:
-            self._step_alone(row)
-
-    def _rows(self) -> list[Generation]:
-        """Everything that runs."""
-        return [*self._loops.rows, *self._batch.rows]
-
-    def _start(self, started: Sequence[Generation]) -> None:
-        """Starts rows, and makes a single one part of a batch where there is another."""
-        if started and self._prefill_rows and self.running + len(started) > 1:
-            for row in self._loops.rows:
-                self._hand_to_batch(row)
-        for row in started:
-            row.stats.queue_seconds = time.perf_counter() - row.submitted
-            with self._failing(row):
-                row.grammar = row.request.grammar() if row.request.grammar is not None else None
-                start = self._prompt_cache.fetch(row.text)
-                row.read = row.stats.cached_tokens = start[1]
-                is_batched = self._prefill_rows and (len(started) > 1 or self.running)
-                (self._batch if is_batched else self._loops).add(row, start)
-
-    def _choose(self, running: Sequence[Generation]) -> tuple[list[Generation], list[Generation]]:
-        """(those that start now: all that there is room for, in their order, but those that wait for a prefix;
-        rows whose prompts are kept for them)."""
-        reading = [row for row in running if row.read < len(row.prompt)]
-        chosen, stored = list[Generation](), list[Generation]()
-        for row in self._queue:
-            if len(running) + len(chosen) < self._size:
-                other, shared = self._find_prefix(row, reading)
-                if other is not None and other.read < shared:
-                    continue
-                stored += [other] if other is not None and other not in stored else []
-                chosen.append(row)
-                reading.append(row)
-        return chosen, stored
-
-    def _find_prefix(self, row: Generation, reading: Sequence[Generation]) -> tuple[Generation | None, int]:
-        """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
-
-        As soon as that is read, the cache is kept, and the row starts with it.
-        """
-        shared, other = 0, None
-        for each in reading:
-            count = common_prefix(row.prompt, each.prompt)
-            if count > shared and (self._can_fork or count == len(each.prompt)):
-                shared, other = count, each
-        is_kept = shared - self._prompt_cache.count(row.prompt) < MIN_SHARED if shared >= MIN_SHARED else True
-        return (None, 0) if is_kept or not self._prompt_cache.max_bytes else (other, shared)
-
-    def _store_prompt(self, row: Generation) -> None:
-        """Keeps a copy of what is read of its prompt."""
-        with self._failing(row):
-            cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
-            self._prompt_cache.store(row.text[:held], cache or [])
-
-    def _hand_to_batch(self, row: Generation) -> None:
-        """Once the row's cache ends before its last token, which is what the batch then reads first."""
-        while row in self._loops.rows and not self._loops.stop_running_ahead(row):
-            self._step_alone(row)
-        if row in self._loops.rows:
-            with self._failing(row):
-                self._batch.add(row, self._loops.remove(row))
-                self.counters.mode_switches["batch"] += 1
-
-    def _step_alone(self, row: Generation) -> None:
-        with self._failing(row):
-            made = self._loops.step(row)
-            if made.tokens:
-                self.counters.rounds += 1
-                self._end(self._report([(row, made)]))
-            elif row.read == len(row.prompt):
-                self._store_prompt(row)
-
-    def _step_batch(self, *, others_wait: bool) -> None:
-        read, made = self._batch.step()
-        for row in read:
-            self._store_prompt(row)
-        self.counters.batch_steps += len(made) > 0
-        self._end(self._report(made))
-        is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
-        self._alone_steps = self._alone_steps + 1 if is_alone else 0
-        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].may_draft:
-            # It goes on alone, after the token that the batch is computing.
-            row, following, start = self._batch.remove_only()
-            with self._failing(row):
-                if row.error is not None:
-                    raise row.error
-                ended = self._report([(row, following)])
-                self._loops.add(row, start)
-                self.counters.mode_switches["single"] += 1
-                self._end(ended)
-
-    def _report(self, made: list[tuple[Generation, Round]]) -> dict[Generation, FinishReason]:
-        """Posts what one forward has made for each row; returns the rows that end with it."""
-        now = time.perf_counter()
-        taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
-        with mx.stream(self._host_stream):
-            pairs = [pair for _, each, tokens, _ in taken for pair in zip(each.logprobs, tokens, strict=False)]
-            logprobs = iter(read_logprobs(pairs))
-            for row, each, tokens, reason in taken:
-                decoding, stats = Stats(), row.stats
-                if stats.time_to_first_token is None:
-                    stats.time_to_first_token = now - row.submitted
-                else:
-                    decoding = decoding.add_round(
-                        each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
-                    )
-                stats.seconds = now - row.submitted - stats.time_to_first_token
-                for counts in (stats, self.counters):
-                    counts.decoding += decoding
-                    counts.generated_tokens += len(tokens)
-                events = make_events(row.request, each, tokens, [next(logprobs) for _ in tokens], reason)
-                self._outbox.append((row, events))
-        return {row: reason for row, _, _, reason in taken if reason}
-
-    def _end(self, ended: Mapping[Generation, str | Exception]) -> None:
-        """Takes rows out, by how they end; without an error their caches are kept for later requests."""
-        kept = [row for row, reason in ended.items() if isinstance(reason, str)]
-        caches = self._batch.remove(kept, keep_caches=self._prompt_cache.max_bytes > 0)
-        caches |= {row: self._loops.remove(row) for row in kept if row in self._loops.rows}
-        for row, (cache, held) in caches.items():
-            self._prompt_cache.store(row.text[:held], cache or [])
-        self._batch.remove(ended, keep_caches=False)
-        for row, reason in ended.items():
-            self._loops.discard(row)
-            if self._options.answers is not None:
-                size = row.stats.prompt_tokens
-                self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
-            error = None if isinstance(reason, str) else reason
-            if error is not None and not isinstance(error, GenerationFailed):
-                error = GenerationFailed(one_line(error))
-            self._count_end(row, reason if isinstance(reason, str) else "failed")
-            self._outbox.append((row, error))
-
-    @contextmanager
-    def _failing(self, row: Generation) -> Iterator[None]:
-        """An exception fails this row alone."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, SchemaNotFollowed):
-                if ranks.count() > 1:  # it might be this one's alone
-                    raise
-                logging.exception("A request has failed")
-            self._end({row: error})
-
-    def _note_drafter_failure(self, error: Exception) -> None:
-        self.counters.drafter_failures += 1
-        logging.error("The drafter has failed; the request goes on without it", exc_info=error)

@@ -112,19 +112,18 @@ class Loops:
         row.may_run_ahead = False
         return self._loops[row][0].target.length < len(row.text)
 
-    def remove(self, row: Generation) -> Start:
-        """Ends the row's loop."""
-        decoder, rounds = self._loops.pop(row)
-        with closing(rounds):
-            held = min(decoder.target.length, len(row.text))
-            if held:
-                decoder.finish(held, row.text[held - 1])
-        return decoder.target.cache, held
-
-    def discard(self, row: Generation) -> None:
-        """Ends the row's loop, if it has one, after an exception: its cache is undefined."""
-        if row in self._loops:
-            self._loops.pop(row)[1].close()
+    def remove(self, rows: Iterable[Generation], *, keep_caches: bool = True) -> dict[Generation, Start]:
+        """Takes those of the rows out that are here; see `Batch.remove`. After an exception a cache is undefined."""
+        removed: dict[Generation, Start] = {}
+        for row in [row for row in rows if row in self._loops]:
+            decoder, rounds = self._loops.pop(row)
+            with closing(rounds):
+                if keep_caches:
+                    held = min(decoder.target.length, len(row.text))
+                    if held:
+                        decoder.finish(held, row.text[held - 1])
+                    removed[row] = decoder.target.cache, held
+        return removed
 
 
 class RowSampler:
@@ -223,8 +222,8 @@ class Batch:
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return copy.deepcopy(cache), len(tokens)
 
-    def remove(self, rows: Iterable[Generation], *, keep_caches: bool) -> dict[Generation, Start]:
-        """Takes rows out; their caches hold all tokens that `step` returned.
+    def remove(self, rows: Iterable[Generation], *, keep_caches: bool = True) -> dict[Generation, Start]:
+        """Takes those of the rows out that are here; their caches hold all tokens that `step` returned.
 
         Args:
             keep_caches: whether they are wanted.
@@ -240,7 +239,7 @@ class Batch:
         ((row, sampler),) = self._rows.values()
         assert sampler.last is not None
         tokens, logprobs = sampler.last[0], sampler.last[1][0]
-        start = self.remove([row], keep_caches=True)[row]
+        start = self.remove([row])[row]
         mx.eval(tokens, logprobs)
         return row, Round(cast(list[int], tokens.tolist()), [logprobs]), start
 

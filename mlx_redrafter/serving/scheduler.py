@@ -1,0 +1,287 @@
+"""What runs, and its steps: one request alone is decoded by this package's loop, several by mlx-lm's batches.
+
+The change from one to the other is at a round's end, with the cache. Where mlx-lm cannot batch a model's caches,
+requests take turns, a round each.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from .. import ranks
+from ..drafters.protocol import Drafter
+from ..engine import kv_cache
+from ..engine.decode import Round
+from ..engine.stats import Stats
+from ..generate import decode_tokens
+from ..options import Options
+from .batchable import count_prefill_rows
+from .generation import Generation, make_events, read_logprobs
+from .prompt_cache import PromptCache, common_prefix, default_bytes
+from .rows import Batch, Loops
+from .types import EngineCounters, FinishReason, SchemaNotFollowed, TokenEvent
+
+MIN_SHARED = 32
+"""Tokens of a prompt that another one is reading too for which a request waits."""
+
+ALONE_STEPS = 16
+"""Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
+
+
+class Outcome(NamedTuple):
+    """What a step made.
+
+    Attributes:
+        events: of each row's tokens.
+        ended: the rows that ended after them, by how: "stop", "length", "cancelled", or an error.
+    """
+
+    events: list[tuple[Generation, list[TokenEvent]]]
+    ended: dict[Generation, str | Exception]
+
+
+class Scheduler:
+    """Rows, and the caches of earlier ones. All but the attributes and properties belongs to the engine's thread.
+
+    Args:
+        model, tokenizer, drafter, options, size, cache_bytes: as `Engine` has them, `size` its `decode_concurrency`.
+
+    Attributes:
+        counters: what was done since the start.
+        prompt_cache: the caches that ended rows have left.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        drafter: Drafter | None,
+        options: Options,
+        size: int,
+        cache_bytes: int | None,
+    ) -> None:
+        self._model, self._drafter, self._options, self._size = model, drafter, options, size
+        self._end_tokens = frozenset(tokenizer.eos_token_ids)
+        self.counters = EngineCounters()
+        self.prompt_cache = PromptCache(min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes)))
+        fresh = make_prompt_cache(model, options.max_kv_size)
+        self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
+        self._prefill_rows = count_prefill_rows(model, options)
+        prefill = max(1, self._prefill_rows), options.prefill_step_size
+        self._make_batch = partial(Batch, model, size, *prefill)
+        self._loops, self._batch = Loops(model, drafter, self._note_drafter_failure), self._make_batch()
+        self._alone_steps = 0
+        self._outcome = Outcome([], {})
+
+    @property
+    def rows(self) -> list[Generation]:
+        """Everything that runs, in the same order on all ranks."""
+        return [*self._loops.rows, *self._batch.rows]
+
+    @property
+    def batch_rows(self) -> list[Generation]:
+        """What runs in a batch."""
+        return self._batch.rows
+
+    def warm_up(self) -> None:
+        """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
+
+        Raises:
+            RedrafterError: the drafter does not fit the model.
+        """
+        self._host_stream = mx.new_stream(mx.cpu)  # beside the forward that is being computed
+        for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)):
+            pass
+
+    def choose(
+        self, waiting: Iterable[Generation], running: Sequence[Generation]
+    ) -> tuple[list[Generation], list[Generation]]:
+        """(those that start now: all that there is room for, in their order, but those that wait for a prefix;
+        rows whose prompts are kept for them)."""
+        reading = [row for row in running if row.read < len(row.prompt)]
+        chosen, stored = list[Generation](), list[Generation]()
+        for row in waiting:
+            if len(running) + len(chosen) < self._size:
+                other, shared = self._find_prefix(row, reading)
+                if other is not None and other.read < shared:
+                    continue
+                stored += [other] if other is not None and other not in stored else []
+                chosen.append(row)
+                reading.append(row)
+        return chosen, stored
+
+    def _find_prefix(self, row: Generation, reading: Sequence[Generation]) -> tuple[Generation | None, int]:
+        """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
+
+        As soon as that is read, the cache is kept, and the row starts with it.
+        """
+        shared, other = 0, None
+        for each in reading:
+            count = common_prefix(row.prompt, each.prompt)
+            if count > shared and (self._can_fork or count == len(each.prompt)):
+                shared, other = count, each
+        is_kept = shared - self.prompt_cache.count(row.prompt) < MIN_SHARED if shared >= MIN_SHARED else True
+        return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
+
+    def step(
+        self,
+        cancelled: Sequence[Generation],
+        stored: Sequence[Generation],
+        started: Sequence[Generation],
+        *,
+        others_wait: bool,
+    ) -> Outcome:
+        """A round for every row.
+
+        Args:
+            cancelled: rows that end, as do those that have an `error`.
+            stored: rows whose prompts are kept as far as they are read.
+            started: new rows.
+            others_wait: whether there are more in the queue.
+        """
+        self._outcome = Outcome([], {})
+        self._end({row: row.error or "cancelled" for row in self.rows if row.error or row in cancelled})
+        for row in stored:
+            if row in self.rows:  # else it is kept already
+                self._store_prompt(row)
+        self._start(started)
+        if self.batch_rows:
+            self._step_batch(others_wait=others_wait)
+        for row in self._loops.rows:
+            self._step_alone(row)
+        return self._outcome
+
+    def abort(self, error: Exception) -> Outcome:
+        """Ends all rows with an error after which nothing is sure, and drops all caches."""
+        ended = self._outcome.ended | dict.fromkeys(self.rows, error)
+        self._loops.remove(self._loops.rows, keep_caches=False)
+        self._batch.close()
+        self._batch = self._make_batch()
+        self.prompt_cache.clear()
+        mx.clear_cache()
+        return Outcome(self._outcome.events, ended)
+
+    def close(self) -> None:
+        """Frees what mlx-lm holds, and the caches."""
+        self.prompt_cache.clear()
+        mx.synchronize()
+        self._batch.close()
+
+    def _start(self, started: Sequence[Generation]) -> None:
+        """Starts rows, and makes a single one part of a batch where there is another."""
+        if started and self._prefill_rows and len(self.rows) + len(started) > 1:
+            for row in self._loops.rows:
+                self._hand_to_batch(row)
+        for row in started:
+            row.stats.queue_seconds = time.perf_counter() - row.submitted
+            with self._failing(row):
+                row.grammar = row.request.grammar() if row.request.grammar is not None else None
+                start = self.prompt_cache.fetch(row.text)
+                row.read = row.stats.cached_tokens = start[1]
+                is_batched = self._prefill_rows and (len(started) > 1 or self.rows)
+                (self._batch if is_batched else self._loops).add(row, start)
+
+    def _store_prompt(self, row: Generation) -> None:
+        """Keeps a copy of what is read of its prompt."""
+        with self._failing(row):
+            cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
+            self.prompt_cache.store(row.text[:held], cache or [])
+
+    def _hand_to_batch(self, row: Generation) -> None:
+        """Once the row's cache ends before its last token, which is what the batch then reads first."""
+        while row in self._loops.rows and not self._loops.stop_running_ahead(row):
+            self._step_alone(row)
+        if row in self._loops.rows:
+            with self._failing(row):
+                self._batch.add(row, self._loops.remove([row])[row])
+                self.counters.mode_switches["batch"] += 1
+
+    def _step_alone(self, row: Generation) -> None:
+        with self._failing(row):
+            made = self._loops.step(row)
+            if made.tokens:
+                self.counters.rounds += 1
+                self._end(self._report([(row, made)]))
+            elif row.read == len(row.prompt):
+                self._store_prompt(row)
+
+    def _step_batch(self, *, others_wait: bool) -> None:
+        read, made = self._batch.step()
+        for row in read:
+            self._store_prompt(row)
+        self.counters.batch_steps += len(made) > 0
+        self._end(self._report(made))
+        is_alone = len(made) == 1 and [made[0][0]] == self.batch_rows
+        self._alone_steps = self._alone_steps + 1 if is_alone else 0
+        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].may_draft:
+            # It goes on alone, after the token that the batch is computing.
+            row, following, start = self._batch.remove_only()
+            with self._failing(row):
+                if row.error is not None:
+                    raise row.error
+                ended = self._report([(row, following)])
+                self._loops.add(row, start)
+                self.counters.mode_switches["single"] += 1
+                self._end(ended)
+
+    def _report(self, made: list[tuple[Generation, Round]]) -> dict[Generation, FinishReason]:
+        """Notes what one forward has made for each row; returns the rows that end with it."""
+        now = time.perf_counter()
+        taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
+        with mx.stream(self._host_stream):
+            pairs = [pair for _, each, tokens, _ in taken for pair in zip(each.logprobs, tokens, strict=False)]
+            logprobs = iter(read_logprobs(pairs))
+            for row, each, tokens, reason in taken:
+                decoding, stats = Stats(), row.stats
+                if stats.time_to_first_token is None:
+                    stats.time_to_first_token = now - row.submitted
+                else:
+                    decoding = decoding.add_round(
+                        each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
+                    )
+                stats.seconds = now - row.submitted - stats.time_to_first_token
+                for counts in (stats, self.counters):
+                    counts.decoding += decoding
+                    counts.generated_tokens += len(tokens)
+                events = make_events(row.request, each, tokens, [next(logprobs) for _ in tokens], reason)
+                self._outcome.events.append((row, events))
+        return {row: reason for row, _, _, reason in taken if reason}
+
+    def _end(self, ended: Mapping[Generation, str | Exception]) -> None:
+        """Takes rows out, by how they end; without an error their caches are kept for later requests."""
+        self._outcome.ended.update(ended)
+        kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
+        for way in (self._batch, self._loops):
+            for row, (cache, held) in way.remove(kept).items():
+                self.prompt_cache.store(row.text[:held], cache or [])
+            way.remove(ended, keep_caches=False)
+        if self._options.answers is not None:
+            for row in ended:
+                size = row.stats.prompt_tokens
+                self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
+
+    @contextmanager
+    def _failing(self, row: Generation) -> Iterator[None]:
+        """An exception fails this row alone."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, SchemaNotFollowed):
+                if ranks.count() > 1:  # it might be this one's alone
+                    raise
+                logging.exception("A request has failed")
+            self._end({row: error})
+
+    def _note_drafter_failure(self, error: Exception) -> None:
+        self.counters.drafter_failures += 1
+        logging.error("The drafter has failed; the request goes on without it", exc_info=error)
