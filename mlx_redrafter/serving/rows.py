@@ -189,7 +189,7 @@ class Batch:
             caches=[cache or make_prompt_cache(self._model)],
             all_tokens=[row.text[:held]],
             samplers=[sampler],
-            logits_processors=[[guard(row, processor) for processor in [*row.processors, *make_masks(row)]]],
+            logits_processors=[[*row.processors, *make_masks(row)]],
         )
         self._rows[uid] = row, sampler
 
@@ -249,30 +249,21 @@ class Batch:
 
 
 def make_masks(row: Generation) -> list[Processor]:
-    """The logits processor of a row's grammar; none without one."""
+    """The logits processor of a row's grammar, whose errors end the row, not the batch; none without one."""
     grammar, prompt_tokens = row.grammar, row.stats.prompt_tokens
     if grammar is None:
         return []
 
     def mask(tokens: mx.array, logits: mx.array) -> mx.array:
-        for token in cast(list[int], tokens[prompt_tokens + grammar.length :].tolist()):
-            grammar.take(token)
-        return mask_root(grammar, logits)
-
-    return [mask]
-
-
-def guard(row: Generation, processor: Processor) -> Processor:
-    """A processor whose errors end its own row, not the batch."""
-
-    def call(tokens: mx.array, logits: mx.array) -> mx.array:
         if row.error is None:
             try:
-                return processor(tokens, logits)
+                for token in cast(list[int], tokens[prompt_tokens + grammar.length :].tolist()):
+                    grammar.take(token)
+                return mask_root(grammar, logits)
             except Exception as error:
                 if ranks.count() > 1 and not isinstance(error, SchemaNotFollowed):  # it might be this one's alone
                     raise
                 row.error = error
         return logits
 
-    return call
+    return [mask]
