@@ -62,19 +62,17 @@ class Decisions(NamedTuple):
     """What rank 0 decides at the beginning of a step.
 
     Attributes:
-        cancelled: rows that end.
+        ended: rows that end, by how.
         stored: rows whose prompts are kept as far as they are read.
         started: new rows.
         others_wait: whether there are more in the queue.
-        is_aborted: whether all that runs is broken off.
         is_last: whether the engine ends, with nothing left to do.
     """
 
-    cancelled: list[Generation]
+    ended: dict[Generation, str | Exception]
     stored: list[Generation]
     started: list[Generation]
     others_wait: bool = False
-    is_aborted: bool = False
     is_last: bool = False
 
 
@@ -289,11 +287,8 @@ class Engine:
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
-                    if decisions.is_aborted:
-                        for row in self._scheduler.rows:
-                            row.error = EngineClosed(CLOSING)
-                    cancelled, stored, started, others_wait, *_ = decisions
-                    outcome = self._scheduler.step(cancelled, stored, started, others_wait=others_wait)
+                    ended, stored, started, others_wait, _ = decisions
+                    outcome = self._scheduler.step(ended, stored, started, others_wait)
                 except Exception as error:
                     if ranks.count() > 1:  # the others may have gone on
                         ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
@@ -318,13 +313,16 @@ class Engine:
             if ranks.index():
                 return None
             self._drop_waiting()
-            cancelled = [row for row in self._scheduler.rows if row.cancelled]
-            staying = [row for row in self._scheduler.rows if row not in cancelled]
-            started, stored = self._scheduler.choose(self._queue, staying)
+            ended: dict[Generation, str | Exception] = {
+                row: "cancelled" for row in self._scheduler.rows if row.cancelled
+            }
+            if self._aborting:
+                ended = dict.fromkeys(self._scheduler.rows, EngineClosed(CLOSING))
+            started, stored = self._scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)
             is_last = self._closing and not (self._queue or self.running or started)
-            found = Decisions(cancelled, stored, started, bool(self._queue), self._aborting, is_last)
+            found = Decisions(ended, stored, started, bool(self._queue), is_last)
         return found if is_alone or any(found) else None
 
     @cached_property
@@ -346,16 +344,17 @@ class Engine:
                 raise RedrafterError(f"the ranks decode different texts: {texts}")
         told = None
         if own is not None:
-            places = [[rows.index(row) for row in each] for each in (own.cancelled, own.stored)]
+            ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
+            stored = [rows.index(row) for row in own.stored]
             requests = [row.request for row in own.started]
             grammars = [getattr(request.grammar, "arguments", None) for request in requests]
-            told = *places, [replace(request, grammar=None) for request in requests], grammars, *own[3:]
+            told = ended, stored, [replace(request, grammar=None) for request in requests], grammars, *own[3:]
         told = ranks.share(told)
         if own is not None or told is None:
-            return own or Decisions([], [], [])
-        cancelled, stored = ([rows[at] for at in each] for each in told[:2])
+            return own or Decisions({}, [], [])
         # The choices of one request came with one object of arguments, which pickle keeps one.
         made = {id(arguments): self._grammars.compile(*arguments) for arguments in told[3] if arguments}
         grammars = [made.get(id(arguments)) for arguments in told[3]]
         requests = [replace(request, grammar=grammar) for request, grammar in zip(told[2], grammars, strict=True)]
-        return Decisions(cancelled, stored, [self._check(request, None) for request in requests], *told[4:])
+        started = [self._check(request, None) for request in requests]
+        return Decisions({rows[at]: how for at, how in told[0]}, [rows[at] for at in told[1]], started, *told[4:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -104,10 +104,11 @@ class Scheduler:
             pass
 
     def choose(
-        self, waiting: Iterable[Generation], running: Sequence[Generation]
+        self, waiting: Iterable[Generation], ended: Container[Generation]
     ) -> tuple[list[Generation], list[Generation]]:
         """(those that start now: all that there is room for, in their order, but those that wait for a prefix;
-        rows whose prompts are kept for them)."""
+        rows whose prompts are kept for them). Rows that are `ended` count no more."""
+        running = [row for row in self.rows if row not in ended]
         reading = [row for row in running if row.read < len(row.prompt)]
         chosen, stored = list[Generation](), list[Generation]()
         for row in waiting:
@@ -135,22 +136,21 @@ class Scheduler:
 
     def step(
         self,
-        cancelled: Sequence[Generation],
+        ended: Mapping[Generation, str | Exception],
         stored: Sequence[Generation],
         started: Sequence[Generation],
-        *,
         others_wait: bool,
     ) -> Outcome:
         """A round for every row.
 
         Args:
-            cancelled: rows that end, as do those that have an `error`.
+            ended: rows that end, by how; those that have an `error` do, too.
             stored: rows whose prompts are kept as far as they are read.
             started: new rows.
             others_wait: whether there are more in the queue.
         """
         self._outcome = Outcome([], {})
-        self._end({row: row.error or "cancelled" for row in self.rows if row.error or row in cancelled})
+        self._end({row: row.error or ended[row] for row in self.rows if row.error or row in ended})
         for row in stored:
             if row in self.rows:  # else it is kept already
                 self._store_prompt(row)
