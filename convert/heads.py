@@ -158,7 +158,7 @@ def make_recurrent(parts: Parts, source: Source) -> Found:
 
 
 def make_medusa(parts: Parts, config: dict[str, Any], where: str, model: nn.Module | None) -> Drafter:
-    """Medusa heads. Those without output matrices use the target's, of which one copy is made."""
+    """Medusa heads. Those without output matrices use the target's, of which one copy is made; vLLM's may share one."""
     shapes, given = join_shapes(parts, where), dict[str, mx.array]()
     width = need_matrix(shapes, "blocks.0.0.linear.weight", where)[0]
     if tied := not any(name.startswith("output.") for name in parts):
@@ -173,7 +173,7 @@ def make_medusa(parts: Parts, config: dict[str, Any], where: str, model: nn.Modu
         "vocab_size": config.get("vocab_size") if DRAFT_IDS in parts else rows,
         "num_heads": 1 + find_last(parts, r"blocks\.(\d+)\..*"),  # the config's number is often wrong
         "num_layers": 1 + find_last(parts, r"blocks\.0\.(\d+)\..*"),
-        "tie_output": tied,
+        "tie_output": tied or config.get("original_lm_head") is True,
     }
     drafter = medusa.Drafter(derive_args(medusa.DrafterArgs, shapes, config | sizes, where))
     if tied and model is not None:

@@ -45,14 +45,12 @@ def find_kind(config: dict[str, Any], where: str) -> tuple[type[Drafter], type[D
 
 def is_converted(config: dict[str, Any]) -> bool:
     """Whether a config is that of a drafter in our format, not in that of its authors."""
-    if "speculators_model_type" in config:
+    if "medusa_num_heads" in config or "speculators_model_type" in config:
         return False
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    return (
-        "medusa_num_heads" not in config
-        and model_type in KINDS
-        and (model_type == recurrent.MODEL_TYPE or "hidden_size" in config)
-    )
+    if model_type == recurrent.MODEL_TYPE:
+        return True
+    return model_type in KINDS and "hidden_size" in config and "architectures" not in config
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:

@@ -110,6 +110,19 @@ def vllm(arrays: Arrays) -> Arrays:
     return {re.sub(r"^(\d)\.\d\.weight", r"lm_heads.\1.weight", name): x for name, x in renamed.items()}
 
 
+VLLM = {
+    "architectures": ["MedusaModel"],
+    "hidden_size": 48,
+    "model_type": "medusa",
+    "num_heads": 5,
+    "num_hidden_layers": 1,
+    "truncated_vocab_size": None,
+    "vocab_size": 97,
+    **dict.fromkeys(("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")),
+}
+"""What vLLM's config of Medusa heads says, and the keys of their authors' that it has not."""
+
+
 def all_names(arrays: Arrays) -> Arrays:
     """Tied tensors under every name that they are published with."""
     copies = {}
@@ -146,6 +159,20 @@ def test_blocks_without_biases_have_none(tmp_path: Path) -> None:
     drafter = load_drafter(convert(publish("medusa", tmp_path / "in", arrays=arrays), tmp_path / "out").path)
     biases = [x for name, x in tree_flatten(drafter.parameters()) if name.endswith(".bias")]
     assert len(biases) == 3 and not any(x.any().item() for x in biases)
+
+
+def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
+    arrays = vllm(read_golden("medusa")[0])
+    directory = publish("medusa", tmp_path / "in", arrays=arrays, **VLLM)
+    (directory / "medusa_lm_head.safetensors").rename(directory / "model.safetensors")
+    assert_golden(directory, "medusa")
+    assert_golden(convert(directory, tmp_path / "out").path, "medusa")
+    shared = {k: x for k, x in arrays.items() if not re.fullmatch(r"lm_heads\.[1-9]\.weight", k)}
+    directory = publish("medusa", tmp_path / "shared", arrays=shared, **VLLM, original_lm_head=True)
+    golden = read_golden("medusa")[1]
+    found = said_of(load_drafter(convert(directory, tmp_path / "out2").path), golden)
+    np.testing.assert_allclose(found[0], golden["logits"][0], atol=1e-4, rtol=0)
+    assert not np.allclose(found[1], golden["logits"][1], atol=1e-2), "the second head has had another matrix"
 
 
 def test_a_single_medusa_head_is_read(tmp_path: Path) -> None:
