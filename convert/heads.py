@@ -23,7 +23,7 @@ from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, mod
 from mlx_redrafter.errors import CheckpointError, one_line
 
 from .block_configs import DEFAULT_BLOCK, get_object, read_block_config, read_rope
-from .layouts import find_drafter
+from .layouts import NEEDED, find_drafter
 from .mtp import Layers, find_layers, read_layer
 from .sources import Source, describe_base, describe_missing, find_source
 from .tensors import Tensor, join_tensors, read_file
@@ -99,6 +99,8 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
     for name, slices in parts.items():
         if len(slices) != count:
             raise CheckpointError(f"{where}: {count - len(slices)} of {count} ranks have no {name}")
+    if source.files == (source.path,) and kind not in NEEDED and said not in KINDS and "medusa_num_heads" not in config:
+        source, config = source._replace(config={}), {}  # that of a base model beside the file
     if kind == recurrent.MODEL_TYPE:
         return make_recurrent(parts, source)
     config = config | {"base_model": config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}

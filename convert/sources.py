@@ -13,7 +13,6 @@ from huggingface_hub.errors import HfHubHTTPError
 from mlx_redrafter.atomic_files import expand_path
 from mlx_redrafter.checkpoints import read_object
 from mlx_redrafter.drafters import KINDS
-from mlx_redrafter.drafters.recurrent import MODEL_TYPE
 from mlx_redrafter.errors import CheckpointError, one_line
 
 from .layouts import find_drafter
@@ -60,7 +59,7 @@ class Source(NamedTuple):
     Attributes:
         path: the directory or file that was asked for; of a hub repository, its local copy.
         files: those with tensors, in order.
-        config: `config.json`; empty without one.
+        config: the `config.json` in the directory, or beside the file; empty without one.
         is_base: whether it is a model, of which the multi-token-prediction layer alone is wanted.
     """
 
@@ -91,8 +90,6 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None) -> Sou
     folder = path.parent if is_file else path
     files = tuple(folder / file for file in choose_files(present, name))
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if is_file and str(config.get("model_type", MODEL_TYPE)) not in KINDS and "medusa_num_heads" not in config:
-        config = {}  # that of a base model beside it
     return Source(path, files, config)
 
 

@@ -127,6 +127,14 @@ def test_single_file_ignores_a_base_models_config(tmp_path: Path) -> None:
     assert came_through(done, make()) and done.notes == ()
 
 
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash2", "dspark", "qwen3_5_mtp", "deepseek_v3_mtp"])
+def test_of_heads_with_layers_the_config_beside_a_file_is_read(name: str, tmp_path: Path) -> None:
+    directory = publish(name, tmp_path / "in")
+    (file,) = directory.glob("*.safetensors")
+    done = convert(file, tmp_path / "out")
+    assert came_through(done, load_drafter(convert(directory, tmp_path / "out2").path))
+
+
 class Hub:
     """Stands in for the Hugging Face hub, with repositories in a directory: `owner/name/revision/files`.
 
