@@ -62,6 +62,9 @@ def run_module(module: str) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell; the next file would get its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if has_handler:  # which prints a traceback while modules are imported, and is not called while ranks are awaited
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
     if logging.lastResort is not None:  # what shows a log that a command has not set up
@@ -80,6 +83,8 @@ def run_module(module: str) -> None:
     if size > 1:
         ranks.watch_connections()
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not see it
+    elif has_handler:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.index():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:

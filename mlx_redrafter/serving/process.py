@@ -124,8 +124,9 @@ def serve(
         RedrafterError: the port is taken, or the models cannot be loaded.
     """
     if ranks.index():
+        engine = load_engine(args)[0]
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all on a machine, and rank 0 ends the others
-        load_engine(args)[0].join()
+        engine.join()
         return 0
     # Python's own handler raises, and an interpreter that ends while the engine's thread is inside MLX aborts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -80,6 +81,19 @@ def test_warnings_and_logs_are_one_line_each() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr == "warning: chains, not trees\nmeasuring\n"
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback() -> None:
+    script = (
+        "import signal, time; from mlx_redrafter.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it\n"
+        "main.import_module = lambda name: print(name, flush=True) or time.sleep(300)\n"
+        "main.main('generate')"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"mlx.core\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
 
 
 def test_a_closed_pipe_prints_no_traceback() -> None:

@@ -31,6 +31,19 @@ if ranks.index() == 1:
 main("generate")
 """
 
+LOADING = """
+import sys, time
+from mlx_lm import utils
+from mlx_redrafter.cli.main import main
+
+def load(*arguments, **options):
+    print("loading", file=sys.__stdout__, flush=True)
+    time.sleep(600)
+
+utils.sharded_load = load
+main(sys.argv.pop(1))
+"""
+
 
 @pytest.fixture
 def flags(pair: tuple[str, str]) -> list[str]:
@@ -87,6 +100,17 @@ def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, se
     first, second = wait_for_ranks(ranks)
     statuses = (-sent, 1) if sent == signal.SIGINT else (1, -sent)
     assert (first.status, second.status) == statuses, (first, second)
+
+
+@pytest.mark.parametrize("command", [["generate"], ["server", "--port", "0"]])
+def test_ctrl_c_ends_all_while_models_are_loaded(command: list[str], flags: list[str]) -> None:
+    ranks = start_ranks(2, "-c", LOADING, *command, *flags)
+    for each in ranks:
+        assert each.stdout is not None and each.stdout.readline() == "loading\n"
+    for each in ranks:
+        each.send_signal(signal.SIGINT)
+    ended = wait_for_ranks(ranks)
+    assert ended == [(-signal.SIGINT, "", "")] * 2
 
 
 def test_what_needs_a_process_of_its_own_is_refused(flags: list[str], tmp_path: Path) -> None:
