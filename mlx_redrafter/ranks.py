@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -21,8 +22,16 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
 
+from .errors import RedrafterError
+
 CHECK = "MLX_REDRAFTER_CHECK_RANKS"
 """Set in the environment, all ranks compare what each forward reads, and raise where it differs: two messages each."""
+
+PATHS = ("model", "drafter", "draft_model", "adapter_path")
+"""Flags whose values may differ between machines, but not whether they are given."""
+
+RANK_0_FLAGS = ("prompt", "api_key", "host", "port")
+"""Flags that rank 0 alone uses."""
 
 GRACE = 10.0
 """Seconds that a rank has to end with an error of its own after another one has ended."""
@@ -69,6 +78,22 @@ def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
 def share(value: Any) -> Any:
     """What rank 0 gives; see `gather`."""
     return gather(value if index() == 0 else None)[0]
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Compares the parsed flags of a command on all ranks; `PATHS` may have other values, `RANK_0_FLAGS` may differ.
+
+    Raises:
+        RedrafterError: on every rank, where one flag differs.
+    """
+    compared = {name: value for name, value in flags.items() if name not in RANK_0_FLAGS}
+    compared |= {name: "a path" for name in PATHS if compared.get(name) is not None}
+    first, *others = gather(compared)
+    for rank, other in enumerate(others, 1):
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                values = f"{first.get(name)!r:.60} on rank 0 and {other.get(name)!r:.60} on rank {rank}"
+                raise RedrafterError(f"expected the same flags on all ranks, got --{name.replace('_', '-')} {values}")
 
 
 def watch_connections() -> None:

@@ -28,7 +28,7 @@ COMMANDS = {
 """Name -> (the module whose `run()` is the command, what it does)."""
 
 SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
-"""The modules of commands that `mlx.launch` may start."""
+"""The modules of commands that `mlx.launch` may start; each has a `make_parser()`, too."""
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
@@ -92,7 +92,10 @@ def run_module(module: str) -> None:
             raise RedrafterError(
                 f"this command runs in one process, got {size}: generate, chat and server take several ranks"
             )
-        status = import_module(module).run()
+        command = import_module(module)
+        if size > 1:
+            ranks.check_flags(vars(command.make_parser().parse_args()))
+        status = command.run()
         ranks.gather(None)  # what the others wait for is lost when a rank ends before them
         sys.stdout.flush()
     except ModuleNotFoundError as error:

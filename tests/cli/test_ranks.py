@@ -113,6 +113,34 @@ def test_ctrl_c_ends_all_while_models_are_loaded(command: list[str], flags: list
     assert ended == [(-signal.SIGINT, "", "")] * 2
 
 
+@pytest.mark.parametrize(
+    ("command", "each", "got"),
+    [
+        (
+            ["generate", "--prompt", "a"],
+            [["--temp", "0.5"], ["--temp", "0.7"]],
+            "--temp 0.5 on rank 0 and 0.7 on rank 1",
+        ),
+        (["chat"], [["--num-draft-tokens", "4"], []], "--draft-depth 4 on rank 0 and 2 on rank 1"),
+        (["server"], [[], ["--draft-model", "x"]], "--draft-model None on rank 0 and 'a path' on rank 1"),
+    ],
+)
+def test_other_flags_on_one_rank_are_refused(
+    command: list[str], each: list[list[str]], got: str, flags: list[str]
+) -> None:
+    given = [*command, *flags[:2], *flags[4:]]
+    for rank, ended in enumerate(wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter", *given, each=each))):
+        error = f"error on rank {rank}: expected the same flags on all ranks, got {got}\n"
+        assert ended == (1, "", error)
+
+
+def test_machines_may_have_paths_of_their_own(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "copy").symlink_to(flags[3])
+    each = [["--drafter", flags[3], "--prompt", "abc"], ["--drafter", str(tmp_path / "copy"), "--prompt", "x"]]
+    first, second = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags[:2], *flags[4:], each=each))
+    assert first.status == second.status == 0 and first.out and not second.out, (first, second)
+
+
 def test_what_needs_a_process_of_its_own_is_refused(flags: list[str], tmp_path: Path) -> None:
     wrong = {
         ("generate", *flags, "--adapter-path", "x"): "--adapter-path runs in one process, got 2",
