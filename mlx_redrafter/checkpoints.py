@@ -87,6 +87,7 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     Raises:
         CheckpointError: there is no such model, it cannot be read or divided, or has no tokenizer.
         UnsupportedModelError: the ranks would have layers of different kinds.
+        RuntimeError: another rank has ended.
     """
     name, group = os.path.expanduser(path_or_hf_repo), mx.distributed.init()
     groups = (group, None) if pipeline else (None, group)
@@ -97,6 +98,8 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     except HFValidationError:
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:  # see `load`
+        if "connection to a peer was lost" in str(error):  # MLX's words
+            raise RuntimeError(f"another rank ended while {name} was loaded: {one_line(error)}") from error
         raise CheckpointError(f"cannot load {name} over {group.size()} ranks: {one_line(error)}") from error
     check_tokenizer(tokenizer, name)
     evaluate(model)

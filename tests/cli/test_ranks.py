@@ -34,13 +34,15 @@ main("generate")
 LOADING = """
 import sys, time
 from mlx_lm import utils
+from mlx_redrafter import ranks
 from mlx_redrafter.cli.main import main
 
 def load(*arguments, **options):
     print("loading", file=sys.__stdout__, flush=True)
     time.sleep(600)
 
-utils.sharded_load = load
+if str(ranks.index()) in sys.argv.pop(1):
+    utils.sharded_load = load
 main(sys.argv.pop(1))
 """
 
@@ -104,13 +106,22 @@ def test_a_rank_that_ends_ends_the_others(flags: list[str], chat_target: str, se
 
 @pytest.mark.parametrize("command", [["generate"], ["server", "--port", "0"]])
 def test_ctrl_c_ends_all_while_models_are_loaded(command: list[str], flags: list[str]) -> None:
-    ranks = start_ranks(2, "-c", LOADING, *command, *flags)
+    ranks = start_ranks(2, "-c", LOADING, "0 and 1", *command, *flags)
     for each in ranks:
         assert each.stdout is not None and each.stdout.readline() == "loading\n"
     for each in ranks:
         each.send_signal(signal.SIGINT)
     ended = wait_for_ranks(ranks)
     assert ended == [(-signal.SIGINT, "", "")] * 2
+
+
+def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) -> None:
+    ranks = start_ranks(2, "-c", LOADING, "1", "generate", *flags)
+    assert ranks[1].stdout is not None and ranks[1].stdout.readline() == "loading\n"
+    ranks[1].kill()
+    first, _ = wait_for_ranks(ranks)
+    error = f"error on rank 0: RuntimeError: another rank ended while {flags[1]} was loaded: [ring] "
+    assert first.status == 1 and first.err.splitlines()[-1].startswith(error), first
 
 
 @pytest.mark.parametrize(
