@@ -33,7 +33,7 @@ MAX_TOKENS = 200_000
 ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from those that are there"
 
 SLACK = 1.25
-"""How many times as long as that a file gets before it is written anew."""
+"""How many times as long as that a file gets before it is rewritten."""
 
 MIN_TEXT, MAX_TEXT = 16, 1 << 16
 """Tokens of a text that is kept: shorter ones repeat little, of longer ones the end is kept."""
@@ -116,7 +116,7 @@ def keep_latest(texts: Sequence[Text]) -> list[Text]:
 
 
 def open_folder(name: str | Path) -> Path:
-    """A folder for answers, made where there is none, which only its owner can read.
+    """A folder for answers, created if it does not exist, which only its owner can read.
 
     Raises:
         RedrafterError: it cannot be made or read, or holds something else.
@@ -169,7 +169,7 @@ class AnswerFolder:
     """Past texts of one tokenizer. Threads and processes may share a folder; what others add is read at the start.
 
     Args:
-        name: of the folder, made where there is none.
+        name: of the folder, which is created if it does not exist.
         tokenizer: whose token ids the texts are; texts of others are kept apart.
 
     Raises:
@@ -266,10 +266,10 @@ class AnswerFolder:
 
 
 def find_folder(name: str | Path) -> Path:
-    """A folder for answers that is there.
+    """The path of a folder for answers that exists.
 
     Raises:
-        RedrafterError: there is none.
+        RedrafterError: it does not exist.
     """
     path = name_folder(name)
     if not path.is_dir():

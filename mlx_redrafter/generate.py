@@ -426,7 +426,7 @@ def decode_prompts(
 
 
 def explain_useless(drafter: Drafter | Source, rounds: int) -> str:
-    """What may be wrong with a drafter that has guessed nothing right in so many rounds."""
+    """What may be wrong with a drafter that has guessed nothing right in `rounds` rounds."""
     weights = drafter.drafter if isinstance(drafter, Source) else drafter
     assert weights is not None
     return f"the drafter has guessed no token right in {rounds} rounds. {weights.args.explain_useless()}"

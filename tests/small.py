@@ -70,7 +70,7 @@ def hypotheses(beams: Beams) -> list[list[int]]:
 
 
 def randomised(module: nn.Module, seed: int, scale: float = 0.3) -> Any:
-    """`module` with every parameter drawn anew, so that no test depends on how layers start."""
+    """`module` with every parameter drawn at random, so that no test depends on how layers start."""
     rng = np.random.default_rng(seed)
     module.update(tree_map(lambda x: mx.array(rng.normal(0, scale, x.shape).astype(np.float32)), module.parameters()))
     mx.eval(module.parameters())

@@ -48,7 +48,7 @@ CHAIN_TOKENS = np.polyval([1] * 5, RATES)
 
 
 TRIAL_DEPTH, TRIAL_TOKENS = 4, 48
-"""A drafter is tried with a chain of so many tokens, on so many tokens of each prompt."""
+"""How long a chain a drafter is tried with, and how many tokens are decoded after each prompt."""
 HARDLY_ANY = 0.1
 """A drafter whose first guess is right less often is given other hidden states."""
 LONG_CONTEXT = 32768

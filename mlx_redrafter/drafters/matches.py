@@ -50,7 +50,7 @@ class Matches:
         return self.tokens[self.end + 1]
 
     def find(self, count: int) -> list[int]:
-        """The tokens after the match, as many as asked for where there are so many."""
+        """The tokens after the match, `count` of them at most."""
         raise NotImplementedError
 
     def learn(self, token: int) -> None:

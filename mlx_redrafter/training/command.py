@@ -112,7 +112,7 @@ def run() -> int:
     if flags.eval_only:
         return evaluate_only(args, flags.shapes)
     if args.answers and flags.resume:
-        raise RedrafterError("--resume does not go with --answers: such a run begins anew, from what is kept by then")
+        raise RedrafterError("--resume does not go with --answers: such a run starts over, from what is kept by then")
     if args.answers:
         return train_from_answers(args, dry_run=flags.dry_run, say=say)
     return train(args, resume=flags.resume, dry_run=flags.dry_run, say=say)

@@ -33,7 +33,7 @@ REFUSED = 3
 """The exit status where the new drafter is not good enough, or nothing can tell whether it is."""
 
 HELD_BACK = 10
-"""One of so many requests is held back."""
+"""One request in this many is held back."""
 
 BETTER, WORSE = 1.01, 0.98
 """The least tokens per round of the new drafter over those before, on recent answers and on older ones."""

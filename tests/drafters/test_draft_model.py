@@ -306,7 +306,7 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
     again = DraftModel(drafter.model)
     assert store.load_costs(target, again, trees=True) is store.load_costs(target, drafter, trees=True)
     assert store.load_counts(target, again) is store.load_counts(target, drafter), (
-        "a model wrapped anew is the same one"
+        "a model wrapped again is the same one"
     )
 
 

@@ -63,7 +63,7 @@ def test_every_module_is_in_exactly_one_list() -> None:
 
 def test_the_page_lists_every_module() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert insert_table(text) == text, "python tests/supported.py writes it anew"
+    assert insert_table(text) == text, "python tests/supported.py writes it again"
     assert {name for name, mode, _ in rows() if mode == "trees"} == set(TREES)
 
 
