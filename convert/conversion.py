@@ -234,6 +234,7 @@ def dequantize_heads(module: nn.Module) -> nn.Module:
 
 
 def count_bytes(drafter: Drafter) -> int:
+    """Bytes of a drafter's weights."""
     return sum(array.nbytes for array in list_weights(drafter).values())
 
 
