@@ -7,9 +7,8 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from .completion import Completion, Query, Service
+from .completion import Completion, Event, Service
 from .conversation import Message, choose_tools, join_parts, make_call, read_tools
-from .renderer import Event, Renderer
 from .schemas import ApiError, CountTokensBody, MessagesBody
 from .text_stream import Segment
 
@@ -21,40 +20,26 @@ BILLING = "x-anthropic-billing-header:"
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Messages(Renderer[CountTokensBody]):
+class Messages(Completion[CountTokensBody]):
     """POST /v1/messages."""
 
     body_type: ClassVar[type[CountTokensBody]] = MessagesBody
 
-    def __init__(self, completion: Completion, body: CountTokensBody) -> None:
-        super().__init__(completion, body)
+    def __init__(self, service: Service, body: CountTokensBody) -> None:
+        super().__init__(service, body)
+        self.messages = read_messages(body)
+        self.prefilled = self.messages[-1]["role"] == "assistant" and not self.messages[-1].get("tool_calls")
+        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.form, thinking = body.output_config.format or body.output_format, body.thinking.get("type")
+        self.template_args = {
+            "enable_thinking": None if thinking is None else thinking != "disabled",
+            "reasoning_effort": body.output_config.effort,
+        }
         self._content: list[dict[str, Any]] = []
         self._reply = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": self._content,
-            "model": completion.service.names[0], "stop_reason": None, "stop_sequence": None,
+            "model": service.names[0], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
-
-    @staticmethod
-    def parse(body: CountTokensBody, service: Service) -> Query:
-        """The system prompt and the messages; each tool result is a message of its own."""
-        blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
-        texts = [join_parts([block], "system") for block in blocks]
-        system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        messages += [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
-        tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        thinking = body.thinking.get("type")
-        return Query(
-            messages=messages,
-            prefilled=messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
-            tools=tools,
-            forced=forced,
-            form=body.output_config.format or body.output_format,
-            template_args={
-                "enable_thinking": None if thinking is None else thinking != "disabled",
-                "reasoning_effort": body.output_config.effort,
-            },
-        )
 
     async def collect(self) -> Event:
         """The message in one piece."""
@@ -65,7 +50,7 @@ class Messages(Renderer[CountTokensBody]):
     async def events(self) -> AsyncIterator[Event]:
         """The events in the API's order."""
         yield {"type": "message_start", "message": self._reply | {"usage": self._describe_usage()}}
-        async for step, segment in self.completion.blocks():
+        async for step, segment in self.blocks():
             if step == "begin":
                 self._content.append(make_block(segment))
                 yield self._block_event("start", content_block=self._content[-1])
@@ -73,8 +58,8 @@ class Messages(Renderer[CountTokensBody]):
                 yield self._block_event("delta", delta=self._add_segment(segment))
             else:
                 yield self._block_event("stop")
-        stopped_by = self.completion.stopped_by
-        reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(self.completion.finish_reason)
+        stopped_by = self.stopped_by
+        reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(self.finish_reason)
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
         self._reply |= {**ended, "usage": self._describe_usage()}
         yield {"type": "message_delta", "delta": ended, "usage": self._reply["usage"]}
@@ -93,13 +78,13 @@ class Messages(Renderer[CountTokensBody]):
         return {"type": f"{kind}_delta", kind: segment.text}
 
     def _describe_usage(self) -> dict[str, Any]:
-        usage = self.completion.count_usage()
+        cached = self._generations[0].stats.cached_tokens
         return {
-            "input_tokens": usage.prompt - usage.cached,
-            "cache_read_input_tokens": usage.cached,
+            "input_tokens": len(self.prompt) - cached,
+            "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": usage.generated,
-            **usage.drafting,
+            "output_tokens": self.n_tokens,
+            **self.count_drafts(),
         }
 
     @staticmethod
@@ -122,6 +107,19 @@ def make_block(segment: Segment) -> dict[str, Any]:
     if segment.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
+
+
+def read_messages(body: CountTokensBody) -> list[Message]:
+    """The system prompt and the messages; each tool result is a message of its own.
+
+    Raises:
+        ApiError: another role, or a content that cannot be read.
+    """
+    blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
+    texts = [join_parts([block], "system") for block in blocks]
+    system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    return messages + [each for at, message in enumerate(body.messages) for each in read_message(message, at)]
 
 
 def read_message(message: dict[str, Any], at: int) -> list[Message]:

@@ -27,10 +27,9 @@ from .command import LOOPBACK
 from .completion import Completion, Service, make_api_error
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
-from .renderer import Renderer
 from .schemas import ApiError, parse_body
 
-APIS: dict[str, type[Renderer[Any]]] = {
+APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
     "/v1/completions": Completions,
     "/v1/responses": Responses,
@@ -100,23 +99,22 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error})
 
 
-def make_endpoint(service: Service, api: type[Renderer[Any]]) -> Callable[[Request], Awaitable[Response]]:
+def make_endpoint(service: Service, api: type[Completion[Any]]) -> Callable[[Request], Awaitable[Response]]:
     """What answers the requests of an API."""
 
     async def answer_request(request: Request) -> Response:
         body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
         service.check_model(body.model)
-        completion = Completion(service, body, api.parse(body, service))
+        completion = api(service, body)
         await asyncio.get_running_loop().run_in_executor(service.prompt_thread, completion.prepare)
         if api is CountTokens:
             return JSONResponse({"input_tokens": len(completion.prompt)})
         completion.submit("" if request.client is None else request.client.host)
-        renderer = api(completion, body)
         if body.stream:
-            return EventStream(renderer)
+            return EventStream(completion)
         watching = asyncio.create_task(close_when_gone(request, completion))
         try:
-            return JSONResponse(await renderer.collect())
+            return JSONResponse(await completion.collect())
         finally:
             watching.cancel()
             completion.close()
@@ -140,7 +138,7 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def close_when_gone(request: Request, completion: Completion) -> None:
+async def close_when_gone(request: Request, completion: Completion[Any]) -> None:
     """Ends a completion when its client goes."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -150,9 +148,9 @@ async def close_when_gone(request: Request, completion: Completion) -> None:
 class EventStream(StreamingResponse):
     """A reply as server-sent events; the completion is closed however it ends."""
 
-    def __init__(self, renderer: Renderer[Any]) -> None:
-        self._completion = renderer.completion
-        super().__init__(renderer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, completion: Completion[Any]) -> None:
+        self._completion = completion
+        super().__init__(completion.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the last one, or until the client goes."""

@@ -1,15 +1,17 @@
-"""One request on its way, of whatever API: from what was asked to the pieces of its choices."""
+"""One request, of whatever API: from what was asked to the pieces of its choices, and to server-sent events."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, cast
 
 from mlx_lm.server import convert_chat
 
@@ -17,13 +19,12 @@ from ..command_models import find_drafter_name
 from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
-from ..generate import encode
 from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, make_call_schema, relax
 from .engine import Engine
 from .generation import Generation
 from .metrics import Metrics
-from .schemas import DEFAULT_MODEL, AnswerFormat, ApiError, Body
+from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import GrammarCompiler
 from .text_stream import Segment, TextStream, find_bytes
 from .types import (
@@ -39,6 +40,8 @@ from .types import (
     SchemaNotFollowed,
     TokenEvent,
 )
+
+Event = dict[str, Any]
 
 PLAIN = "none"
 """A drafter's name that asks for plain decoding, for clients that cannot send null."""
@@ -99,37 +102,6 @@ class Service:
             self.items.popitem(last=False)
 
 
-@dataclass(kw_only=True)
-class Query:
-    """What is asked, in one form for all APIs.
-
-    Attributes:
-        prompt: a text or token ids; None for a conversation.
-        messages: as `conversation.arrange` takes them.
-        prefilled: whether the last message is the beginning of the answer.
-        tools: those that may be called.
-        forced: those of which one must be called; empty for no such duty.
-        form: what the answer must follow.
-        template_args: variables for the chat template that the client's own overrule; None is left out.
-        role_mapping: what is put before each role's text where there is no template.
-        choices: how many texts; with a seed each has its own, from that one on.
-        top_logprobs: of each token; None for no log-probabilities.
-        include_drafts: whether chunks say what was drafted.
-    """
-
-    prompt: str | list[int] | None = None
-    messages: list[Message] = field(default_factory=list)
-    prefilled: bool = False
-    tools: Tools = field(default_factory=dict)
-    forced: Tools = field(default_factory=dict)
-    form: AnswerFormat | None = None
-    template_args: dict[str, Any] = field(default_factory=dict)
-    role_mapping: dict[str, str] | None = None
-    choices: int = 1
-    top_logprobs: int | None = None
-    include_drafts: bool = False
-
-
 @dataclass
 class Chunk:
     """A piece of one choice.
@@ -148,40 +120,82 @@ class Chunk:
     finish_reason: str | None = None
 
 
-class Usage(NamedTuple):
-    """Numbers of tokens.
+class Completion(ABC, Generic[AnyBody]):
+    """A request and the reply to it; a subclass for each API.
+
+    It is made of a body, its prompt is prepared, it is submitted, and then collected or streamed; at last it is closed.
 
     Attributes:
-        prompt, cached: of the prompt, and how many of them were cached.
-        generated, reasoning: of all choices, and how many of them are reasoning.
-        drafting: what drafting did, in the fields of `USAGE_FIELDS`.
-    """
-
-    prompt: int
-    cached: int
-    generated: int
-    reasoning: int
-    drafting: dict[str, Any]
-
-
-class Completion:
-    """A request: its prompt is made, then it is submitted, then its chunks are read.
-
-    Attributes:
+        body_type: what the body is checked against.
+        last_line: what a stream ends with.
+        messages: as `conversation.arrange` takes them.
+        prefilled: whether the last message is the beginning of the answer.
+        tools: those that may be called.
+        forced: those of which one must be called; empty for no such duty.
+        form: what the answer must follow.
+        template_args: variables for the chat template that the client's own overrule; None is left out.
+        role_mapping: what is put before each role's text where there is no template.
+        choices: how many texts; with a seed each has its own, from that one on.
+        top_logprobs: of each token; None for no log-probabilities.
+        include_drafts: whether chunks say what was drafted.
         prompt: the token ids, after `prepare`.
-        finish_reason: of the only choice, after its `blocks`.
+        n_tokens, n_reasoning: how many tokens were made so far, and how many of them are reasoning.
+        finish_reason: of the only choice, before its last block ends.
     """
 
-    def __init__(self, service: Service, body: Body, query: Query) -> None:
-        self.service, self.body, self.query = service, body, query
+    body_type: ClassVar[type[Any]]
+    last_line: ClassVar[str] = ""
+
+    def __init__(self, service: Service, body: AnyBody) -> None:
+        self.service, self.body = service, body
+        self.messages: list[Message] = []
+        self.prefilled = False
+        self.tools: Tools = {}
+        self.forced: Tools = {}
+        self.form: AnswerFormat | None = None
+        self.template_args: dict[str, Any] = {}
+        self.role_mapping: dict[str, str] | None = None
+        self.choices, self.top_logprobs, self.include_drafts = 1, cast(int | None, None), False
         self.prompt: list[int] = []
+        self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self._state: str | None = None  # of mlx-lm's text state machine where the answer begins; None for text alone
         self._grammar: Callable[[], Grammar] | None = None
         self._generations: list[Generation] = []
         self._texts: list[TextStream] = []
-        self._n_tokens = self._n_reasoning = 0
         self._is_closed = False
+
+    @abstractmethod
+    def events(self) -> AsyncIterator[Event]:
+        """The data of the server-sent events.
+
+        Raises:
+            GenerationFailed: the engine's.
+        """
+
+    @abstractmethod
+    async def collect(self) -> Event:
+        """The reply in one piece; errors are those of `events`."""
+
+    @staticmethod
+    def describe_error(error: ApiError) -> Event:
+        """An error as OpenAI's clients read it."""
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+    def describe_failure(self, error: ApiError) -> Event:
+        """The last event of a stream that fails."""
+        return self.describe_error(error)
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The reply as server-sent events, which end with an error if the engine has one."""
+        try:
+            async for event in self.events():
+                yield to_event(event)
+        except GenerationFailed as error:
+            yield to_event(self.describe_failure(make_api_error(error)))
+        if self.last_line:
+            yield self.last_line
 
     def prepare(self) -> None:
         """Makes the prompt and the grammar; called in the thread for that.
@@ -190,39 +204,37 @@ class Completion:
             ApiError: messages, tools or a schema that cannot be had.
             RedrafterError: the template refuses the messages.
         """
-        query, tokenizer = self.query, self.service.tokenizer
-        if query.prompt is None:
-            self.prompt = self._encode_chat()
-        else:
-            self.prompt = encode(tokenizer, query.prompt) if isinstance(query.prompt, str) else query.prompt
-        schema, unless = query.form.schema_to_follow if query.form else None, tuple[int, ...]()
-        if query.forced:
-            schema = make_call_schema(query.forced)
-        elif schema is not None and query.tools:
+        tokenizer = self.service.tokenizer
+        self.prompt = self.encode_prompt()
+        schema, unless = self.form.schema_to_follow if self.form else None, tuple[int, ...]()
+        if self.forced:
+            schema = make_call_schema(self.forced)
+        elif schema is not None and self.tools:
             if not tokenizer.tool_call_start:
                 raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
             unless = tuple(tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False))
         if schema is not None:
-            if query.prefilled:
+            if self.prefilled:
                 raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
-            is_lenient = bool(query.forced)  # a tool's parameters were not written for a grammar
+            is_lenient = bool(self.forced)  # a tool's parameters were not written for a grammar
             self._grammar = self.service.grammars.compile(schema, self._state, unless, lenient=is_lenient)
 
-    def _encode_chat(self) -> list[int]:
-        query, tokenizer, own = self.query, self.service.tokenizer, self.body.chat_template_kwargs
+    def encode_prompt(self) -> list[int]:
+        """The messages as token ids."""
+        tokenizer, own = self.service.tokenizer, self.body.chat_template_kwargs
         if "chat_template" in own:  # it might never end
             raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
-        if query.tools and not (tokenizer.has_tool_calling or query.forced):
+        if self.tools and not (tokenizer.has_tool_calling or self.forced):
             raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
-        messages, self._state = arrange(query.messages, prefilled=query.prefilled), "normal"
+        messages, self._state = arrange(self.messages, prefilled=self.prefilled), "normal"
         if not tokenizer.has_chat_template:
-            return list(tokenizer.encode(convert_chat(messages, query.role_mapping)))
-        given = {name: value for name, value in query.template_args.items() if value is not None}
-        args = self.service.args.chat_template_args | given | own | {"tools": describe_tools(query.tools) or None}
+            return list(tokenizer.encode(convert_chat(messages, self.role_mapping)))
+        given = {name: value for name, value in self.template_args.items() if value is not None}
+        args = self.service.args.chat_template_args | given | own | {"tools": describe_tools(self.tools) or None}
         refused: RedrafterError | None = None
         for variant in (messages, *relax(messages)):
             try:
-                text = render(tokenizer, variant, args, prefilled=query.prefilled)
+                text = render(tokenizer, variant, args, prefilled=self.prefilled)
                 break
             except RedrafterError as error:
                 refused = refused or error
@@ -244,7 +256,7 @@ class Completion:
         Raises:
             ApiError: the request cannot be served, or not now.
         """
-        service, body, query = self.service, self.body, self.query
+        service, body = self.service, self.body
         engine, args = service.engine, service.args
         most, drafters = args.max_completion_tokens, [name for name in (service.drafter_name, PLAIN) if name]
         if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
@@ -254,9 +266,9 @@ class Completion:
             raise ApiError(f"adapters must be those of --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
         if most is not None and (body.max_tokens or 0) > most:
             raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
-        if query.choices > min(args.max_queue, args.max_per_client):
+        if self.choices > min(args.max_queue, args.max_per_client):
             limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
-            raise ApiError(f"n must be within {limits}, got {query.choices}")
+            raise ApiError(f"n must be within {limits}, got {self.choices}")
         options = {name: getattr(args.options, name) for name in REQUEST_OPTIONS} | body.sampling()
         if most is not None and not 0 < options["max_tokens"] <= most:
             options["max_tokens"] = most
@@ -265,14 +277,14 @@ class Completion:
             prompt=self.prompt,
             draft=body.draft_model not in (None, PLAIN),
             grammar=self._grammar,
-            top_logprobs=query.top_logprobs or 0,
-            include_drafts=query.include_drafts,
+            top_logprobs=self.top_logprobs or 0,
+            include_drafts=self.include_drafts,
             client=client,
             **options,
         )
-        functions, is_call = describe_tools(query.tools), bool(query.forced)
+        functions, is_call = describe_tools(self.tools), bool(self.forced)
         try:
-            for at in range(query.choices):
+            for at in range(self.choices):
                 seed = None if request.seed is None else request.seed + at
                 self._generations.append(engine.submit(replace(request, seed=seed)))
                 self._texts.append(TextStream(service.tokenizer, self._state, body.stop, functions, is_call=is_call))
@@ -294,16 +306,16 @@ class Completion:
         for at, (generation, text) in enumerate(zip(self._generations, self._texts, strict=True)):
             chunk = Chunk(at)
             async for event in generation.events():
-                self._n_tokens += 1
-                self._n_reasoning += text.is_reasoning
+                self.n_tokens += 1
+                self.n_reasoning += text.is_reasoning
                 reason: str | None = event.finish_reason
                 shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
                 if text.stopped_by is not None:
                     reason = "stop"
                     generation.cancel()
-                if self.query.top_logprobs is not None:
+                if self.top_logprobs is not None:
                     chunk.logprobs.append(self._describe_token(event))
-                if self.query.include_drafts:
+                if self.include_drafts:
                     source = event.draft_source
                     token = {"text": shown, "from_draft": source is not None, "draft_source": source}
                     self._note_drafts(chunk.drafts, token, event.drafts, generation.stats)
@@ -336,7 +348,7 @@ class Completion:
 
     def find_tool(self, segment: Segment) -> Tool:
         """The tool that a call names; one that the client has not given is a function."""
-        return self.query.tools.get(segment.name) or Tool({}, "function", segment.name)
+        return self.tools.get(segment.name) or Tool({}, "function", segment.name)
 
     def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
         def describe(token: int, logprob: float) -> dict[str, Any]:
@@ -358,12 +370,22 @@ class Completion:
             *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
             told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
 
-    def count_usage(self) -> Usage:
-        """What was read and made so far."""
-        stats = [generation.stats for generation in self._generations]
-        total = sum((each.decoding for each in stats), Stats())
-        drafting = {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
-        return Usage(stats[0].prompt_tokens, stats[0].cached_tokens, self._n_tokens, self._n_reasoning, drafting)
+    def describe_usage(self, read: str, made: str) -> dict[str, Any]:
+        """What was read and made so far, as OpenAI's APIs tell it, in their words for both."""
+        stats = self._generations[0].stats
+        return {
+            f"{read}_tokens": stats.prompt_tokens,
+            f"{made}_tokens": self.n_tokens,
+            "total_tokens": stats.prompt_tokens + self.n_tokens,
+            f"{read}_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
+            f"{made}_tokens_details": {"reasoning_tokens": self.n_reasoning},
+            **self.count_drafts(),
+        }
+
+    def count_drafts(self) -> dict[str, Any]:
+        """What drafting did so far, in the fields of `USAGE_FIELDS`."""
+        total = sum((generation.stats.decoding for generation in self._generations), Stats())
+        return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
     def close(self) -> None:
         """Cancels what still runs, and counts it; once."""
@@ -372,6 +394,12 @@ class Completion:
         for generation in generations:
             generation.cancel()
             self.service.metrics.count(generation.stats, time.perf_counter() - self._started)
+
+
+def to_event(data: Event) -> str:
+    """A server-sent event, named after its type where it has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:

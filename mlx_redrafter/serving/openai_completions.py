@@ -9,16 +9,16 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar
 
-from .completion import Chunk, Completion, Query, Service
+from ..generate import encode
+from .completion import Chunk, Completion, Event, Service
 from .conversation import choose_tools, read_tools
-from .renderer import Event, Renderer
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
-class OpenAICompletions(Renderer[AnyOpenAIBody]):
+class OpenAICompletions(Completion[AnyOpenAIBody]):
     """What both have in common.
 
     Attributes:
@@ -28,12 +28,14 @@ class OpenAICompletions(Renderer[AnyOpenAIBody]):
     kinds: ClassVar[tuple[str, str]]
     last_line = "data: [DONE]\n\n"
 
-    def __init__(self, completion: Completion, body: AnyOpenAIBody) -> None:
-        super().__init__(completion, body)
+    def __init__(self, service: Service, body: AnyOpenAIBody) -> None:
+        super().__init__(service, body)
+        self.form, self.choices = body.response_format, body.n
+        self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
         self._envelope = {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
-            "model": completion.service.names[0],
+            "model": service.names[0],
             "created": int(time.time()),
         }
 
@@ -47,37 +49,20 @@ class OpenAICompletions(Renderer[AnyOpenAIBody]):
 
     async def collect(self) -> Event:
         """The reply in one piece."""
-        whole: dict[int, Chunk] = {}
-        async for chunk in self.completion.chunks():
-            if chunk is not (first := whole.setdefault(chunk.choice, chunk)):
-                first.segments += chunk.segments
-                first.logprobs += chunk.logprobs
-                first.finish_reason = chunk.finish_reason
-        choices = [self._describe_choice(chunk) for chunk in whole.values()]
-        return self._envelope | {"choices": choices, "usage": self._describe_usage()}
+        choices = [self._describe_choice(chunk) async for chunk in self.chunks()]
+        return self._envelope | {"choices": choices, "usage": self.describe_usage("prompt", "completion")}
 
     async def events(self) -> AsyncIterator[Event]:
         """The chunks of a stream."""
-        async for chunk in self.completion.chunks():
+        async for chunk in self.chunks():
             drafts = {"redrafter": chunk.drafts} if chunk.drafts else {}
             yield self._envelope | {"choices": [self._describe_choice(chunk)]} | drafts
         if self.body.stream_options.get("include_usage"):
-            yield self._envelope | {"choices": [], "usage": self._describe_usage()}
+            yield self._envelope | {"choices": [], "usage": self.describe_usage("prompt", "completion")}
 
     def _describe_choice(self, chunk: Chunk) -> dict[str, Any]:
         found = {"index": chunk.choice, "finish_reason": chunk.finish_reason} | self.describe_text(chunk)
         return found | ({"logprobs": self.describe_logprobs(chunk.logprobs)} if chunk.logprobs else {})
-
-    def _describe_usage(self) -> dict[str, Any]:
-        usage = self.completion.count_usage()
-        return {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.generated,
-            "total_tokens": usage.prompt + usage.generated,
-            "prompt_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-            **usage.drafting,
-        }
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):
@@ -86,24 +71,13 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
     body_type = ChatBody
     kinds = ("chat.completion", "chat.completion.chunk")
 
-    @staticmethod
-    def parse(body: ChatBody, service: Service) -> Query:
-        """The messages and tools as they are."""
-        tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        return Query(
-            messages=body.messages,
-            tools=tools,
-            forced=forced,
-            form=body.response_format,
-            template_args={"reasoning_effort": body.reasoning_effort},
-            role_mapping=body.role_mapping,
-            choices=body.n,
-            top_logprobs=max(0, body.top_logprobs) if body.logprobs or body.top_logprobs > 0 else None,
-            include_drafts=body.stream and bool(body.stream_options.get("include_drafts")),
-        )
-
-    def __init__(self, completion: Completion, body: ChatBody) -> None:
-        super().__init__(completion, body)
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        super().__init__(service, body)
+        self.messages, self.role_mapping = body.messages, body.role_mapping
+        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.template_args = {"reasoning_effort": body.reasoning_effort}
+        if body.logprobs or body.top_logprobs > 0:
+            self.top_logprobs = max(0, body.top_logprobs)
         self._call_counts = [0] * body.n
 
     def describe_text(self, chunk: Chunk) -> dict[str, Any]:
@@ -122,7 +96,7 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         return {"delta" if self.body.stream else "message": message}
 
     def _describe_call(self, segment: Segment) -> dict[str, Any]:
-        tool = self.completion.find_tool(segment)
+        tool = self.find_tool(segment)
         if tool.kind == "custom":
             own = {"name": tool.name, "input": read_input(segment)}
         else:
@@ -136,19 +110,15 @@ class Completions(OpenAICompletions[CompletionBody]):
     body_type = CompletionBody
     kinds = ("text_completion", "text_completion")
 
-    @staticmethod
-    def parse(body: CompletionBody, service: Service) -> Query:
-        """The prompt as it is."""
-        top_logprobs = None
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        super().__init__(service, body)
         if body.logprobs is not False or body.top_logprobs > 0:
-            top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
-        return Query(
-            prompt=body.prompt,
-            form=body.response_format,
-            choices=body.n,
-            top_logprobs=top_logprobs,
-            include_drafts=body.stream and bool(body.stream_options.get("include_drafts")),
-        )
+            self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
+
+    def encode_prompt(self) -> list[int]:
+        """The prompt as it is."""
+        prompt = self.body.prompt
+        return encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt
 
     def describe_text(self, chunk: Chunk) -> dict[str, Any]:
         """The field `text`."""

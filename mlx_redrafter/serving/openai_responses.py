@@ -8,10 +8,9 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from .completion import Completion, Query, Service
+from .completion import Completion, Event, Service
 from .conversation import Message, choose_tools, join_name, join_parts, make_call, read_tools
 from .openai_completions import read_input
-from .renderer import Event, Renderer
 from .schemas import ApiError, ResponsesBody, log_once
 from .text_stream import Segment
 
@@ -28,37 +27,27 @@ FAILED_CODES = ("server_error", "rate_limit_exceeded")
 """The codes of a failed response that OpenAI's clients know, of those that there are here; the first for all others."""
 
 
-class Responses(Renderer[ResponsesBody]):
+class Responses(Completion[ResponsesBody]):
     """POST /v1/responses."""
 
     body_type = ResponsesBody
 
-    def __init__(self, completion: Completion, body: ResponsesBody) -> None:
-        super().__init__(completion, body)
+    def __init__(self, service: Service, body: ResponsesBody) -> None:
+        super().__init__(service, body)
+        self.messages = read_items(body.input, service)
+        if body.instructions:
+            self.messages.insert(0, {"role": "system", "content": body.instructions})
+        self.tools, self.forced = choose_tools(read_tools(body.tools), body.tool_choice)
+        self.form, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
         self._reply = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
-            "status": "in_progress", "model": completion.service.names[0], "output": self._output, "error": None,
+            "status": "in_progress", "model": service.names[0], "output": self._output, "error": None,
             "incomplete_details": None, "instructions": body.instructions, "metadata": body.metadata,
             "parallel_tool_calls": True, "temperature": body.temp, "top_p": body.top_p,
             "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
-
-    @staticmethod
-    def parse(body: ResponsesBody, service: Service) -> Query:
-        """The instructions and the items as messages."""
-        messages = read_items(body.input, service)
-        if body.instructions:
-            messages.insert(0, {"role": "system", "content": body.instructions})
-        tools, forced = choose_tools(read_tools(body.tools), body.tool_choice)
-        return Query(
-            messages=messages,
-            tools=tools,
-            forced=forced,
-            form=body.text.format,
-            template_args={"reasoning_effort": body.reasoning.effort},
-        )
 
     async def collect(self) -> Event:
         """The response in one piece."""
@@ -71,13 +60,14 @@ class Responses(Renderer[ResponsesBody]):
         yield self._event("created", response=self._reply)
         yield self._event("in_progress", response=self._reply)
         steps = {"begin": self._begin_item, "add": self._add_segment, "end": self._end_item}
-        async for step, segment in self.completion.blocks():
+        async for step, segment in self.blocks():
             for event in steps[step](segment):
                 yield event
-        is_cut = self.completion.finish_reason == "length"
+        is_cut = self.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
-        self._reply |= {"status": status, "incomplete_details": details, "usage": self._describe_usage()}
+        usage = self.describe_usage("input", "output")
+        self._reply |= {"status": status, "incomplete_details": details, "usage": usage}
         yield self._event(status, response=self._reply)
 
     def describe_failure(self, error: ApiError) -> Event:
@@ -95,7 +85,7 @@ class Responses(Renderer[ResponsesBody]):
             yield self._item_event("content_part.added", part=part)
 
     def _begin_call(self, segment: Segment) -> dict[str, Any]:
-        tool = self.completion.find_tool(segment)
+        tool = self.find_tool(segment)
         if tool.kind == "local_shell":
             action = {"type": "exec", "env": {}} | json.loads(segment.text)
             return {"type": "local_shell_call", "call_id": segment.id, "action": action}
@@ -124,21 +114,10 @@ class Responses(Renderer[ResponsesBody]):
             yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._item_event("content_part.done", part=part)
         # The last item of an answer that was cut short is not whole; a call always is.
-        is_cut = self.completion.finish_reason == "length" and "content" in item
+        is_cut = self.finish_reason == "length" and "content" in item
         item["status"] = "incomplete" if is_cut else "completed"
-        self.completion.service.remember(item)
+        self.service.remember(item)
         yield self._item_event("output_item.done", item=item)
-
-    def _describe_usage(self) -> dict[str, Any]:
-        usage = self.completion.count_usage()
-        return {
-            "input_tokens": usage.prompt,
-            "output_tokens": usage.generated,
-            "total_tokens": usage.prompt + usage.generated,
-            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-            **usage.drafting,
-        }
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
         place = {"output_index": len(self._output) - 1, "item_id": self._output[-1]["id"], "content_index": 0}
