@@ -36,20 +36,14 @@ class Messages(Completion[CountTokensBody]):
             "reasoning_effort": body.output_config.effort,
         }
         self._content: list[dict[str, Any]] = []
-        self._reply = {
+        self.reply = {
             "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": self._content,
             "model": service.names[0], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
 
-    async def collect(self) -> Event:
-        """The message in one piece."""
-        async for _ in self.events():
-            pass
-        return self._reply
-
     async def events(self) -> AsyncIterator[Event]:
         """The events in the API's order."""
-        yield {"type": "message_start", "message": self._reply | {"usage": self._describe_usage()}}
+        yield {"type": "message_start", "message": self.reply | {"usage": self._describe_usage()}}
         async for step, segment in self.blocks():
             if step == "begin":
                 self._content.append(make_block(segment))
@@ -61,8 +55,8 @@ class Messages(Completion[CountTokensBody]):
         stopped_by = self.stopped_by
         reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(self.finish_reason)
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
-        self._reply |= {**ended, "usage": self._describe_usage()}
-        yield {"type": "message_delta", "delta": ended, "usage": self._reply["usage"]}
+        self.reply |= {**ended, "usage": self._describe_usage()}
+        yield {"type": "message_delta", "delta": ended, "usage": self.reply["usage"]}
         yield {"type": "message_stop"}
 
     def _block_event(self, what: str, **fields: Any) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import logging
@@ -92,7 +93,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     origins = service.args.allowed_origins
     middleware = [
         Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
-        Middleware(Guard, service=service, open_paths=open_paths, known_paths={route.path for route in routes}),
+        Middleware(guard, service=service, open_paths=open_paths, known_paths={route.path for route in routes}),
         # As an `exception_handlers` of the application that of Exception would be outside of the middleware above.
         Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
     ]
@@ -112,7 +113,7 @@ def make_endpoint(service: Service, api: type[Completion[Any]]) -> Callable[[Req
         completion.submit("" if request.client is None else request.client.host)
         if body.stream:
             return EventStream(completion)
-        watching = asyncio.create_task(close_when_gone(request, completion))
+        watching = asyncio.create_task(cancel_when_gone(request, completion))
         try:
             return JSONResponse(await completion.collect())
         finally:
@@ -138,11 +139,11 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def close_when_gone(request: Request, completion: Completion[Any]) -> None:
+async def cancel_when_gone(request: Request, completion: Completion[Any]) -> None:
     """Ends a completion when its client goes."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    completion.close()
+    completion.cancel()
 
 
 class EventStream(StreamingResponse):
@@ -168,33 +169,21 @@ class EventStream(StreamingResponse):
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """The reply to a request that failed with this error."""
-    headers = getattr(error, "headers", None) or {}
+    """The reply to a request that failed with this error, in the shape of the API that it asked."""
     if isinstance(error, HTTPException):
         expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
-        error = ApiError(expected, error.status_code)
+        error = ApiError(expected, error.status_code, headers=error.headers)
     elif isinstance(error, ClientDisconnect):
         error = ApiError("the body is not complete")  # nobody reads it
-    elif isinstance(error, RedrafterError):
-        error = make_api_error(error)
-    elif not isinstance(error, ApiError):
+    elif not isinstance(error, RedrafterError):
         logging.error("A request has failed", exc_info=error)
         error = ApiError("the server failed; see its log", 500)
-    reply = make_error(request.url.path, error)
-    reply.headers.update(headers)
-    return reply
+    told = make_api_error(error)
+    api = APIS.get(f"/v1{request.url.path.removeprefix('/v1')}", ChatCompletions)
+    return JSONResponse(api.describe_error(told), told.status, told.headers)
 
 
-def make_error(path: str, error: ApiError) -> Response:
-    """The reply that tells the client of an error, in the shape of the API that it asked."""
-    api = APIS.get(f"/v1{path.removeprefix('/v1')}", ChatCompletions)
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(api.describe_error(error), error.status, headers)
-
-
-class Guard:
+def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:
     """Middleware that refuses requests before they are read, and counts all replies.
 
     Args:
@@ -203,40 +192,44 @@ class Guard:
         known_paths: have a label of their own in the metrics, which is never taken from what a client sends.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> None:
-        self._app, self._service, self._open_paths, self._known_paths = app, service, open_paths, known_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or passes it on."""
-        path, app = scope["path"], self._app
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                label = path if path in self._known_paths else "other"
-                self._service.metrics.requests.labels(label, str(message["status"])).inc()
+                label = scope["path"] if scope["path"] in known_paths else "other"
+                service.metrics.requests.labels(label, str(message["status"])).inc()
             await send(message)
 
+        reply = app
         try:
-            self._check(Headers(scope=scope), path)
+            check_headers(Headers(scope=scope), service.args, needs_key=scope["path"] not in open_paths)
         except ApiError as error:
-            app = make_error(path, error)
-        await app(scope, receive, count_and_send)
+            reply = await handle_error(Request(scope), error)
+        await reply(scope, receive, count_and_send)
 
-    def _check(self, headers: Headers, path: str) -> None:
-        args, host, origin = self._service.args, headers.get("host", ""), headers.get("origin")
-        is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
-        if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):
-            raise ApiError(f"pages of the Origin {origin!r:.100} are not among --allowed-origins", 403)
-        if args.api_key is None:
-            if not is_loopback(host):  # a web page may have pointed its own name at this machine
-                expected = "without --api-key the Host must be localhost, 127.0.0.1 or [::1]"
-                raise ApiError(f"{expected}, got {host!r:.100}", 403)
-        elif path not in self._open_paths:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-            # Headers are read as Latin-1, and compare_digest takes no other strings than ASCII.
-            if not hmac.compare_digest(given.encode("latin-1", "replace"), args.api_key.encode()):
-                raise ApiError("expected the header Authorization: Bearer KEY with this server's key", 401)
+    return answer
+
+
+def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
+    """Refuses the requests of other web pages, by other names, and without the key.
+
+    Raises:
+        ApiError: saying why.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
+    if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):
+        raise ApiError(f"pages of the Origin {origin!r:.100} are not among --allowed-origins", 403)
+    if args.api_key is None:
+        if not is_loopback(host):  # a web page may have pointed its own name at this machine
+            expected = "without --api-key the Host must be localhost, 127.0.0.1 or [::1]"
+            raise ApiError(f"{expected}, got {host!r:.100}", 403)
+    elif needs_key:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        # Headers are read as Latin-1, and compare_digest takes no other strings than ASCII.
+        if not hmac.compare_digest(given.encode("latin-1", "replace"), args.api_key.encode()):
+            expected = "expected the header Authorization: Bearer KEY with this server's key"
+            raise ApiError(expected, 401, headers={"WWW-Authenticate": "Bearer"})
 
 
 def is_loopback(host: str) -> bool:

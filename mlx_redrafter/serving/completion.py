@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Literal, cast
+from typing import Any, ClassVar, Generic, Literal
 
 from mlx_lm.server import convert_chat
 
@@ -52,6 +52,9 @@ ANY_NAME = "*"
 MAX_RETRY_SECONDS = 60
 MAX_ITEMS = 1000
 """How many of the last items of responses are kept for clients that refer to them."""
+
+STATUSES = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, SchemaNotFollowed: 400, GenerationFailed: 500}
+"""Errors -> the status of HTTP of the first that fits; 400 for others."""
 
 IMPOSSIBLE = -9999.0
 """The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
@@ -141,29 +144,32 @@ class Completion(ABC, Generic[AnyBody]):
         prompt: the token ids, after `prepare`.
         n_tokens, n_reasoning: how many tokens were made so far, and how many of them are reasoning.
         finish_reason: of the only choice, before its last block ends.
+        reply: the reply in one piece, after the last event.
     """
 
     body_type: ClassVar[type[Any]]
     last_line: ClassVar[str] = ""
+    prefilled = False
+    form: AnswerFormat | None = None
+    role_mapping: dict[str, str] | None = None
+    choices = 1
+    top_logprobs: int | None = None
+    include_drafts = False
+    n_tokens = n_reasoning = 0
+    finish_reason: str | None = None
 
     def __init__(self, service: Service, body: AnyBody) -> None:
         self.service, self.body = service, body
         self.messages: list[Message] = []
-        self.prefilled = False
         self.tools: Tools = {}
         self.forced: Tools = {}
-        self.form: AnswerFormat | None = None
         self.template_args: dict[str, Any] = {}
-        self.role_mapping: dict[str, str] | None = None
-        self.choices, self.top_logprobs, self.include_drafts = 1, cast(int | None, None), False
         self.prompt: list[int] = []
-        self.n_tokens = self.n_reasoning = 0
-        self.finish_reason: str | None = None
+        self.reply: Event = {}
         self._state: str | None = None  # of mlx-lm's text state machine where the answer begins; None for text alone
         self._grammar: Callable[[], Grammar] | None = None
         self._generations: list[Generation] = []
         self._texts: list[TextStream] = []
-        self._is_closed = False
 
     @abstractmethod
     def events(self) -> AsyncIterator[Event]:
@@ -173,9 +179,11 @@ class Completion(ABC, Generic[AnyBody]):
             GenerationFailed: the engine's.
         """
 
-    @abstractmethod
     async def collect(self) -> Event:
         """The reply in one piece; errors are those of `events`."""
+        async for _ in self.events():
+            pass
+        return self.reply
 
     @staticmethod
     def describe_error(error: ApiError) -> Event:
@@ -298,7 +306,9 @@ class Completion(ABC, Generic[AnyBody]):
         return self._texts[0].stopped_by
 
     async def chunks(self) -> AsyncIterator[Chunk]:
-        """The pieces of one choice after the other. A stop string ends a generation.
+        """The pieces of one choice after the other, each in one where nothing is streamed.
+
+        A stop string ends a generation.
 
         Raises:
             GenerationFailed: the engine's; nothing comes after it.
@@ -313,14 +323,14 @@ class Completion(ABC, Generic[AnyBody]):
                 if text.stopped_by is not None:
                     reason = "stop"
                     generation.cancel()
+                chunk.segments += segments
                 if self.top_logprobs is not None:
                     chunk.logprobs.append(self._describe_token(event))
                 if self.include_drafts:
                     source = event.draft_source
                     token = {"text": shown, "from_draft": source is not None, "draft_source": source}
                     self._note_drafts(chunk.drafts, token, event.drafts, generation.stats)
-                if segments or reason is not None:
-                    chunk.segments = segments
+                if reason is not None or (segments and self.body.stream):
                     chunk.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
                     yield chunk
                     chunk = Chunk(at)
@@ -334,8 +344,9 @@ class Completion(ABC, Generic[AnyBody]):
             GenerationFailed: the engine's.
         """
         last: Segment | None = None
+        reason: str | None = None
         async for chunk in self.chunks():
-            self.finish_reason = chunk.finish_reason
+            reason = chunk.finish_reason
             for segment in chunk.segments:
                 if last is None or segment.kind != last.kind or segment.kind == "tool_call":
                     if last is not None:
@@ -343,6 +354,7 @@ class Completion(ABC, Generic[AnyBody]):
                     yield "begin", segment
                 yield "add", segment
                 last = segment
+        self.finish_reason = reason
         if last is not None:
             yield "end", last
 
@@ -387,12 +399,15 @@ class Completion(ABC, Generic[AnyBody]):
         total = sum((generation.stats.decoding for generation in self._generations), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
-    def close(self) -> None:
-        """Cancels what still runs, and counts it; once."""
-        generations = [] if self._is_closed else self._generations
-        self._is_closed = True
-        for generation in generations:
+    def cancel(self) -> None:
+        """Ends what still runs."""
+        for generation in self._generations:
             generation.cancel()
+
+    def close(self) -> None:
+        """Ends what still runs, and counts all; called once."""
+        self.cancel()
+        for generation in self._generations:
             self.service.metrics.count(generation.stats, time.perf_counter() - self._started)
 
 
@@ -413,14 +428,11 @@ def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError
     Args:
         queued: how many requests wait, where the client may try again once they are through.
     """
-    statuses = {
-        ClientLimitReached: 429,
-        QueueFull: 503,
-        EngineClosed: 503,
-        SchemaNotFollowed: 400,
-        GenerationFailed: 500,
-    }
-    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
-    retry_after = min(MAX_RETRY_SECONDS, 1 + queued) if queued is not None and status in (429, 503) else None
+    if isinstance(error, ApiError):
+        return error
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 400)
     code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
-    return ApiError(str(error), status, retry_after, code)
+    headers = {}
+    if queued is not None and status in (429, 503):
+        headers["Retry-After"] = str(min(MAX_RETRY_SECONDS, 1 + queued))
+    return ApiError(str(error), status, code, headers)

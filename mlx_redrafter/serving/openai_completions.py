@@ -32,7 +32,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         super().__init__(service, body)
         self.form, self.choices = body.response_format, body.n
         self.include_drafts = body.stream and bool(body.stream_options.get("include_drafts"))
-        self._envelope = {
+        self.reply = {
             "id": f"chatcmpl-{uuid.uuid4()}",
             "object": self.kinds[body.stream],
             "model": service.names[0],
@@ -50,15 +50,15 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
     async def collect(self) -> Event:
         """The reply in one piece."""
         choices = [self._describe_choice(chunk) async for chunk in self.chunks()]
-        return self._envelope | {"choices": choices, "usage": self.describe_usage("prompt", "completion")}
+        return self.reply | {"choices": choices, "usage": self.describe_usage("prompt", "completion")}
 
     async def events(self) -> AsyncIterator[Event]:
         """The chunks of a stream."""
         async for chunk in self.chunks():
             drafts = {"redrafter": chunk.drafts} if chunk.drafts else {}
-            yield self._envelope | {"choices": [self._describe_choice(chunk)]} | drafts
+            yield self.reply | {"choices": [self._describe_choice(chunk)]} | drafts
         if self.body.stream_options.get("include_usage"):
-            yield self._envelope | {"choices": [], "usage": self.describe_usage("prompt", "completion")}
+            yield self.reply | {"choices": [], "usage": self.describe_usage("prompt", "completion")}
 
     def _describe_choice(self, chunk: Chunk) -> dict[str, Any]:
         found = {"index": chunk.choice, "finish_reason": chunk.finish_reason} | self.describe_text(chunk)

@@ -41,7 +41,7 @@ class Responses(Completion[ResponsesBody]):
         self.form, self.template_args = body.text.format, {"reasoning_effort": body.reasoning.effort}
         self._output: list[dict[str, Any]] = []
         self._event_count = 0
-        self._reply = {
+        self.reply = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
             "status": "in_progress", "model": service.names[0], "output": self._output, "error": None,
             "incomplete_details": None, "instructions": body.instructions, "metadata": body.metadata,
@@ -49,16 +49,10 @@ class Responses(Completion[ResponsesBody]):
             "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
 
-    async def collect(self) -> Event:
-        """The response in one piece."""
-        async for _ in self.events():
-            pass
-        return self._reply
-
     async def events(self) -> AsyncIterator[Event]:
         """The events in the API's order."""
-        yield self._event("created", response=self._reply)
-        yield self._event("in_progress", response=self._reply)
+        yield self._event("created", response=self.reply)
+        yield self._event("in_progress", response=self.reply)
         steps = {"begin": self._begin_item, "add": self._add_segment, "end": self._end_item}
         async for step, segment in self.blocks():
             for event in steps[step](segment):
@@ -67,14 +61,14 @@ class Responses(Completion[ResponsesBody]):
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
         usage = self.describe_usage("input", "output")
-        self._reply |= {"status": status, "incomplete_details": details, "usage": usage}
-        yield self._event(status, response=self._reply)
+        self.reply |= {"status": status, "incomplete_details": details, "usage": usage}
+        yield self._event(status, response=self.reply)
 
     def describe_failure(self, error: ApiError) -> Event:
         """The last event of a stream that fails: the response with what came until then."""
         code = error.code if error.code in FAILED_CODES else FAILED_CODES[0]
-        self._reply |= {"status": "failed", "error": {"code": code, "message": str(error)}}
-        return self._event("failed", response=self._reply)
+        self.reply |= {"status": "failed", "error": {"code": code, "message": str(error)}}
+        return self._event("failed", response=self.reply)
 
     def _begin_item(self, segment: Segment) -> Iterator[Event]:
         item, part = ITEMS[segment.kind] if segment.kind != "tool_call" else (self._begin_call(segment), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from ..errors import RedrafterError
 from ..options import OPTION_FLAGS
 from .types import MAX_TOP_LOGPROBS, GenerationRequest
 
@@ -34,21 +36,21 @@ CODES = {
 """Status of HTTP -> what an error's `code` is where nothing is more exact."""
 
 
-class ApiError(Exception):
+class ApiError(RedrafterError):
     """A request that is not answered.
 
     Args:
         message: what was expected, and what was got.
         status: of HTTP.
-        retry_after: seconds after which the client may try again; None if that is of no use.
         code: a word for programs; None for the one of the status.
+        headers: of the reply.
     """
 
     def __init__(
-        self, message: str, status: int = 400, retry_after: int | None = None, code: str | None = None
+        self, message: str, status: int = 400, code: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.retry_after, self.code = status, retry_after, code or CODES.get(status, "server_error")
+        self.status, self.code, self.headers = status, code or CODES.get(status, "server_error"), headers
 
 
 def unwrap_prompt(given: Any) -> Any:
