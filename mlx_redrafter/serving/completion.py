@@ -20,12 +20,12 @@ from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError
 from ..session.chat_template import render
-from .conversation import Message, Tool, Tools, arrange, make_call_schema, relax
+from .conversation import Message, Tool, Tools, arrange, relax
 from .engine import Engine
 from .generation import Generation
 from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
-from .structured_output import GrammarCompiler
+from .structured_output import Asked, GrammarCompiler
 from .text_stream import Segment, TextStream, find_bytes
 from .types import (
     REQUEST_OPTIONS,
@@ -214,18 +214,18 @@ class Completion(ABC, Generic[AnyBody]):
         """
         tokenizer = self.service.tokenizer
         self.prompt = self.encode_prompt()
-        schema, unless = self.form.schema_to_follow if self.form else None, tuple[int, ...]()
+        asked: Asked | None = self.form.schema_to_follow if self.form else None
+        unless: tuple[int, ...] = ()
         if self.forced:
-            schema = make_call_schema(self.forced)
-        elif schema is not None and self.tools:
+            asked = [tool.function for tool in self.forced.values()]
+        elif asked is not None and self.tools:
             if not tokenizer.tool_call_start:
                 raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
             unless = tuple(tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False))
-        if schema is not None:
+        if asked is not None:
             if self.prefilled:
                 raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
-            is_lenient = bool(self.forced)  # a tool's parameters were not written for a grammar
-            self._grammar = self.service.grammars.compile(schema, self._state, unless, lenient=is_lenient)
+            self._grammar = self.service.grammars.compile(asked, self._state, unless)
 
     def encode_prompt(self) -> list[int]:
         """The messages as token ids."""

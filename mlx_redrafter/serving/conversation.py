@@ -278,29 +278,3 @@ def find_tool(tools: Tools, name: Any) -> Tool:
         if name in (tool.name, tool.function["name"]):
             return tool
     raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(tools) or 'none':.200}")
-
-
-def make_call_schema(tools: Tools) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools: an object of `name` and `arguments`."""
-    calls, definitions = [], {}
-    for at, (name, tool) in enumerate(tools.items()):
-        definitions[f"tool{at}"] = move_references(tool.function.get("parameters") or {"type": "object"}, f"tool{at}")
-        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{at}"}}
-        calls.append(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
-    return {"anyOf": calls, "$defs": definitions}
-
-
-def move_references(schema: Any, name: str) -> Any:
-    """A schema whose references to its own parts hold where it is `name` of another one's definitions."""
-    if isinstance(schema, list):
-        return [move_references(each, name) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    is_own_name = isinstance(schema.get("$id"), str)  # against which references would be read
-    moved = {key: move_references(value, name) for key, value in schema.items() if key != "$id" or not is_own_name}
-    target = schema.get("$ref")
-    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
-        moved["$ref"] = f"#/$defs/{name}{target[1:]}"
-    return moved

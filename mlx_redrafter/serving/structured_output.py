@@ -20,12 +20,17 @@ from .types import SchemaNotFollowed
 BLANKS = r"[ \n]{1,24}"
 """What may be between the parts of an object: without a limit some models go on with it forever."""
 
+CANNOT = "the JSON schema cannot be followed"
 MAX_ERROR = 300
 """Characters of what llguidance says."""
 
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
 """The most `$ref`s of a schema, and a stack for them: llguidance recurses from each into the next, through up to 128
 levels, and would end the process where the stack does."""
+
+Asked = dict[str, Any] | list[dict[str, Any]]
+"""What an answer must follow: a JSON schema, or functions of which it calls one. In the functions' parameters, which
+were not written for a grammar, keywords that llguidance does not know are ignored."""
 
 
 class GrammarCompiler:
@@ -40,18 +45,15 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
-    def compile(
-        self, schema: dict[str, Any], state: str | None = None, unless: tuple[int, ...] = (), lenient: bool = False
-    ) -> GrammarFactory:
+    def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> GrammarFactory:
         """A factory of grammars, each for one answer.
 
         Args:
             state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
             unless: token ids with which the answer may begin instead, after which it is free; none for no such choice.
-            lenient: whether keywords that llguidance does not know are ignored.
 
         Raises:
-            ApiError: the schema is wrong, or uses what llguidance does not know, or no answer follows it.
+            ApiError: a schema is wrong, or uses what llguidance does not know, or no answer follows it.
         """
         if self._compiled is None:
             backend = copy(self._tokenizer.backend_tokenizer)
@@ -59,9 +61,23 @@ class GrammarCompiler:
             backend.no_truncation()
             ends = list(self._tokenizer.eos_token_ids)
             self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+        try:
+            grammar = describe_grammar(asked)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(f"{CANNOT}: {one_line(error)}") from error
+        if grammar.count('"$ref"') > MAX_REFERENCES:
+            raise ApiError(f"{CANNOT}: it must have at most {MAX_REFERENCES} references")
+        previous = threading.stack_size(STACK_BYTES)
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                matcher = thread.submit(LLMatcher, self._compiled, grammar).result()
+        finally:
+            threading.stack_size(previous)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ApiError(describe_error(matcher))
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        start = SchemaGrammar(_make_matcher(schema, self._compiled, lenient), self._compiled, end, unless)
-        return GrammarFactory((schema, state, unless, lenient), start)
+        return GrammarFactory((asked, state, unless), SchemaGrammar(matcher, self._compiled, end, unless))
 
 
 @dataclass(frozen=True)
@@ -81,34 +97,24 @@ class GrammarFactory:
         return self.start.fork()
 
 
-def _make_matcher(schema: dict[str, Any], tokenizer: LLTokenizer, lenient: bool) -> LLMatcher:
-    """A matcher at the start of a schema's grammar.
-
-    Raises:
-        ApiError: see `GrammarCompiler.compile`.
-    """
-    try:
-        text = json.dumps(schema)
-        if text.count('"$ref"') > MAX_REFERENCES:
-            raise ValueError(f"it must have at most {MAX_REFERENCES} references")
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS, "lenient": lenient})
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the JSON schema cannot be followed: {one_line(error)}") from error
-    previous = threading.stack_size(STACK_BYTES)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            matcher = thread.submit(LLMatcher, tokenizer, grammar).result()
-    finally:
-        threading.stack_size(previous)
-    matcher.compute_bitmask()
-    if matcher.is_error():
-        raise ApiError(f"the JSON schema cannot be followed: {_describe_error(matcher)}")
-    return matcher
+def describe_grammar(asked: Asked) -> str:
+    """The grammar in llguidance's form, where each schema is a document of its own."""
+    options = {"whitespace_pattern": BLANKS, "lenient": isinstance(asked, list)}
+    if isinstance(asked, dict):
+        return json.dumps({"grammars": [{"json_schema": asked | {"x-guidance": options}}]})
+    calls, schemas = [], []
+    for at, function in enumerate(asked):
+        begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        calls.append(f'{json.dumps(begin, ensure_ascii=False)} @arguments{at} "}}"')
+        schema = function.get("parameters") or {"type": "object"}
+        schemas.append({"name": f"arguments{at}", "json_schema": schema | {"x-guidance": options}})
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {' | '.join(calls)}"}, *schemas]})
 
 
-def _describe_error(matcher: LLMatcher) -> str:
+def describe_error(matcher: LLMatcher) -> str:
+    """Why it cannot go on, in one line."""
     wrong = one_line(matcher.get_error())
-    return "no text follows it" if wrong.startswith("NoExtensionBias") else wrong[:MAX_ERROR]
+    return f"{CANNOT}: {'no text follows it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
 
 
 class SchemaGrammar:
@@ -131,7 +137,7 @@ class SchemaGrammar:
         unless: tuple[int, ...] = (),
     ) -> None:
         self.matcher, self._tokenizer, self._begins_after, self._unless = matcher, tokenizer, begins_after, unless
-        self._tail: tuple[int, ...] | None = () if begins_after else None  # the last tokens before it begins
+        self._tail: tuple[int, ...] = ()  # the last tokens before it begins
         self._is_marked = self._is_free = False  # whether `unless` was begun, and nothing holds any more
         self.length = 0
 
@@ -144,9 +150,10 @@ class SchemaGrammar:
     def take(self, token: int) -> bool:
         """See `Grammar.take`."""
         self.length += 1
-        if self._tail is not None:
-            tail = (*self._tail, token)[-len(self._begins_after) :]
-            self._tail = None if tail == self._begins_after else tail
+        if self._begins_after:
+            self._tail = (*self._tail, token)[-len(self._begins_after) :]
+            if self._tail == self._begins_after:
+                self._begins_after = ()
             return True
         if self._is_free:
             return True
@@ -168,7 +175,7 @@ class SchemaGrammar:
         Raises:
             SchemaNotFollowed: llguidance gives up on the grammar, which may be too complex.
         """
-        if self._is_free or self._tail is not None:
+        if self._is_free or self._begins_after:
             return None
         size = self._tokenizer.vocab_size
         if self._is_marked:
@@ -176,7 +183,7 @@ class SchemaGrammar:
         else:
             bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
             if self.matcher.is_error():
-                raise SchemaNotFollowed(f"the JSON schema cannot be followed: {_describe_error(self.matcher)}")
+                raise SchemaNotFollowed(describe_error(self.matcher))
             allowed = np.unpackbits(bits, count=size, bitorder="little").view(bool)
         if self._unless:
             allowed[self._unless[0]] = True
@@ -186,6 +193,6 @@ class SchemaGrammar:
         """See `Grammar.find_forced`."""
         if self._is_marked:
             return list(self._unless)
-        if self._is_free or self._unless or self._tail is not None or self.matcher.is_stopped():
+        if self._is_free or self._unless or self._begins_after or self.matcher.is_stopped():
             return []
         return self.matcher.compute_ff_tokens()

@@ -102,6 +102,17 @@ def test_an_answer_may_begin_with_a_mark_instead(compiler: GrammarCompiler, enco
     assert set(find_allowed(take(reasoned, encode("so</think>"))) or []) == set(start)
 
 
+def test_a_call_is_one_of_the_functions(compiler: GrammarCompiler, encode: Any) -> None:
+    parameters = {"properties": {"a": {"$ref": "#/$defs/b"}}, "required": ["a"], "$defs": {"b": {"type": "integer"}}}
+    functions = [{"name": name, "parameters": {"type": "object", **parameters}} for name in ("list", 'l"é')]
+    make = compiler.compile([*functions, {"name": "none"}])
+    for call in ('{"name": "list", "arguments": {"a": 1}}', r'{"name": "l\"é", "arguments": {"a": -20, "x": null}}',
+                 '{"name": "none", "arguments": {}}'):  # fmt: skip
+        take(make(), [*encode(call), find_allowed(take(make(), encode(call)))[0]])  # type: ignore[index]
+    begun = take(make(), encode('{"name": "list", "arguments": {"a": '))
+    assert not begun.fork().take(encode("x")[0]) and not make().take(encode("[")[0])
+
+
 def refer(count: int, levels: int = 1) -> dict[str, Any]:
     """A schema with some references, each of which leads through so many levels to the next."""
 
