@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -26,16 +25,14 @@ from .generation import Generation
 from .metrics import Metrics
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Asked, GrammarCompiler
-from .text_stream import Segment, TextStream, find_bytes
+from .text_stream import Segment, TextStream
 from .types import (
     REQUEST_OPTIONS,
     ClientLimitReached,
     ContextLengthExceeded,
-    DraftedRound,
     EngineClosed,
     GenerationFailed,
     GenerationRequest,
-    GenerationStats,
     QueueFull,
     SchemaNotFollowed,
     TokenEvent,
@@ -55,9 +52,6 @@ MAX_ITEMS = 1000
 
 STATUSES = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, SchemaNotFollowed: 400, GenerationFailed: 500}
 """Errors -> the status of HTTP of the first that fits; 400 for others."""
-
-IMPOSSIBLE = -9999.0
-"""The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
 
 
 @dataclass
@@ -105,24 +99,6 @@ class Service:
             self.items.popitem(last=False)
 
 
-@dataclass
-class Chunk:
-    """A piece of one choice.
-
-    Attributes:
-        choice: its index.
-        logprobs: of the tokens since the last chunk, where they are asked for.
-        drafts: the field `redrafter`, where it is asked for.
-        finish_reason: "stop", "length" or "tool_calls" in the last one.
-    """
-
-    choice: int
-    segments: list[Segment] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    drafts: dict[str, Any] = field(default_factory=dict)
-    finish_reason: str | None = None
-
-
 class Completion(ABC, Generic[AnyBody]):
     """A request and the reply to it; a subclass for each API.
 
@@ -143,7 +119,7 @@ class Completion(ABC, Generic[AnyBody]):
         include_drafts: whether chunks say what was drafted.
         prompt: the token ids, after `prepare`.
         n_tokens, n_reasoning: how many tokens were made so far, and how many of them are reasoning.
-        finish_reason: of the only choice, before its last block ends.
+        finish_reason: "stop", "length" or "tool_calls" with the last token of the choice that is read, None before.
         reply: the reply in one piece, after the last event.
     """
 
@@ -221,7 +197,7 @@ class Completion(ABC, Generic[AnyBody]):
         elif asked is not None and self.tools:
             if not tokenizer.tool_call_start:
                 raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
-            unless = tuple(tokenizer.encode(tokenizer.tool_call_start, add_special_tokens=False))
+            unless = tuple(tokenizer.tool_call_start_tokens)
         if asked is not None:
             if self.prefilled:
                 raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
@@ -239,16 +215,15 @@ class Completion(ABC, Generic[AnyBody]):
             return list(tokenizer.encode(convert_chat(messages, self.role_mapping)))
         given = {name: value for name, value in self.template_args.items() if value is not None}
         args = self.service.args.chat_template_args | given | own | {"tools": describe_tools(self.tools) or None}
-        refused: RedrafterError | None = None
+        errors: list[RedrafterError] = []
         for variant in (messages, *relax(messages)):
             try:
                 text = render(tokenizer, variant, args, prefilled=self.prefilled)
                 break
             except RedrafterError as error:
-                refused = refused or error
+                errors.append(error)
         else:
-            assert refused is not None
-            raise refused
+            raise errors[0]
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
         if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
             self._state = "reasoning"
@@ -305,37 +280,25 @@ class Completion(ABC, Generic[AnyBody]):
         """The stop string that ended the first choice."""
         return self._texts[0].stopped_by
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """The pieces of one choice after the other, each in one where nothing is streamed.
-
-        A stop string ends a generation.
+    async def read(self, choice: int) -> AsyncIterator[tuple[TokenEvent, str, list[Segment]]]:
+        """Each token of a choice, and the text and the segments that it completes. A stop string ends the generation.
 
         Raises:
             GenerationFailed: the engine's; nothing comes after it.
         """
-        for at, (generation, text) in enumerate(zip(self._generations, self._texts, strict=True)):
-            chunk = Chunk(at)
-            async for event in generation.events():
-                self.n_tokens += 1
-                self.n_reasoning += text.is_reasoning
-                reason: str | None = event.finish_reason
-                shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
-                if text.stopped_by is not None:
-                    reason = "stop"
-                    generation.cancel()
-                chunk.segments += segments
-                if self.top_logprobs is not None:
-                    chunk.logprobs.append(self._describe_token(event))
-                if self.include_drafts:
-                    source = event.draft_source
-                    token = {"text": shown, "from_draft": source is not None, "draft_source": source}
-                    self._note_drafts(chunk.drafts, token, event.drafts, generation.stats)
-                if reason is not None or (segments and self.body.stream):
-                    chunk.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
-                    yield chunk
-                    chunk = Chunk(at)
-                if reason is not None:
-                    break
+        generation, text = self._generations[choice], self._texts[choice]
+        async for event in generation.events():
+            self.n_tokens += 1
+            self.n_reasoning += text.is_reasoning
+            reason: str | None = event.finish_reason
+            shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
+            if text.stopped_by is not None:
+                reason = "stop"
+                generation.cancel()
+            self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
+            yield event, shown, segments
+            if reason is not None:
+                break
 
     async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
         """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block.
@@ -344,43 +307,20 @@ class Completion(ABC, Generic[AnyBody]):
             GenerationFailed: the engine's.
         """
         last: Segment | None = None
-        reason: str | None = None
-        async for chunk in self.chunks():
-            reason = chunk.finish_reason
-            for segment in chunk.segments:
+        async for _, _, segments in self.read(0):
+            for segment in segments:
                 if last is None or segment.kind != last.kind or segment.kind == "tool_call":
                     if last is not None:
                         yield "end", last
                     yield "begin", segment
                 yield "add", segment
                 last = segment
-        self.finish_reason = reason
         if last is not None:
             yield "end", last
 
     def find_tool(self, segment: Segment) -> Tool:
         """The tool that a call names; one that the client has not given is a function."""
         return self.tools.get(segment.name) or Tool({}, "function", segment.name)
-
-    def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
-        def describe(token: int, logprob: float) -> dict[str, Any]:
-            text = self.service.tokenizer.decode([token])
-            found = logprob if math.isfinite(logprob) else IMPOSSIBLE
-            raw = find_bytes(self.service.tokenizer, token, text)
-            return {"id": token, "token": text, "bytes": raw, "logprob": found}
-
-        top = [describe(*each) for each in event.top_logprobs]
-        return describe(event.token, event.logprob) | {"top_logprobs": top}
-
-    def _note_drafts(
-        self, told: dict[str, Any], token: dict[str, Any], drafts: DraftedRound | None, stats: GenerationStats
-    ) -> None:
-        told.setdefault("tokens", []).append(token)
-        told |= {name: getattr(stats.decoding, name) for name in ("rounds", "drafted", "accepted")}
-        told["seconds"] = round(stats.seconds, 6)
-        if drafts is not None:
-            *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
-            told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
         """What was read and made so far, as OpenAI's APIs tell it, in their words for both."""

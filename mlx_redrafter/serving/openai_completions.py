@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from abc import abstractmethod
@@ -10,10 +11,14 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar
 
 from ..generate import encode
-from .completion import Chunk, Completion, Event, Service
+from .completion import Completion, Event, Service
 from .conversation import choose_tools, read_tools
 from .schemas import ChatBody, CompletionBody, OpenAIBody
-from .text_stream import Segment
+from .text_stream import Segment, find_bytes
+from .types import GenerationStats, TokenEvent
+
+IMPOSSIBLE = -9999.0
+"""The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
 
 AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
@@ -40,7 +45,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         }
 
     @abstractmethod
-    def describe_text(self, chunk: Chunk) -> dict[str, Any]:
+    def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         """The text of a choice, or what a chunk adds to it."""
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,20 +54,50 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     async def collect(self) -> Event:
         """The reply in one piece."""
-        choices = [self._describe_choice(chunk) async for chunk in self.chunks()]
+        choices = [choice async for choice, _ in self._choices()]
         return self.reply | {"choices": choices, "usage": self.describe_usage("prompt", "completion")}
 
     async def events(self) -> AsyncIterator[Event]:
         """The chunks of a stream."""
-        async for chunk in self.chunks():
-            drafts = {"redrafter": chunk.drafts} if chunk.drafts else {}
-            yield self.reply | {"choices": [self._describe_choice(chunk)]} | drafts
+        async for choice, drafts in self._choices():
+            yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
         if self.body.stream_options.get("include_usage"):
             yield self.reply | {"choices": [], "usage": self.describe_usage("prompt", "completion")}
 
-    def _describe_choice(self, chunk: Chunk) -> dict[str, Any]:
-        found = {"index": chunk.choice, "finish_reason": chunk.finish_reason} | self.describe_text(chunk)
-        return found | ({"logprobs": self.describe_logprobs(chunk.logprobs)} if chunk.logprobs else {})
+    async def _choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(a choice, or what a chunk of a stream adds to it; the field `redrafter`), one choice after the other."""
+        for at in range(self.choices):
+            segments, logprobs, drafts = list[Segment](), list[dict[str, Any]](), dict[str, Any]()
+            async for event, text, more in self.read(at):
+                segments += more
+                if self.top_logprobs is not None:
+                    logprobs.append(self._describe_token(event))
+                if self.include_drafts:
+                    self._note_drafts(drafts, event, text, self._generations[at].stats)
+                if self.finish_reason is not None or (segments and self.body.stream):
+                    choice = {"index": at, "finish_reason": self.finish_reason} | self.describe_text(at, segments)
+                    yield choice | ({"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}), drafts
+                    segments, logprobs, drafts = [], [], {}
+
+    def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
+        tokenizer = self.service.tokenizer
+
+        def describe(token: int, logprob: float) -> dict[str, Any]:
+            text, found = tokenizer.decode([token]), logprob if math.isfinite(logprob) else IMPOSSIBLE
+            return {"id": token, "token": text, "bytes": find_bytes(tokenizer, token, text), "logprob": found}
+
+        top = [describe(*each) for each in event.top_logprobs]
+        return describe(event.token, event.logprob) | {"top_logprobs": top}
+
+    def _note_drafts(self, told: dict[str, Any], event: TokenEvent, text: str, stats: GenerationStats) -> None:
+        source, drafts = event.draft_source, event.drafts
+        token = {"text": text, "from_draft": source is not None, "draft_source": source}
+        told.setdefault("tokens", []).append(token)
+        told |= {name: getattr(stats.decoding, name) for name in ("rounds", "drafted", "accepted")}
+        told["seconds"] = round(stats.seconds, 6)
+        if drafts is not None:
+            *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
+            told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):
@@ -80,18 +115,18 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
             self.top_logprobs = max(0, body.top_logprobs)
         self._call_counts = [0] * body.n
 
-    def describe_text(self, chunk: Chunk) -> dict[str, Any]:
+    def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         """The field `message`, or `delta`."""
-        text, reasoning = ("".join(s.text for s in chunk.segments if s.kind == kind) for kind in ("text", "reasoning"))
+        text, reasoning = ("".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning"))
         message: dict[str, Any] = {"role": "assistant"}
         if text or not self.body.stream:
             message["content"] = text or None
         if reasoning:
             message["reasoning"] = reasoning
-        for segment in chunk.segments:
+        for segment in segments:
             if segment.kind == "tool_call":
-                place = {"index": self._call_counts[chunk.choice]} if self.body.stream else {}
-                self._call_counts[chunk.choice] += 1
+                place = {"index": self._call_counts[choice]} if self.body.stream else {}
+                self._call_counts[choice] += 1
                 message.setdefault("tool_calls", []).append(place | self._describe_call(segment))
         return {"delta" if self.body.stream else "message": message}
 
@@ -120,9 +155,9 @@ class Completions(OpenAICompletions[CompletionBody]):
         prompt = self.body.prompt
         return encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt
 
-    def describe_text(self, chunk: Chunk) -> dict[str, Any]:
+    def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         """The field `text`."""
-        return {"text": "".join(segment.text for segment in chunk.segments)}
+        return {"text": "".join(segment.text for segment in segments)}
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
         """OpenAI's older form where `logprobs` is a number, which OpenAI's clients send; else mlx-lm's."""
