@@ -42,8 +42,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise RedrafterError(f"cannot listen on {host}, port {port}: {one_line(error)}") from error
 
 
-def load_engine(args: argparse.Namespace) -> tuple[Engine, Any, bool]:
-    """(an engine that has started, with the models of the flags; the tokenizer; whether there is a drafter).
+def load_service(args: argparse.Namespace) -> Service:
+    """What serves the models of the flags, with an engine that has started.
 
     Raises:
         RedrafterError: a model cannot be loaded, or they do not fit together.
@@ -66,13 +66,7 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, Any, bool]:
         prompt_cache_bytes=args.prompt_cache_bytes,
     )
     engine.start()
-    return engine, tokenizer, drafter is not None
-
-
-def load_service(args: argparse.Namespace) -> Service:
-    """What serves the models of the flags; errors are those of `load_engine`."""
-    engine, tokenizer, has_drafter = load_engine(args)
-    drafter_name = show_name(find_drafter_name(args)) if has_drafter else None
+    drafter_name = None if drafter is None else show_name(find_drafter_name(args))
     return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
 
 
@@ -124,7 +118,7 @@ def serve(
         RedrafterError: the port is taken, or the models cannot be loaded.
     """
     if ranks.index():
-        engine = load_engine(args)[0]
+        engine = load_service(args).engine
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all on a machine, and rank 0 ends the others
         engine.join()
         return 0
