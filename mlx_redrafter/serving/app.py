@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RedrafterError
 from .anthropic_messages import CountTokens, Messages
-from .command import LOOPBACK
 from .completion import Completion, Service, make_api_error
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
@@ -38,6 +37,10 @@ APIS: dict[str, type[Completion[Any]]] = {
     "/v1/messages/count_tokens": CountTokens,
 }
 """Path -> what answers there; also without /v1."""
+
+LOOPBACK_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d*)?", re.IGNORECASE)
+"""Host headers that name this machine as no other can. starlette's `TrustedHostMiddleware` would refuse others with 400
+and plain text, which clients of the APIs cannot read."""
 
 PING_SECONDS = 10.0
 """How often a stream has a comment, for clients and proxies that do not wait forever for a first token."""
@@ -220,7 +223,7 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
     if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):
         raise ApiError(f"pages of the Origin {origin!r:.100} are not among --allowed-origins", 403)
     if args.api_key is None:
-        if not is_loopback(host):  # a web page may have pointed its own name at this machine
+        if not LOOPBACK_HOST.fullmatch(host):  # a web page may have pointed its own name at this machine
             expected = "without --api-key the Host must be localhost, 127.0.0.1 or [::1]"
             raise ApiError(f"{expected}, got {host!r:.100}", 403)
     elif needs_key:
@@ -230,14 +233,3 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
         if not hmac.compare_digest(given.encode("latin-1", "replace"), args.api_key.encode()):
             expected = "expected the header Authorization: Bearer KEY with this server's key"
             raise ApiError(expected, 401, headers={"WWW-Authenticate": "Bearer"})
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine as no other can.
-
-    Not starlette's `TrustedHostMiddleware`: it refuses with 400 and plain text, which clients of the APIs cannot read.
-    """
-    try:
-        return urlsplit(f"//{host}").hostname in LOOPBACK
-    except ValueError:
-        return False
