@@ -6,7 +6,6 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -45,8 +44,8 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
-    def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> GrammarFactory:
-        """A factory of grammars, each for one answer.
+    def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
+        """A grammar that is called for a copy for each answer.
 
         Args:
             state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
@@ -61,10 +60,7 @@ class GrammarCompiler:
             backend.no_truncation()
             ends = list(self._tokenizer.eos_token_ids)
             self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
-        try:
-            grammar = describe_grammar(asked)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"{CANNOT}: {one_line(error)}") from error
+        grammar = describe_grammar(asked)
         if grammar.count('"$ref"') > MAX_REFERENCES:
             raise ApiError(f"{CANNOT}: it must have at most {MAX_REFERENCES} references")
         previous = threading.stack_size(STACK_BYTES)
@@ -77,24 +73,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise ApiError(describe_error(matcher))
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        return GrammarFactory((asked, state, unless), SchemaGrammar(matcher, self._compiled, end, unless))
-
-
-@dataclass(frozen=True)
-class GrammarFactory:
-    """Makes grammars of one schema, each for one answer.
-
-    Attributes:
-        arguments: of `GrammarCompiler.compile`, with which another process makes the same.
-        start: a grammar of which nothing was taken.
-    """
-
-    arguments: tuple[Any, ...]
-    start: SchemaGrammar
-
-    def __call__(self) -> SchemaGrammar:
-        """A grammar for one answer."""
-        return self.start.fork()
+        return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
 
 
 def describe_grammar(asked: Asked) -> str:
@@ -122,21 +101,15 @@ class SchemaGrammar:
 
     Args:
         matcher: at the start of the grammar.
+        arguments: of `GrammarCompiler.compile`, with which another process makes the same.
         begins_after: token ids after which the grammar begins; none for the answer's start.
-        unless: token ids with which the answer may begin there instead, after which it is free.
-
-    Attributes:
-        matcher: after what was taken.
     """
 
     def __init__(
-        self,
-        matcher: LLMatcher,
-        tokenizer: LLTokenizer,
-        begins_after: tuple[int, ...] = (),
-        unless: tuple[int, ...] = (),
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, arguments: tuple[Any, ...], begins_after: tuple[int, ...]
     ) -> None:
-        self.matcher, self._tokenizer, self._begins_after, self._unless = matcher, tokenizer, begins_after, unless
+        self.matcher, self._tokenizer, self.arguments, self._begins_after = matcher, tokenizer, arguments, begins_after
+        self._unless: tuple[int, ...] = arguments[-1]
         self._tail: tuple[int, ...] = ()  # the last tokens before it begins
         self._is_marked = self._is_free = False  # whether `unless` was begun, and nothing holds any more
         self.length = 0
@@ -146,6 +119,8 @@ class SchemaGrammar:
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
+
+    __call__ = fork
 
     def take(self, token: int) -> bool:
         """See `Grammar.take`."""
