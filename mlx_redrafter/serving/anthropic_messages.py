@@ -52,7 +52,7 @@ class Messages(Completion[CountTokensBody]):
                 yield self._block_event("delta", delta=self._add_segment(segment))
             else:
                 yield self._block_event("stop")
-        stopped_by = self.stopped_by
+        stopped_by = self._texts[0].stopped_by
         reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(self.finish_reason)
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
         self.reply |= {**ended, "usage": self._describe_usage()}

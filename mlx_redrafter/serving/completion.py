@@ -275,11 +275,6 @@ class Completion(ABC, Generic[AnyBody]):
             self.close()
             raise make_api_error(error, engine.queued) from error
 
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the first choice."""
-        return self._texts[0].stopped_by
-
     async def read(self, choice: int) -> AsyncIterator[tuple[TokenEvent, str, list[Segment]]]:
         """Each token of a choice, and the text and the segments that it completes. A stop string ends the generation.
 
