@@ -60,7 +60,7 @@ class GrammarCompiler:
             backend.no_truncation()
             ends = list(self._tokenizer.eos_token_ids)
             self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
-        grammar = describe_grammar(asked)
+        grammar = describe_grammar(asked, unless)
         if grammar.count('"$ref"') > MAX_REFERENCES:
             raise ApiError(f"{CANNOT}: it must have at most {MAX_REFERENCES} references")
         previous = threading.stack_size(STACK_BYTES)
@@ -76,11 +76,13 @@ class GrammarCompiler:
         return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
 
 
-def describe_grammar(asked: Asked) -> str:
+def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
     """The grammar in llguidance's form, where each schema is a document of its own."""
     options = {"whitespace_pattern": BLANKS, "lenient": isinstance(asked, list)}
     if isinstance(asked, dict):
-        return json.dumps({"grammars": [{"json_schema": asked | {"x-guidance": options}}]})
+        mark = " ".join(f"<[{token}]>" for token in unless)
+        choice = [{"lark_grammar": f"start: @answer | {mark}"}] if mark else []
+        return json.dumps({"grammars": [*choice, {"name": "answer", "json_schema": asked | {"x-guidance": options}}]})
     calls, schemas = [], []
     for at, function in enumerate(asked):
         begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
@@ -111,7 +113,8 @@ class SchemaGrammar:
         self.matcher, self._tokenizer, self.arguments, self._begins_after = matcher, tokenizer, arguments, begins_after
         self._unless: tuple[int, ...] = arguments[-1]
         self._tail: tuple[int, ...] = ()  # the last tokens before it begins
-        self._is_marked = self._is_free = False  # whether `unless` was begun, and nothing holds any more
+        self._start: tuple[int, ...] = ()  # the first after that, one more than `unless` at most
+        self._is_free = False  # whether nothing holds any more
         self.length = 0
 
     def fork(self) -> Self:
@@ -132,16 +135,11 @@ class SchemaGrammar:
             return True
         if self._is_free:
             return True
-        if self._unless and token == self._unless[0]:
-            self._unless, self._is_marked = self._unless[1:], True
-            self._is_free = not self._unless
-            return True
-        if self._is_marked:
-            return False
-        self._unless = ()
         if token in self._tokenizer.eos_tokens:
             self._is_free = self.matcher.is_accepting()
             return self._is_free
+        self._start = (*self._start, token)[: len(self._unless) + 1]
+        self._is_free = self._start == self._unless
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
     def find_mask(self) -> NDArray[np.bool_] | None:
@@ -152,22 +150,13 @@ class SchemaGrammar:
         """
         if self._is_free or self._begins_after:
             return None
-        size = self._tokenizer.vocab_size
-        if self._is_marked:
-            allowed = np.zeros(size, bool)
-        else:
-            bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-            if self.matcher.is_error():
-                raise SchemaNotFollowed(describe_error(self.matcher))
-            allowed = np.unpackbits(bits, count=size, bitorder="little").view(bool)
-        if self._unless:
-            allowed[self._unless[0]] = True
-        return allowed
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        if self.matcher.is_error():
+            raise SchemaNotFollowed(describe_error(self.matcher))
+        return np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").view(bool)
 
     def find_forced(self) -> list[int]:
         """See `Grammar.find_forced`."""
-        if self._is_marked:
-            return list(self._unless)
-        if self._is_free or self._unless or self._begins_after or self.matcher.is_stopped():
+        if self._is_free or self._begins_after or self.matcher.is_stopped():
             return []
         return self.matcher.compute_ff_tokens()
