@@ -26,6 +26,10 @@ from .completion import Service
 from .engine import Engine
 from .metrics import Metrics
 
+LIMITS = ("max_queue", "max_per_client", "max_prompt_tokens", "context_length", "decode_concurrency",
+          "prompt_cache_bytes")  # fmt: skip
+"""Flags that an engine takes as they are."""
+
 GRACE = 5
 """Seconds after the drain timeout for errors to reach the clients, before uvicorn cancels what is left."""
 
@@ -52,19 +56,9 @@ def load_service(args: argparse.Namespace) -> Service:
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
     if args.use_default_chat_template and tokenizer.chat_template is None:  # newer tokenizers have no default
         tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)
-    answers = open_answers(args.answers, tokenizer)
-    engine = Engine(
-        model,
-        tokenizer,
-        drafter,
-        options=replace(args.options, answers=answers),
-        max_queue=args.max_queue,
-        max_per_client=args.max_per_client,
-        max_prompt_tokens=args.max_prompt_tokens,
-        context_length=args.context_length,
-        decode_concurrency=args.decode_concurrency,
-        prompt_cache_bytes=args.prompt_cache_bytes,
-    )
+    options = replace(args.options, answers=open_answers(args.answers, tokenizer))
+    limits = {name: getattr(args, name) for name in LIMITS}
+    engine = Engine(model, tokenizer, drafter, options=options, **limits)
     engine.start()
     drafter_name = None if drafter is None else show_name(find_drafter_name(args))
     return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
