@@ -59,11 +59,6 @@ def unwrap_prompt(given: Any) -> Any:
     return given[0] if is_alone else given
 
 
-def wrap_input(given: Any) -> Any:
-    """A text as the only message."""
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
 def refuse(given: Any) -> None:
     """Refuses a field that would change the answer, unless it asks for nothing."""
     if given:
@@ -104,7 +99,7 @@ def option(name: str, **more: Any) -> Any:
 
 
 class Part(BaseModel):
-    """An object in a body, of whose fields only these are read."""
+    """A body or an object in one, of whose fields only these are read."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -134,10 +129,8 @@ class FormatAndEffort(Part):
     effort: str | None = None
 
 
-class Body(BaseModel):
-    """The fields of every API, with mlx-lm's names; None where one is not given. Others are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+class Body(Part):
+    """The fields of every API, with mlx-lm's names; None where one is not given."""
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
@@ -211,7 +204,10 @@ class CompletionBody(OpenAIBody):
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
-    input: Annotated[Objects, BeforeValidator(wrap_input)]
+    input: Annotated[
+        Objects,
+        BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given),
+    ]
     instructions: str | None = None
     max_tokens: Length | None = Field(None, alias="max_output_tokens")
     tools: ToolList = []

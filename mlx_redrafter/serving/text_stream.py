@@ -95,17 +95,14 @@ class TextStream:
         text, stopped = self._stops.feed(self._detokenizer.last_segment)
         if is_last and not stopped:
             text += self._stops.rest()
-        segments = self._split(text)
+        segments: list[Segment] = []
+        if text and self._state[0] is not None:  # None: the end of a format that has one
+            self._state, pieces = TextStateMachine.split(self._state, text)
+            segments = [segment for state, piece in pieces for segment in self._add_piece(state, piece)]
         if is_last or stopped:
             self._state, rest, state = TextStateMachine.flush(self._state)
             segments += self._add_piece(state, rest) + self._end_call(is_complete=False)
         return text, segments
-
-    def _split(self, text: str) -> list[Segment]:
-        if not text or self._state[0] is None:  # None: the end of a format that has one
-            return []
-        self._state, pieces = TextStateMachine.split(self._state, text)
-        return [segment for state, piece in pieces for segment in self._add_piece(state, piece)]
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
         if state == "tool" or (self._is_call and KINDS.get(state) == "text"):
