@@ -23,9 +23,6 @@ ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Kind of a segment -> (the item that it begins, the part of the item's content)."""
 
-FAILED_CODES = ("server_error", "rate_limit_exceeded")
-"""The codes of a failed response that OpenAI's clients know, of those that there are here; the first for all others."""
-
 
 class Responses(Completion[ResponsesBody]):
     """POST /v1/responses."""
@@ -66,8 +63,7 @@ class Responses(Completion[ResponsesBody]):
 
     def describe_failure(self, error: ApiError) -> Event:
         """The last event of a stream that fails: the response with what came until then."""
-        code = error.code if error.code in FAILED_CODES else FAILED_CODES[0]
-        self.reply |= {"status": "failed", "error": {"code": code, "message": str(error)}}
+        self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         return self._event("failed", response=self.reply)
 
     def _begin_item(self, segment: Segment) -> Iterator[Event]:
@@ -127,9 +123,6 @@ def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Messag
 
     Calls of tools that are not functions are shown as calls of a function, their outputs as its results. What tools of
     the API's own servers did is left out.
-
-    Raises:
-        ApiError: a content that cannot be read, or a reference to an item that is not kept.
     """
     messages: list[Message] = []
 
