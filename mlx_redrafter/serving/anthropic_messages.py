@@ -104,11 +104,7 @@ def make_block(segment: Segment) -> dict[str, Any]:
 
 
 def read_messages(body: CountTokensBody) -> list[Message]:
-    """The system prompt and the messages; each tool result is a message of its own.
-
-    Raises:
-        ApiError: another role, or a content that cannot be read.
-    """
+    """The system prompt and the messages; each tool result is a message of its own."""
     blocks = body.system if isinstance(body.system, list) else [{"type": "text", "text": body.system or ""}]
     texts = [join_parts([block], "system") for block in blocks]
     system = "\n\n".join(text for text in texts if not text.startswith(BILLING))
@@ -117,11 +113,7 @@ def read_messages(body: CountTokensBody) -> list[Message]:
 
 
 def read_message(message: dict[str, Any], at: int) -> list[Message]:
-    """A message as chat completions have it: each tool result is a message of its own.
-
-    Raises:
-        ApiError: another role, or a content that cannot be read.
-    """
+    """A message as chat completions have it: each tool result is a message of its own."""
     role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r:.50}")

@@ -103,6 +103,7 @@ class Completion(ABC, Generic[AnyBody]):
     """A request and the reply to it; a subclass for each API.
 
     It is made of a body, its prompt is prepared, it is submitted, and then collected or streamed; at last it is closed.
+    Where the engine fails, what reads its tokens raises `GenerationFailed`.
 
     Attributes:
         body_type: what the body is checked against.
@@ -149,14 +150,10 @@ class Completion(ABC, Generic[AnyBody]):
 
     @abstractmethod
     def events(self) -> AsyncIterator[Event]:
-        """The data of the server-sent events.
-
-        Raises:
-            GenerationFailed: the engine's.
-        """
+        """The data of the server-sent events."""
 
     async def collect(self) -> Event:
-        """The reply in one piece; errors are those of `events`."""
+        """The reply in one piece."""
         async for _ in self.events():
             pass
         return self.reply
@@ -276,11 +273,7 @@ class Completion(ABC, Generic[AnyBody]):
             raise make_api_error(error, engine.queued) from error
 
     async def read(self, choice: int) -> AsyncIterator[tuple[TokenEvent, str, list[Segment]]]:
-        """Each token of a choice, and the text and the segments that it completes. A stop string ends the generation.
-
-        Raises:
-            GenerationFailed: the engine's; nothing comes after it.
-        """
+        """Each token of a choice, the text and the segments that it completes. A stop string ends the generation."""
         generation, text = self._generations[choice], self._texts[choice]
         async for event in generation.events():
             self.n_tokens += 1
@@ -296,11 +289,7 @@ class Completion(ABC, Generic[AnyBody]):
                 break
 
     async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
-        """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block.
-
-        Raises:
-            GenerationFailed: the engine's.
-        """
+        """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block."""
         last: Segment | None = None
         async for _, _, segments in self.read(0):
             for segment in segments:

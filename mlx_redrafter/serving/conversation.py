@@ -6,6 +6,8 @@
   nothing else is refused.
 - Of the tools that are not functions `custom`, `namespace` and `local_shell` are shown as functions; the others, most
   of which run on the API's own servers, are left out. What was called in earlier turns is shown as calls.
+
+What cannot be read is an `ApiError`, which says where it is.
 """
 
 from __future__ import annotations
@@ -70,9 +72,6 @@ def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Mes
 
     Args:
         prefilled: whether the last message is the beginning of the answer.
-
-    Raises:
-        ApiError: a message without a role, with a content that cannot be read, or nothing but images to answer.
     """
     flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not flat:
@@ -130,11 +129,7 @@ def relax(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def join_parts(content: Any, where: str) -> str:
-    """The text of a content: a string, a list of parts, or None; with a placeholder for each part that is not text.
-
-    Raises:
-        ApiError: something else.
-    """
+    """The text of a content: a string, a list of parts, or None; with a placeholder for each part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -161,11 +156,7 @@ def read_part(part: dict[str, Any]) -> Any:
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with objects as arguments, which clients send back as the JSON text that they were given.
-
-    Raises:
-        ApiError: something else.
-    """
+    """Tool calls with objects as arguments, which clients send back as the JSON text that they were given."""
     try:
         return [read_call(call) for call in calls]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -193,11 +184,7 @@ def join_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None) -> Tools:
-    """The tools of a request in any API's form, by the names that the model is shown.
-
-    Raises:
-        ApiError: a tool without a name, or whose parameters are no object.
-    """
+    """The tools of a request in any API's form, by the names that the model is shown."""
     tools: Tools = {}
     for at, tool in enumerate(given):
         kind, place = str(tool.get("type") or "function"), f"{where}[{at}]"
@@ -235,11 +222,7 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
-    """(the tools that may be called, those of which one must be) by the `tool_choice` of any API.
-
-    Raises:
-        ApiError: a choice of another kind, or of a tool that is not there.
-    """
+    """(the tools that may be called, those of which one must be) by the `tool_choice` of any API."""
     choice = choice if isinstance(choice, dict) else {"type": choice}
     kind = choice.get("type", "auto")
     if kind == "auto":
@@ -269,11 +252,7 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
 
 
 def find_tool(tools: Tools, name: Any) -> Tool:
-    """The tool that a client calls so.
-
-    Raises:
-        ApiError: there is none.
-    """
+    """The tool that a client calls so."""
     for tool in tools.values():
         if name in (tool.name, tool.function["name"]):
             return tool
