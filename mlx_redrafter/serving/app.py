@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -82,7 +83,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return JSONResponse(next((model for model in models if model["id"] == name), models[0] | {"id": name}))
 
     routes = [
-        Route(path.removeprefix(prefix), make_endpoint(service, api), methods=["POST"])
+        Route(path.removeprefix(prefix), partial(answer_request, service, api), methods=["POST"])
         for path, api in APIS.items()
         for prefix in ("", "/v1")
     ]
@@ -103,27 +104,23 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: handle_error})
 
 
-def make_endpoint(service: Service, api: type[Completion[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """What answers the requests of an API."""
-
-    async def answer_request(request: Request) -> Response:
-        body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
-        service.check_model(body.model)
-        completion = api(service, body)
-        await asyncio.get_running_loop().run_in_executor(service.prompt_thread, completion.prepare)
-        if api is CountTokens:
-            return JSONResponse({"input_tokens": len(completion.prompt)})
-        completion.submit("" if request.client is None else request.client.host)
-        if body.stream:
-            return EventStream(completion)
-        watching = asyncio.create_task(cancel_when_gone(request, completion))
-        try:
-            return JSONResponse(await completion.collect())
-        finally:
-            watching.cancel()
-            completion.close()
-
-    return answer_request
+async def answer_request(service: Service, api: type[Completion[Any]], request: Request) -> Response:
+    """The reply to a request of an API."""
+    body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
+    service.check_model(body.model)
+    completion = api(service, body)
+    await asyncio.get_running_loop().run_in_executor(service.prompt_thread, completion.prepare)
+    if api is CountTokens:
+        return JSONResponse({"input_tokens": len(completion.prompt)})
+    completion.submit("" if request.client is None else request.client.host)
+    if body.stream:
+        return EventStream(completion)
+    watching = asyncio.create_task(cancel_when_gone(request, completion))
+    try:
+        return JSONResponse(await completion.collect())
+    finally:
+        watching.cancel()
+        completion.close()
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -193,32 +193,35 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
                 raise ApiError(f"{place}.tools must be a list of objects, got {inner!r:.100}")
             tools |= read_tools(inner, f"{place}.tools", str(tool.get("name")))
-            continue
-        if kind == "local_shell":
+        elif kind == "local_shell":
             tools[kind] = Tool(LOCAL_SHELL, kind, kind)
-            continue
-        is_nested = isinstance(tool.get(kind), dict)  # as in chat completions
-        own: Any = tool[kind] if is_nested else tool
-        if "input_schema" in tool and kind in ("function", "custom"):  # as in messages
-            kind, own = "function", {**tool, "parameters": tool["input_schema"]}
-        if kind not in ("function", "custom"):
-            log_once(f"tools of this type are left out: {kind:.60}")
-            continue
-        name, parameters = own.get("name"), own.get("parameters")
-        if not isinstance(name, str) or not name:
-            raise ApiError(f"{place}.name must be a string, got {name!r:.100}")
-        if not isinstance(own.get("description", ""), str | None) or not isinstance(parameters, dict | None):
-            raise ApiError(f"{place} must have a text as description and an object as parameters, got {own!r:.100}")
-        shown = {"name": join_name(name, namespace), "description": own.get("description")}
-        if kind == "custom":
-            shown["parameters"] = CUSTOM_PARAMETERS
+        elif kind in ("function", "custom"):
+            read = read_function(tool, kind, place, namespace)
+            tools[read.function["name"]] = read
         else:
-            shown["parameters"] = parameters
-            if is_nested:
-                shown = {**own, "name": shown["name"]}
-        function = {key: value for key, value in shown.items() if value is not None}
-        tools[function["name"]] = Tool(function, kind, name, namespace)
+            log_once(f"tools of this type are left out: {kind:.60}")
     return tools
+
+
+def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str | None) -> Tool:
+    """A function, or a custom tool as one; of a function of chat completions the model is shown all fields."""
+    own, shown = tool, dict[str, Any]()
+    if "input_schema" in tool:  # as in messages
+        kind, own = "function", {**tool, "parameters": tool["input_schema"]}
+    elif isinstance(tool.get(kind), dict):  # as in chat completions
+        own, shown = tool[kind], tool[kind] if kind == "function" else {}
+    name, parameters = own.get("name"), own.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise ApiError(f"{where}.name must be a string, got {name!r:.100}")
+    if not isinstance(own.get("description", ""), str | None) or not isinstance(parameters, dict | None):
+        raise ApiError(f"{where} must have a text as description and an object as parameters, got {own!r:.100}")
+    parameters = CUSTOM_PARAMETERS if kind == "custom" else parameters
+    shown = shown | {
+        "name": join_name(name, namespace),
+        "description": own.get("description"),
+        "parameters": parameters,
+    }
+    return Tool({key: value for key, value in shown.items() if value is not None}, kind, name, namespace)
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
@@ -241,19 +244,17 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
             names = [(each.get(each.get("type")) or each).get("name") for each in inner["tools"]]
         except (AttributeError, KeyError, TypeError) as error:
             raise ApiError(f"tool_choice.tools must be a list of tools, got {choice!r:.100}") from error
-        named = [find_tool(tools, name) for name in names]
-        allowed = {tool.function["name"]: tool for tool in named}
+        allowed = {shown: tool for name in names for shown, tool in find_tool(tools, name).items()}
         return allowed, allowed if inner.get("mode") == "required" else {}
     if kind not in ("function", "custom", "tool", "local_shell"):
         raise ApiError(f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}")
     own = choice.get(kind, choice) if kind != "local_shell" else {"name": kind}
-    tool = find_tool(tools, own.get("name") if isinstance(own, dict) else None)
-    return tools, {tool.function["name"]: tool}
+    return tools, find_tool(tools, own.get("name") if isinstance(own, dict) else None)
 
 
-def find_tool(tools: Tools, name: Any) -> Tool:
+def find_tool(tools: Tools, name: Any) -> Tools:
     """The tool that a client calls so."""
-    for tool in tools.values():
-        if name in (tool.name, tool.function["name"]):
-            return tool
+    for shown, tool in tools.items():
+        if name in (tool.name, shown):
+            return {shown: tool}
     raise ApiError(f"tool_choice names {name!r:.100}, which is not among the tools: {', '.join(tools) or 'none':.200}")
