@@ -124,10 +124,9 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The request's body. One that is too long is read to its end, or the client might not see the reply.
+    """The request's body; an `ApiError` where it has more than `most` bytes.
 
-    Raises:
-        ApiError: it has more than `most` bytes.
+    It is read to its end then too, or the client might not see the reply.
     """
     body, size = bytearray(), 0
     async for piece in request.stream():
@@ -210,11 +209,7 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
-    """Refuses the requests of other web pages, by other names, and without the key.
-
-    Raises:
-        ApiError: saying why.
-    """
+    """Raises an `ApiError` for requests of other web pages, by other names, and without the key."""
     host, origin = headers.get("host", ""), headers.get("origin")
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
     if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):

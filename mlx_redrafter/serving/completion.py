@@ -47,8 +47,6 @@ ANY_NAME = "*"
 """A served name that stands for all."""
 
 MAX_RETRY_SECONDS = 60
-MAX_ITEMS = 1000
-"""How many of the last items of responses are kept for clients that refer to them."""
 
 STATUSES = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, SchemaNotFollowed: 400, GenerationFailed: 500}
 """Errors -> the status of HTTP of the first that fits; 400 for others."""
@@ -63,7 +61,7 @@ class Service:
         model_name: what the model is shown as.
         drafter_name: the same of the drafter; None without one.
         prompt_thread: makes prompts, one at a time, so that a long one does not keep other streams waiting.
-        items: the last items that responses were made of, by their ids.
+        items: the last items of responses, by their ids, for clients that refer to them.
     """
 
     engine: Engine
@@ -83,27 +81,17 @@ class Service:
         self.takes_any_name = ANY_NAME in served
 
     def check_model(self, name: str) -> None:
-        """Refuses models that are not loaded.
-
-        Raises:
-            ApiError: it has another name.
-        """
+        """Raises an `ApiError` for names of other models than the one that is loaded."""
         if not self.takes_any_name and name not in (DEFAULT_MODEL, self.model_name, self.args.model, *self.names):
             expected = " or ".join(self.names)
             raise ApiError(f"there is no model {name!r:.100} here, expected {expected}", 404, code="model_not_found")
-
-    def remember(self, item: dict[str, Any]) -> None:
-        """Keeps an item of a response for later requests."""
-        self.items[item["id"]] = item
-        if len(self.items) > MAX_ITEMS:
-            self.items.popitem(last=False)
 
 
 class Completion(ABC, Generic[AnyBody]):
     """A request and the reply to it; a subclass for each API.
 
     It is made of a body, its prompt is prepared, it is submitted, and then collected or streamed; at last it is closed.
-    Where the engine fails, what reads its tokens raises `GenerationFailed`.
+    What cannot be had is an `ApiError`; where the engine fails, what reads its tokens raises `GenerationFailed`.
 
     Attributes:
         body_type: what the body is checked against.
@@ -179,12 +167,7 @@ class Completion(ABC, Generic[AnyBody]):
             yield self.last_line
 
     def prepare(self) -> None:
-        """Makes the prompt and the grammar; called in the thread for that.
-
-        Raises:
-            ApiError: messages, tools or a schema that cannot be had.
-            RedrafterError: the template refuses the messages.
-        """
+        """Makes the prompt and the grammar; called in the thread for that."""
         tokenizer = self.service.tokenizer
         self.prompt = self.encode_prompt()
         asked: Asked | None = self.form.schema_to_follow if self.form else None
@@ -228,14 +211,7 @@ class Completion(ABC, Generic[AnyBody]):
         return prompt
 
     def submit(self, client: str) -> None:
-        """Puts the request into the engine's queue, once for each choice.
-
-        Args:
-            client: the client's address.
-
-        Raises:
-            ApiError: the request cannot be served, or not now.
-        """
+        """Puts the request of the client with this address into the engine's queue, once for each choice."""
         service, body = self.service, self.body
         engine, args = service.engine, service.args
         most, drafters = args.max_completion_tokens, [name for name in (service.drafter_name, PLAIN) if name]

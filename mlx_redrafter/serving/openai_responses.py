@@ -14,6 +14,9 @@ from .openai_completions import read_input
 from .schemas import ApiError, ResponsesBody, log_once
 from .text_stream import Segment
 
+MAX_ITEMS = 1000
+"""How many of the last items of responses are kept."""
+
 ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": (
         {"type": "message", "role": "assistant", "content": []},
@@ -106,7 +109,10 @@ class Responses(Completion[ResponsesBody]):
         # The last item of an answer that was cut short is not whole; a call always is.
         is_cut = self.finish_reason == "length" and "content" in item
         item["status"] = "incomplete" if is_cut else "completed"
-        self.service.remember(item)
+        items = self.service.items
+        items[item["id"]] = item
+        if len(items) > MAX_ITEMS:
+            items.popitem(last=False)
         yield self._item_event("output_item.done", item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> Event:

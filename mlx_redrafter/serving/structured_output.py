@@ -143,11 +143,7 @@ class SchemaGrammar:
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """See `Grammar.find_mask`.
-
-        Raises:
-            SchemaNotFollowed: llguidance gives up on the grammar, which may be too complex.
-        """
+        """See `Grammar.find_mask`; raises `SchemaNotFollowed` where the grammar is too complex for llguidance."""
         if self._is_free or self._begins_after:
             return None
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
