@@ -45,7 +45,7 @@ class GrammarCompiler:
         self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
 
     def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
-        """A grammar that is called for a copy for each answer.
+        """A grammar; called, it makes a copy of itself for one answer.
 
         Args:
             state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
