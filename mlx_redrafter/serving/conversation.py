@@ -108,7 +108,11 @@ def flatten(message: Message, where: str) -> Message:
     content = join_parts(message.get("content"), f"{where}.content")
     flat = message | {"role": "system" if role == "developer" else role, "content": content}
     if (calls := message.get("tool_calls")) is not None:
-        flat["tool_calls"] = read_calls(calls, f"{where}.tool_calls")
+        try:
+            flat["tool_calls"] = [read_call(call) for call in calls]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            expected = f"{where}.tool_calls must be calls of functions with arguments in JSON"
+            raise ApiError(f"{expected}, got {calls!r:.100}") from error
     return flat
 
 
@@ -155,16 +159,8 @@ def read_part(part: dict[str, Any]) -> Any:
     return f"{MARK}[{name or 'part':.40} omitted]"
 
 
-def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with objects as arguments, which clients send back as the JSON text that they were given."""
-    try:
-        return [read_call(call) for call in calls]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ApiError(f"{where} must be calls of functions with arguments in JSON, got {calls!r:.100}") from error
-
-
 def read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with an object as arguments; one of a custom tool as one of its function."""
+    """A tool call whose arguments, which clients send back as JSON, are an object; a custom tool's as a function's."""
     if "custom" in call:
         return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
@@ -227,29 +223,30 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
     """(the tools that may be called, those of which one must be) by the `tool_choice` of any API."""
     choice = choice if isinstance(choice, dict) else {"type": choice}
-    kind = choice.get("type", "auto")
-    if kind == "auto":
-        return tools, {}
-    if kind == "none":
-        return {}, {}
-    if kind in ("required", "any"):
-        if not tools:
-            raise ApiError(
-                f"tool_choice {kind!r} needs tools, got none that is a function, custom, in a namespace or local_shell"
-            )
-        return tools, tools
-    if kind == "allowed_tools":
-        inner = choice.get(kind, choice)
-        try:
-            names = [(each.get(each.get("type")) or each).get("name") for each in inner["tools"]]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ApiError(f"tool_choice.tools must be a list of tools, got {choice!r:.100}") from error
-        allowed = {shown: tool for name in names for shown, tool in find_tool(tools, name).items()}
-        return allowed, allowed if inner.get("mode") == "required" else {}
-    if kind not in ("function", "custom", "tool", "local_shell"):
-        raise ApiError(f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}")
-    own = choice.get(kind, choice) if kind != "local_shell" else {"name": kind}
-    return tools, find_tool(tools, own.get("name") if isinstance(own, dict) else None)
+    match kind := choice.get("type", "auto"):
+        case "auto":
+            return tools, {}
+        case "none":
+            return {}, {}
+        case "required" | "any":
+            if not tools:
+                expected = "needs tools, got none that is a function, custom, in a namespace or local_shell"
+                raise ApiError(f"tool_choice {kind!r} {expected}")
+            return tools, tools
+        case "allowed_tools":
+            inner = choice.get(kind, choice)
+            try:
+                names = [(each.get(each.get("type")) or each).get("name") for each in inner["tools"]]
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ApiError(f"tool_choice.tools must be a list of tools, got {choice!r:.100}") from error
+            allowed = {shown: tool for name in names for shown, tool in find_tool(tools, name).items()}
+            return allowed, allowed if inner.get("mode") == "required" else {}
+        case "local_shell":
+            return tools, find_tool(tools, kind)
+        case "function" | "custom" | "tool":
+            own = choice.get(kind, choice)
+            return tools, find_tool(tools, own.get("name") if isinstance(own, dict) else None)
+    raise ApiError(f"tool_choice must be auto, none, required or a tool's name, got {choice!r:.100}")
 
 
 def find_tool(tools: Tools, name: Any) -> Tools:
