@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -72,7 +71,7 @@ class Service:
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "prompts"))
-    items: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size)

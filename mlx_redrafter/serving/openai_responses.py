@@ -112,7 +112,7 @@ class Responses(Completion[ResponsesBody]):
         items = self.service.items
         items[item["id"]] = item
         if len(items) > MAX_ITEMS:
-            items.popitem(last=False)
+            del items[next(iter(items))]
         yield self._item_event("output_item.done", item=item)
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
