@@ -13,7 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
-from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
@@ -107,7 +107,7 @@ def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
         return [mx.stack(rows) for rows in made.values()]
     finally:
         generator.close()
-        mx.synchronize(generation_stream)  # the step that it began last: ranks send in the order of one stream alone
+        mx.synchronize(generator.stream)  # the step that it began last: ranks send in the order of one stream alone
 
 
 def _deviation(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:
