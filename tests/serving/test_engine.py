@@ -301,7 +301,7 @@ def test_a_grammar_goes_on_around_a_batch(name: str, sampling: dict[str, Any]) -
     short = ask(PROMPTS[1], 20, grammar=lambda: ToyGrammar(vocab), **sampling)
     texts = [follow_grammar(request, model, vocab) for request in (long, short)]
     for head in (1, 8, 13):
-        with running(model, options={"context": None}) as engine:
+        with running(model, options={"context": True, "draft_depth": 3}) as engine:
             events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, head)))
             assert tokens_of(events) == texts[0]
             assert engine.counters.mode_switches == {"batch": 1, "single": 1}
@@ -340,7 +340,7 @@ def test_a_schema_on_the_demo_is_plain_decoding(demo_models: Any, sampling: dict
     grammar = GrammarCompiler(tokenizer, engine.vocab_size).compile(schema)
     long = ask(tokenizer.encode("items = "), 120, grammar=grammar, **sampling)
     ((drafted,), (plainly,)) = (generate(engine, each) for each in (long, replace(long, draft=False)))
-    assert tokens_of(drafted) == tokens_of(plainly) and engine.counters.decoding.context_accepted > 20
+    assert tokens_of(drafted) == tokens_of(plainly) and engine.counters.decoding.context_accepted > 0
     short = ask(tokenizer.encode("# and"), 12, grammar=grammar)
     moved, _ = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
     assert tokens_of(moved) == tokens_of(plainly) and engine.counters.mode_switches["single"] == 1
@@ -444,6 +444,8 @@ def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
 
     async def main(engine: Engine) -> None:
         others = [engine.submit(ask(PROMPTS[0], -1))] if together == 2 else []
+        for each in others:
+            await anext(each.events())
         generation = engine.submit(long)
         await wait_until(lambda: engine.running == together)
         await asyncio.sleep(0.02)
