@@ -57,7 +57,8 @@ def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
     if not maps.exists():
         return []
     # numpy and scipy bring their own, whose functions have other names: libscipy_openblas, libopenblas64.
-    found = re.findall(rf"/(lib(?:blas|{FAST_BLAS})[^/\s]*)$", maps.read_text(encoding="utf-8"), re.MULTILINE)
+    pattern = rf"[/:](lib(?:blas|{FAST_BLAS})[^/\s]*)(?: \(deleted\))?$"  # also a copy in memory
+    found = re.findall(pattern, maps.read_text(encoding="utf-8"), re.MULTILINE)
     return sorted({name for name in found if not name.startswith("libopenblas64")})
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_redrafter.engine.blas import LIBRARY, rename_symbols
+
 REPORT = """
 from mlx_redrafter.engine.blas import choose_threads
 from mlx_redrafter.planning.machine import describe_machine, has_fast_blas
@@ -38,18 +40,10 @@ metadata.distribution = find
 def mlx_libraries() -> Path:
     """The libraries of MLX's CPU wheel; skips without it, or without OpenBLAS: off Linux, or where a GPU computes."""
     try:
-        distribution("cmeel-openblas")
+        distribution("scipy-openblas32")
         return Path(str(distribution("mlx-cpu").locate_file("mlx_cpu.libs")))
     except PackageNotFoundError:
         pytest.skip("needs what the cpu extra brings on Linux")
-
-
-@pytest.fixture
-def without_libgfortran(tmp_path: Path) -> dict[str, str]:
-    """The environment in which the system's libgfortran is not found, as what is found first is no library."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "libgfortran.so.5").touch()
-    return {"LD_LIBRARY_PATH": str(tmp_path / "first")}
 
 
 def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -74,29 +68,34 @@ def warning(before: str = "", **variables: str) -> str:
     return found
 
 
-def install(folder: Path, name: str, *files: str) -> dict[str, str]:
-    """The environment in which a package of that name consists of these files, which are empty."""
-    for file in (folder / f"{name}-0.dist-info" / "METADATA", *(folder / file for file in files)):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-    return {"PYTHONPATH": str(folder)}
-
-
 def test_openblas_is_loaded_before_mlx() -> None:
     assert report() == "True 1"
 
 
-def test_no_libgfortran_of_the_system_is_needed(without_libgfortran: dict[str, str]) -> None:
-    assert report(**without_libgfortran) == "True 1"
-
-
-def test_mlx_multiplies_with_openblas(without_libgfortran: dict[str, str], tmp_path: Path) -> None:
+def test_mlx_multiplies_with_openblas(tmp_path: Path) -> None:
     multiply = "import mlx.core as mx; x = mx.ones((8, 8)); mx.eval(mx.matmul(x, x, stream=mx.cpu))"
     trace = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
-    python(f"import mlx_redrafter; {multiply}", **without_libgfortran, **trace)
+    python(f"import mlx_redrafter; {multiply}", **trace)
     (found,) = (file.read_text(errors="replace") for file in tmp_path.glob("bindings.*"))
     (line,) = (line for line in found.splitlines() if "libmlx.so [0] to" in line and "`cblas_sgemm'" in line)
-    assert "libopenblas.so.0 [0]: normal symbol" in line
+    assert "libblas" not in line and "/proc/self/fd/" in line
+
+
+def test_every_function_is_found_by_its_own_name() -> None:
+    library = bytearray(Path(str(distribution("scipy-openblas32").locate_file(LIBRARY))).read_bytes())
+    names = rename_symbols(library)
+    assert len(names) > 1000 and not any(name.startswith(b"scipy_") for name in names)
+    missing = f"[name for name in {names} if not hasattr(_loaded, name.decode())]"
+    assert (
+        python(f"import mlx_redrafter; from mlx_redrafter.engine.blas import _loaded; print({missing})").stdout
+        == "[]\n"
+    )
+
+
+def test_each_processor_gets_its_own_kernels() -> None:
+    """The library is one for all processors; a build for the newest alone ends the process on others."""
+    core = "import ctypes; find = _loaded.openblas_get_config; find.restype = ctypes.c_char_p; print(find().decode())"
+    assert "DYNAMIC_ARCH" in python(f"from mlx_redrafter.engine.blas import _loaded; {core}").stdout
 
 
 def test_large_models_get_all_cores() -> None:
@@ -119,29 +118,26 @@ def test_nothing_is_loaded_after_mlx() -> None:
 
 
 def test_a_missing_openblas_is_said() -> None:
-    found = warning(NOT_INSTALLED.format(name="cmeel-openblas"))
-    assert found.endswith("(cmeel-openblas is not installed): pip install cmeel-openblas")
-
-
-def test_a_damaged_openblas_is_said(tmp_path: Path) -> None:
-    found = warning(**install(tmp_path, "cmeel_openblas", "cmeel.prefix/lib/libopenblas.so.0"))
-    assert found.endswith("libopenblas.so.0: file too short): pip install --force-reinstall --no-deps cmeel-openblas")
+    found = warning(NOT_INSTALLED.format(name="scipy-openblas32"))
+    assert found.endswith("(scipy-openblas32 is not installed): pip install scipy-openblas32")
 
 
 @pytest.mark.parametrize(
-    ("files", "reason"),
+    ("keep", "reason"),
     [
-        ([], "no libgfortran in "),
-        (["mlx_cpu.libs/libgfortran-1.so.5"], "libgfortran-1.so.5 does not have its name in it once"),
-        (["mlx_cpu.libs/libquadmath-1.so.0"], "libquadmath-1.so.0: file too short"),
+        (0, "expected an ELF library with a GNU hash table, got "),
+        (100_000, "expected an ELF library with a GNU hash table, got "),
+        (None, "No such file or directory"),
     ],
 )
-def test_a_missing_libgfortran_is_said(
-    files: list[str], reason: str, without_libgfortran: dict[str, str], tmp_path: Path
-) -> None:
-    found = warning(**install(tmp_path, "mlx_cpu", *files), **without_libgfortran)
-    assert "/libgfortran.so.5: file too short; MLX's own cannot take its place: " in found and reason in found
-    assert found.endswith("): apt-get install libgfortran5, or what your system calls it")
+def test_a_damaged_openblas_is_said(keep: int | None, reason: str, tmp_path: Path) -> None:
+    whole = Path(str(distribution("scipy-openblas32").locate_file(LIBRARY))).read_bytes()
+    for file, content in (("scipy_openblas32-0.dist-info/METADATA", b""), (LIBRARY, whole[:keep])):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        if file != LIBRARY or keep is not None:
+            (tmp_path / file).write_bytes(content)
+    found = warning(PYTHONPATH=str(tmp_path))
+    assert reason in found and found.endswith("): pip install --force-reinstall --no-deps scipy-openblas32")
 
 
 def test_nothing_is_said_where_another_backend_computes() -> None:
