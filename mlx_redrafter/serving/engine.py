@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from inspect import signature
@@ -63,14 +64,12 @@ class Decisions(NamedTuple):
 
     Attributes:
         ended: rows that end, by how.
-        stored: rows whose prompts are kept as far as they are read.
         started: new rows.
         others_wait: whether there are more in the queue.
         is_last: whether the engine ends, with nothing left to do.
     """
 
     ended: dict[Generation, str | Exception]
-    stored: list[Generation]
     started: list[Generation]
     others_wait: bool = False
     is_last: bool = False
@@ -123,14 +122,15 @@ class Engine:
         self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
-        self._scheduler = Scheduler(model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes)
+        self._scheduler = Scheduler(
+            model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes, self._end
+        )
         self.counters = self._scheduler.counters
         self._condition = threading.Condition()  # guards what follows
         self._queue: deque[Generation] = deque()
         self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
-        self._ready = threading.Event()
-        self._start_error: Exception | None = None
+        self._started = Future[None]()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -172,9 +172,7 @@ class Engine:
             RedrafterError: the drafter does not fit the model.
         """
         self._thread.start()
-        self._ready.wait()
-        if self._start_error is not None:
-            raise self._start_error
+        self._started.result()
 
     def join(self) -> None:
         """Waits until rank 0 has closed its engine."""
@@ -241,16 +239,16 @@ class Engine:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
         if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
             raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
-        given = {name: getattr(request, name) for name in REQUEST_OPTIONS}
+        given: dict[str, Any] = {name: getattr(request, name) for name in REQUEST_OPTIONS}
         try:
+            given["logits_processors"] = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
             options = replace(self._options, xtc_special_tokens=self._xtc_special_tokens, **given).require_tokens()
             options.make_sampler(0).check(self.vocab_size)  # the seed is there
-            processors = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
         except ValueError as error:
             raise RequestError(one_line(error)) from error
         if length is not None and not 0 < options.max_tokens <= length - len(prompt):
             options = replace(options, max_tokens=length - len(prompt))
-        return Generation(request, options, processors, loop)
+        return Generation(request, options, loop)
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
         """Ends those that were cancelled while they waited, or with an error all that wait."""
@@ -278,26 +276,19 @@ class Engine:
             try:
                 self._scheduler.warm_up()
             except Exception as error:
-                self._start_error = error
-                return
-            finally:
-                self._ready.set()
+                return self._started.set_exception(error)
+            self._started.set_result(None)
             while True:
                 try:
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
-                    ended, stored, started, others_wait, _ = decisions
-                    outcome = self._scheduler.step(ended, stored, started, others_wait)
+                    self._scheduler.step(*decisions[:-1])
                 except Exception as error:
                     if ranks.count() > 1:  # the others may have gone on
                         ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
                     logging.exception("The engine has failed, and with it all requests that ran")
-                    outcome = self._scheduler.abort(error)
-                for generation, events in outcome.events:
-                    generation.put(events)
-                for generation, reason in outcome.ended.items():
-                    self._end(generation, reason)
+                    self._scheduler.abort(error)
             self._scheduler.close()
 
     def _decide(self) -> Decisions | None:
@@ -318,11 +309,11 @@ class Engine:
             }
             if self._aborting:
                 ended = dict.fromkeys(self._scheduler.rows, EngineClosed(CLOSING))
-            started, stored = self._scheduler.choose(self._queue, ended)
+            started = self._scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)
             is_last = self._closing and not (self._queue or self.running or started)
-            found = Decisions(ended, stored, started, bool(self._queue), is_last)
+            found = Decisions(ended, started, bool(self._queue), is_last)
         return found if is_alone or any(found) else None
 
     @cached_property
@@ -337,7 +328,7 @@ class Engine:
         if ranks.count() == 1:
             assert own is not None
             return own
-        rows = self._scheduler.rows
+        rows = list(self._scheduler.rows)
         if ranks.CHECK in os.environ:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
@@ -345,16 +336,15 @@ class Engine:
         told = None
         if own is not None:
             ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
-            stored = [rows.index(row) for row in own.stored]
             requests = [row.request for row in own.started]
             grammars = [getattr(request.grammar, "arguments", None) for request in requests]
-            told = ended, stored, [replace(request, grammar=None) for request in requests], grammars, *own[3:]
+            told = ended, [replace(request, grammar=None) for request in requests], grammars, *own[2:]
         told = ranks.share(told)
         if own is not None or told is None:
-            return own or Decisions({}, [], [])
+            return own or Decisions({}, [])
         # The choices of one request came with one object of arguments, which pickle keeps one.
-        made = {id(arguments): self._grammars.compile(*arguments) for arguments in told[3] if arguments}
-        grammars = [made.get(id(arguments)) for arguments in told[3]]
-        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[2], grammars, strict=True)]
+        made = {id(arguments): self._grammars.compile(*arguments) for arguments in told[2] if arguments}
+        grammars = [made.get(id(arguments)) for arguments in told[2]]
+        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[1], grammars, strict=True)]
         started = [self._check(request, None) for request in requests]
-        return Decisions({rows[at]: how for at, how in told[0]}, [rows[at] for at in told[1]], started, *told[4:])
+        return Decisions({rows[at]: how for at, how in told[0]}, started, *told[3:])

@@ -14,7 +14,6 @@ import numpy as np
 from ..drafters.source import Source
 from ..engine.decode import Round
 from ..engine.grammar import Grammar
-from ..engine.round import Processor
 from ..options import Options
 from .types import DraftedRound, DraftSource, FinishReason, GenerationRequest, GenerationStats, TokenEvent
 
@@ -29,8 +28,7 @@ class Generation:
         loop: of the client; None where another rank answers it.
 
     Attributes:
-        options: its sampling, and how caches are made.
-        processors: its logits processors.
+        options: its sampling and logits processors, and how caches are made.
         prompt: (T - 1,) int32, all that others may share: its last token is always read.
         text: prompt and generated tokens.
         read: how many of the prompt's tokens are in its cache.
@@ -41,15 +39,9 @@ class Generation:
         cancelled: whether `cancel` was called.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        options: Options,
-        processors: list[Processor],
-        loop: asyncio.AbstractEventLoop | None,
-    ) -> None:
+    def __init__(self, request: GenerationRequest, options: Options, loop: asyncio.AbstractEventLoop | None) -> None:
         assert options.seed is not None
-        self.request, self.options, self.processors = request, options, processors
+        self.request, self.options = request, options
         self.stats = GenerationStats(len(request.prompt), options.seed)
         self.prompt = np.array(request.prompt[:-1], np.int32)
         self.text, self.read = list(request.prompt), 0

@@ -75,7 +75,6 @@ class Loops:
             row.options,
             max_tokens=-1,
             context=row.options.context if row.may_draft else False,
-            logits_processors=row.processors or None,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
             on_drafter_failure=self._on_drafter_failure,
@@ -189,7 +188,7 @@ class Batch:
             caches=[cache or make_prompt_cache(self._model)],
             all_tokens=[row.text[:held]],
             samplers=[sampler],
-            logits_processors=[[*row.processors, *make_masks(row)]],
+            logits_processors=[[*(row.options.logits_processors or ()), *make_masks(row)]],
         )
         self._rows[uid] = row, sampler
 

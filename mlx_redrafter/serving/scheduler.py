@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,7 +29,7 @@ from .batchable import count_prefill_rows
 from .generation import Generation, make_events, read_logprobs
 from .prompt_cache import PromptCache, common_prefix, default_bytes
 from .rows import Batch, Loops
-from .types import EngineCounters, FinishReason, SchemaNotFollowed, TokenEvent
+from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
 MIN_SHARED = 32
 """Tokens of a prompt that another one is reading too for which a request waits."""
@@ -38,25 +38,16 @@ ALONE_STEPS = 16
 """Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
 
 
-class Outcome(NamedTuple):
-    """What a step made.
-
-    Attributes:
-        events: of each row's tokens.
-        ended: the rows that ended after them, by how: "stop", "length", "cancelled", or an error.
-    """
-
-    events: list[tuple[Generation, list[TokenEvent]]]
-    ended: dict[Generation, str | Exception]
-
-
 class Scheduler:
     """Rows, and the caches of earlier ones. All but the attributes and properties belongs to the engine's thread.
 
     Args:
         model, tokenizer, drafter, options, size, cache_bytes: as `Engine` has them, `size` its `decode_concurrency`.
+        on_end: called once with each row that ends, after its last tokens, and how: "stop", "length", "cancelled", or
+            an error.
 
     Attributes:
+        rows: everything that runs, in the order in which it started, the same on all ranks.
         counters: what was done since the start.
         prompt_cache: the caches that ended rows have left.
     """
@@ -69,8 +60,10 @@ class Scheduler:
         options: Options,
         size: int,
         cache_bytes: int | None,
+        on_end: Callable[[Generation, str | Exception], None],
     ) -> None:
         self._model, self._drafter, self._options, self._size = model, drafter, options, size
+        self._on_end, self.rows = on_end, dict[Generation, None]()
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
         self.counters = EngineCounters()
         self.prompt_cache = PromptCache(min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes)))
@@ -81,12 +74,6 @@ class Scheduler:
         self._make_batch = partial(Batch, model, size, *prefill)
         self._loops, self._batch = Loops(model, drafter, self._note_drafter_failure), self._make_batch()
         self._alone_steps = 0
-        self._outcome = Outcome([], {})
-
-    @property
-    def rows(self) -> list[Generation]:
-        """Everything that runs, in the same order on all ranks."""
-        return [*self._loops.rows, *self._batch.rows]
 
     @property
     def batch_rows(self) -> list[Generation]:
@@ -103,31 +90,28 @@ class Scheduler:
         for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)):
             pass
 
-    def choose(
-        self, waiting: Iterable[Generation], ended: Container[Generation]
-    ) -> tuple[list[Generation], list[Generation]]:
-        """(those that start now: all that there is room for, in their order, but those that wait for a prefix;
-        rows whose prompts are kept for them). Rows that are `ended` count no more."""
-        running = [row for row in self.rows if row not in ended]
-        reading = [row for row in running if row.read < len(row.prompt)]
-        chosen, stored = list[Generation](), list[Generation]()
+    def choose(self, waiting: Iterable[Generation], ended: Container[Generation]) -> list[Generation]:
+        """Those that start now: all that there is room for, in their order, but those that wait for a prefix.
+
+        Rows that are `ended` count no more.
+        """
+        running, chosen = [row for row in self.rows if row not in ended], list[Generation]()
         for row in waiting:
             if len(running) + len(chosen) < self._size:
-                other, shared = self._find_prefix(row, reading)
-                if other is not None and other.read < shared:
-                    continue
-                stored += [other] if other is not None and other not in stored else []
-                chosen.append(row)
-                reading.append(row)
-        return chosen, stored
+                other, shared = self._find_prefix(row, [*running, *chosen])
+                if other is None or other.read >= shared:
+                    chosen.append(row)
+        return chosen
 
-    def _find_prefix(self, row: Generation, reading: Sequence[Generation]) -> tuple[Generation | None, int]:
+    def _find_prefix(self, row: Generation, rows: Iterable[Generation]) -> tuple[Generation | None, int]:
         """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
 
         As soon as that is read, the cache is kept, and the row starts with it.
         """
         shared, other = 0, None
-        for each in reading:
+        for each in rows:
+            if each.read >= len(each.prompt):
+                continue  # it was kept when it was read
             count = common_prefix(row.prompt, each.prompt)
             if count > shared and (self._can_fork or count == len(each.prompt)):
                 shared, other = count, each
@@ -135,41 +119,32 @@ class Scheduler:
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
     def step(
-        self,
-        ended: Mapping[Generation, str | Exception],
-        stored: Sequence[Generation],
-        started: Sequence[Generation],
-        others_wait: bool,
-    ) -> Outcome:
-        """A round for every row.
+        self, ended: Mapping[Generation, str | Exception], started: Sequence[Generation], others_wait: bool
+    ) -> None:
+        """A round for every row, which sends its tokens.
 
         Args:
             ended: rows that end, by how; those that have an `error` do, too.
-            stored: rows whose prompts are kept as far as they are read.
             started: new rows.
             others_wait: whether there are more in the queue.
         """
-        self._outcome = Outcome([], {})
-        self._end({row: row.error or ended[row] for row in self.rows if row.error or row in ended})
-        for row in stored:
-            if row in self.rows:  # else it is kept already
-                self._store_prompt(row)
+        running = list(self.rows)
+        self.rows.update(dict.fromkeys(started))
+        self._end({row: row.error or ended[row] for row in running if row.error or row in ended})
         self._start(started)
         if self.batch_rows:
             self._step_batch(others_wait=others_wait)
         for row in self._loops.rows:
             self._step_alone(row)
-        return self._outcome
 
-    def abort(self, error: Exception) -> Outcome:
+    def abort(self, error: Exception) -> None:
         """Ends all rows with an error after which nothing is sure, and drops all caches."""
-        ended = self._outcome.ended | dict.fromkeys(self.rows, error)
+        self._tell(dict.fromkeys(self.rows, error))
         self._loops.remove(self._loops.rows, keep_caches=False)
         self._batch.close()
         self._batch = self._make_batch()
         self.prompt_cache.clear()
         mx.clear_cache()
-        return Outcome(self._outcome.events, ended)
 
     def close(self) -> None:
         """Frees what mlx-lm holds, and the caches."""
@@ -179,7 +154,11 @@ class Scheduler:
 
     def _start(self, started: Sequence[Generation]) -> None:
         """Starts rows, and makes a single one part of a batch where there is another."""
-        if started and self._prefill_rows and len(self.rows) + len(started) > 1:
+        for row in started:
+            other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
+            if other is not None and other.read >= shared:
+                self._store_prompt(other)
+        if started and self._prefill_rows and len(self.rows) > 1:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
         for row in started:
@@ -188,8 +167,7 @@ class Scheduler:
                 row.grammar = row.request.grammar() if row.request.grammar is not None else None
                 start = self.prompt_cache.fetch(row.text)
                 row.read = row.stats.cached_tokens = start[1]
-                is_batched = self._prefill_rows and (len(started) > 1 or self.rows)
-                (self._batch if is_batched else self._loops).add(row, start)
+                (self._batch if self._prefill_rows and len(self.rows) > 1 else self._loops).add(row, start)
 
     def _store_prompt(self, row: Generation) -> None:
         """Keeps a copy of what is read of its prompt."""
@@ -254,21 +232,28 @@ class Scheduler:
                     counts.decoding += decoding
                     counts.generated_tokens += len(tokens)
                 events = make_events(row.request, each, tokens, [next(logprobs) for _ in tokens], reason)
-                self._outcome.events.append((row, events))
+                row.put(events)
         return {row: reason for row, _, _, reason in taken if reason}
 
     def _end(self, ended: Mapping[Generation, str | Exception]) -> None:
         """Takes rows out, by how they end; without an error their caches are kept for later requests."""
-        self._outcome.ended.update(ended)
         kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
-        for way in (self._batch, self._loops):
-            for row, (cache, held) in way.remove(kept).items():
-                self.prompt_cache.store(row.text[:held], cache or [])
-            way.remove(ended, keep_caches=False)
+        try:
+            for way in (self._batch, self._loops):
+                for row, (cache, held) in way.remove(kept).items():
+                    self.prompt_cache.store(row.text[:held], cache or [])
+                way.remove(ended, keep_caches=False)
+        finally:
+            self._tell(ended)
         if self._options.answers is not None:
             for row in ended:
                 size = row.stats.prompt_tokens
                 self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
+
+    def _tell(self, ended: Mapping[Generation, str | Exception]) -> None:
+        for row in ended.keys() & self.rows.keys():
+            del self.rows[row]
+            self._on_end(row, ended[row])
 
     @contextmanager
     def _failing(self, row: Generation) -> Iterator[None]:
