@@ -17,6 +17,9 @@ from mlx_redrafter.engine.types import Tree
 TOLERANCE = 2e-4
 """Float32, logits of about 5; N rows and one row may take different kernels."""
 
+QUANTIZED_TOLERANCES = {None: TOLERANCE, 8: 0.05, 4: 0.5}
+"""By bits of the cache, where such a difference may round a key to the next step: 0.022 and 0.22 were seen."""
+
 PREFIXES = [0, 1, 2, 5, 17, 31, 40, 254]
 """A cache grows in steps of 256 rows: after the last of these, in the middle of a tree."""
 
@@ -63,7 +66,7 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
 def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None) -> None:
     for seed, prefix in enumerate(PREFIXES):
         far = distances(kind, prefix, bits, seed, random_tree(seed))
-        assert far.max() < TOLERANCE, prefix
+        assert far.max() < QUANTIZED_TOLERANCES[bits], prefix
 
 
 @pytest.mark.parametrize("kind", KINDS)
