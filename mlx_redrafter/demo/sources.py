@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ def is_held_out(path: Path) -> bool:
     return int(hashlib.sha256(library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 
+@cache
 def split_files() -> tuple[list[Path], list[Path]]:
     """(training files, held-out files)."""
     files = source_files()
