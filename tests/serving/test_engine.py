@@ -26,6 +26,7 @@ from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows
 from mlx_redrafter.serving.engine import Engine, Generation
+from mlx_redrafter.serving.prompt_cache import PromptCache
 from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
@@ -407,6 +408,25 @@ def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         requests = [ask(prompt) for prompt in PROMPTS]
         assert [tokens_of(events) for events in generate(engine, *requests)] == [plain(each) for each in requests]
         assert engine.alive and engine.running == 0
+
+
+def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("[malloc] out of memory")
+
+    async def main(engine: Engine) -> None:
+        running = engine.submit(ask(PROMPTS[0], -1))
+        await anext(running.events())
+        with monkeypatch.context() as patched:
+            patched.setattr(PromptCache, "store", fail)
+            running.cancel()
+            with pytest.raises(GenerationFailed, match="out of memory"):
+                await collect(engine.submit(ask(PROMPTS[1])))
+
+    with running() as engine:
+        asyncio.run(finish(main(engine)))
+        assert tokens_of(generate(engine, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
+        assert (engine.counters.finished["cancelled"], engine.counters.finished["failed"]) == (1, 1)
 
 
 def test_cancelled_at_any_stage() -> None:
