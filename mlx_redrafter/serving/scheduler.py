@@ -243,12 +243,12 @@ class Scheduler:
                 for row, (cache, held) in way.remove(kept).items():
                     self.prompt_cache.store(row.text[:held], cache or [])
                 way.remove(ended, keep_caches=False)
+            if self._options.answers is not None:
+                for row in ended:
+                    size = row.stats.prompt_tokens
+                    self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
         finally:
             self._tell(ended)
-        if self._options.answers is not None:
-            for row in ended:
-                size = row.stats.prompt_tokens
-                self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
 
     def _tell(self, ended: Mapping[Generation, str | Exception]) -> None:
         for row in ended.keys() & self.rows.keys():
