@@ -72,6 +72,11 @@ def test_openblas_is_loaded_before_mlx() -> None:
     assert report() == "True 1"
 
 
+def test_no_libgfortran_of_the_system_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "libgfortran.so.5").touch()  # found first, and no library
+    assert report(LD_LIBRARY_PATH=str(tmp_path)) == "True 1"
+
+
 def test_mlx_multiplies_with_openblas(tmp_path: Path) -> None:
     multiply = "import mlx.core as mx; x = mx.ones((8, 8)); mx.eval(mx.matmul(x, x, stream=mx.cpu))"
     trace = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
