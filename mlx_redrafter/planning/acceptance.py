@@ -18,6 +18,8 @@ AcceptanceTable = Sequence[Sequence[float]]
 Reach = tuple[float, ...]
 """(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
 
+NOTHING: Reach = (1.0,)  # without a draft
+
 Count = tuple[float, float]
 """(hits, expected hits)."""
 
@@ -50,16 +52,23 @@ def scale_row(row: Sequence[float], scale: float) -> list[float]:
 
 def expected_reach(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> Reach:
     """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens; deeper than the table, as at its end."""
-    nodes, above = [], [1.0]
-    rows = [scale_row(row, scale) for row in table[: plan.depth]]
-    for depth in range(1, plan.depth + 1):
+    return expected_reaches(table, plan, scale)[plan.depth][-1]
+
+
+def expected_reaches(table: AcceptanceTable, largest: Plan, scale: float = 1.0) -> list[list[Reach]]:
+    """The same of every plan of the largest one's width, by depth, then by size from 1; fewer where no more can be."""
+    reaches, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
+    rows = [scale_row(row, scale) for row in table[: largest.depth]]
+    for depth in range(1, largest.depth + 1):
         row = rows[min(depth, len(rows)) - 1]
-        above = sorted((chance * rate for chance in above for rate in row), reverse=True)[: plan.width]
-        nodes += [(chance, -depth) for chance in above]
-    reach = [1.0] + [0.0] * plan.depth
-    for chance, depth in sorted(nodes, reverse=True)[: plan.size - 1]:
-        reach[-depth] += chance
-    return tuple(reach)
+        above = sorted((chance * rate for chance in above for rate in row), reverse=True)[: largest.width]
+        nodes = sorted([*nodes, *((chance, -depth) for chance in above)], reverse=True)[: largest.size - 1]
+        reach = [1.0] + [0.0] * depth
+        reaches.append([tuple(reach)])
+        for chance, level in nodes:
+            reach[-level] += chance
+            reaches[-1].append(tuple(reach))
+    return reaches
 
 
 def expected_tokens(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> float:

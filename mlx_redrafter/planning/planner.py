@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise, product
-from operator import attrgetter
+from itertools import groupby, pairwise, product
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.decode import Planner
 from ..engine.plan import CONTEXT_ONLY, MAX_REPLAY, Plan, chain_plan
 from .acceptance import (
+    NOTHING,
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
     Counts,
     Reach,
-    expected_reach,
+    expected_reaches,
     find_acceptance,
 )
 from .costs import CostTable, assume_costs, lower_quartile
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from ..drafters.protocol import Drafter
     from ..drafters.source import Forecast
-
-NOTHING: Reach = (1.0,)
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
 HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
@@ -103,10 +102,20 @@ def measured_plans(costs: CostTable) -> list[Plan]:
     return chains + [plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth]
 
 
+def find_reaches(costs: CostTable, table: AcceptanceTable, scale: float = 1.0) -> dict[Plan, Reach]:
+    """What the rounds of every measured plan are expected to reach."""
+    found: dict[Plan, Reach] = {}
+    for width, group in groupby(sorted(measured_plans(costs)), itemgetter(0)):
+        plans = list(group)
+        reaches = expected_reaches(table, Plan(width, plans[-1].depth, costs.counts[-1]), scale)
+        found |= {plan: reaches[plan.depth][: plan.size][-1] for plan in plans}
+    return found
+
+
 def predict_all(costs: CostTable, table: AcceptanceTable, length: int, scale: float = 1.0) -> Iterator[Prediction]:
     """What the rounds of every measured plan are expected to be."""
-    for plan in measured_plans(costs):
-        yield predict(costs, plan, length, expected_reach(table, plan, scale))
+    for plan, reach in find_reaches(costs, table, scale).items():
+        yield predict(costs, plan, length, reach)
 
 
 def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
@@ -117,11 +126,15 @@ def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...
 
 @lru_cache(maxsize=16)
 def _candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
-    cases = product((*costs.contexts, 2 * costs.contexts[-1]), SCALES)
-    reachable = {plan for plan in measured_plans(costs) if expected_reach(table, plan)[-1] > 0}  # by this drafter
-    predictions = ([each for each in predict_all(costs, table, *case) if each.plan in reachable] for case in cases)
-    best = (max(each, key=attrgetter("speedup")) for each in predictions if each)
-    return tuple(sorted({each.plan for each in best if each.speedup > 1}))
+    best = set[Plan]()
+    for scale in SCALES:
+        reaches = {plan: reach for plan, reach in find_reaches(costs, table, scale).items() if reach[-1] > 0}
+        for length in (*costs.contexts, 2 * costs.contexts[-1]):
+            predictions = (predict(costs, plan, length, reach) for plan, reach in reaches.items())
+            fastest = max(predictions, key=attrgetter("speedup"), default=None)
+            if fastest is not None and fastest.speedup > 1:
+                best.add(fastest.plan)
+    return tuple(sorted(best))
 
 
 class Slowdown:
