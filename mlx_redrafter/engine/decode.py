@@ -298,7 +298,8 @@ class Decoder:
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
-        may_run_ahead = self._chooser.grammar is None and self._may_run_ahead()  # a mask depends on the token
+        # The prompt's token is there already, and a mask depends on the token.
+        may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
         if self._plan is None and pending.draft is None and may_run_ahead:
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
