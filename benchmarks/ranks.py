@@ -45,7 +45,7 @@ from .synthetic import add_shape, open_shape
 from .tables import show_rows
 
 DELAYS = (0.0, 0.2, 1.0, 5.0)
-START = "import mlx_redrafter; from benchmarks.ranks import main; main()"  # before MLX: it loads the BLAS
+START = "from benchmarks.ranks import main; main()"
 
 
 class Wire:

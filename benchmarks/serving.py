@@ -45,7 +45,7 @@ START_SECONDS = 120.0  # for a server to start, or to take a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
 LIBRARY = "library"
 DTYPES = ("float32", "float16", "bfloat16")  # CPUs are quick in the first
-# As `python -m PACKAGE`, after this package has loaded its BLAS, which mlx_lm.server alone would not have.
+# As `python -m PACKAGE`, with the BLAS of this package, which mlx_lm.server alone would not have.
 START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
 LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds that it runs alone; clients that come then
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import mlx_redrafter  # noqa: F401  before MLX: it loads the BLAS that the commands compute with
-
-# isort: split
 import mlx.core as mx
 import pytest
 

@@ -12,9 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import mlx_redrafter  # noqa: F401  before MLX: it loads the BLAS
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 from cost_curves import make_costs

@@ -15,9 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx_redrafter  # noqa: F401  before MLX: it loads OpenBLAS
-
-# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np

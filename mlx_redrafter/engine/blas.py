@@ -1,53 +1,60 @@
-"""The BLAS that MLX computes with on a Linux CPU. Imports nothing of MLX, as it has to come first.
+"""The BLAS that MLX computes with on a Linux CPU.
 
 MLX's wheels for Linux link the reference BLAS, with which a forward of N rows costs nearly N times one of a row, and
-the row itself more than twice what it could. A library with the same functions that is loaded before MLX, with its
-symbols global, takes its place.
+the row itself more than twice what it could. OpenBLAS is loaded for MLX alone: the pointers through which MLX calls
+BLAS and LAPACK are set to its functions, and no other library sees them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from struct import error as StructError
-from struct import pack_into, unpack_from
+from struct import iter_unpack, unpack, unpack_from
 
 PACKAGE, LIBRARY = "scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so"
-PREFIX = b"scipy_"
+PREFIX = "scipy_"  # of the names of its functions
+MLX_PACKAGE, MLX_LIBRARY = "mlx-cpu", "mlx/lib/libmlx.so"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Below it the threads of a multiplication wait for each other longer than they save, above all on a busy machine.
 MANY_PARAMETERS = 200_000_000
 
-SECTION_SIZE, SYMBOL_SIZE = 64, 24  # bytes of entries of ELF's tables, on 64 bits
-SYMBOLS, HASHES = 11, 0x6FFFFFF6  # types of sections: SHT_DYNSYM, SHT_GNU_HASH
+HEADER_SIZE, SECTION_SIZE, SYMBOL_SIZE = 64, 64, 24  # bytes in ELF of 64 bits
+RELOCATIONS = 4  # the type of sections that list pointers which the loader sets, SHT_RELA
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _loaded: ctypes.CDLL | None = None
-_problem: tuple[str, str] | None = None  # why OpenBLAS is not loaded, and what mends it
+_problem: tuple[str, str] | None = None  # why OpenBLAS is not used, and what mends it
 
 
 def load_openblas() -> None:
-    """Loads the OpenBLAS of the package `scipy-openblas32` for MLX, with one thread.
+    """Makes MLX compute with the OpenBLAS of the package `scipy-openblas32`, on one thread.
 
-    Nothing is loaded without MLX's CPU wheel (on a GPU, off Linux), where MLX is loaded already, or where LD_PRELOAD
-    brought a BLAS. OpenBLAS's own environment variables win. What goes wrong is kept for `warn_of_slow_blas`.
+    Nothing is done without MLX's CPU wheel (on a GPU, off Linux), or where LD_PRELOAD brought a BLAS. OpenBLAS's own
+    environment variables win. What goes wrong is kept for `warn_of_slow_blas`.
     """
     global _loaded, _problem
-    if sys.platform != "linux" or _find("mlx-cpu") is None or hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+    is_preloaded = "LD_PRELOAD" in os.environ and hasattr(ctypes.CDLL(None), "cblas_sgemm")
+    if sys.platform != "linux" or is_preloaded or (mlx := _find(MLX_PACKAGE)) is None:
         return
     if (folder := _find(PACKAGE)) is None:
         _problem = f"{PACKAGE} is not installed", f"pip install {PACKAGE}"
-    elif "mlx.core" in sys.modules:
-        _problem = "mlx was imported first", "import mlx_redrafter before mlx and mlx_lm"
+        return
+    try:
+        read_sections(folder / LIBRARY)
+        library = ctypes.CDLL(str(folder / LIBRARY))
+        redirect_calls(mlx / MLX_LIBRARY, library)
+    except OSError as error:
+        _problem = str(error), f"pip install --force-reinstall --no-deps {PACKAGE} {MLX_PACKAGE}"
     else:
-        try:
-            _loaded = _load_renamed(folder / LIBRARY)
-            _set_threads(1)
-        except OSError as error:
-            _problem = str(error), f"pip install --force-reinstall --no-deps {PACKAGE}"
+        _loaded = library
+        _set_threads(1)
 
 
 def _find(package: str) -> Path | None:
@@ -58,68 +65,70 @@ def _find(package: str) -> Path | None:
         return None
 
 
-def _load_renamed(file: Path) -> ctypes.CDLL:
-    """Loads a copy of a library in memory, with the names that MLX asks for.
+def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
+    """Makes the library in a file, which is loaded if it was not, call functions of another one that have its names.
 
     Raises:
-        OSError: it is not there or not as expected, or the system cannot load it from memory.
+        OSError: it cannot be loaded, or calls no `cblas_sgemm` in a way that can be changed.
     """
-    library = bytearray(file.read_bytes())
-    try:
-        names = rename_symbols(library)
-    except (LookupError, ValueError, StructError) as error:
-        raise OSError(f"{file}: expected an ELF library with a GNU hash table, got {error}") from error
-    if b"cblas_sgemm" not in names:
-        raise OSError(f"{file} has no function {(PREFIX + b'cblas_sgemm').decode()}")
-    libc = ctypes.CDLL(None, use_errno=True)  # Python's own memfd_create is missing where it was built on old systems
-    if (descriptor := libc.memfd_create(b"libopenblas.so", 0)) < 0:
-        raise OSError(f"memfd_create: {os.strerror(ctypes.get_errno())}")
-    with open(descriptor, "wb") as copy:
-        copy.write(library)
-        copy.flush()
-        return ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
+    # The handle of glibc and musl points to where the library is in memory.
+    base = ctypes.c_size_t.from_address(ctypes.CDLL(str(file))._handle).value
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = set[str]()
+    for name, offset in find_pointers(file):
+        if (function := getattr(library, PREFIX + name, None)) is None:
+            continue
+        address = base + offset
+        page = address - address % mmap.PAGESIZE
+        if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), READ_WRITE):
+            raise OSError(f"mprotect: {os.strerror(ctypes.get_errno())}")
+        ctypes.c_void_p.from_address(address).value = ctypes.cast(function, ctypes.c_void_p).value
+        names.add(name)
+    if "cblas_sgemm" not in names:
+        raise OSError(f"{file} calls no cblas_sgemm in a way that can be changed")
 
 
-def rename_symbols(library: bytearray) -> list[bytes]:
-    """Takes `PREFIX` off the names of what a library exports, in place, and returns all of these names.
-
-    A symbol points to its name, so the pointer moves by the prefix. The loader finds symbols by a table of hashes, a
-    filter in front of it, whose buckets hold symbols that stand side by side: the new table has one bucket with all.
+def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
+    """(the name of a function of other libraries, where a library keeps the pointer to it, from its beginning).
 
     Raises:
-        LookupError, ValueError, StructError: it is not an ELF library of 64 bits with such a table.
+        OSError: see `read_sections`.
     """
-    (start,), (count,) = unpack_from("<Q", library, 0x28), unpack_from("<H", library, 0x3C)
-    sections = [unpack_from("<4xI16xQQI", library, start + SECTION_SIZE * i) for i in range(count)]
-    found = {kind: rest for kind, *rest in sections}
-    (table, size, link), hashes = found[SYMBOLS], found[HASHES][0]
-    texts = sections[link][1]
-    _, first, words, shift = unpack_from("<4I", library, hashes)
-    names, chain, bits = list[bytes](), list[int](), [0] * words
-    for symbol in range(table + first * SYMBOL_SIZE, table + size, SYMBOL_SIZE):
-        at = texts + unpack_from("<I", library, symbol)[0]
-        if library.startswith(PREFIX, at):
-            at += len(PREFIX)
-            pack_into("<I", library, symbol, at - texts)
-        names.append(bytes(library[at : library.index(0, at)]))
-        value = 5381
-        for letter in names[-1]:
-            value = (value * 33 + letter) & 0xFFFFFFFF
-        bits[value // 64 % words] |= 1 << value % 64 | 1 << (value >> shift) % 64
-        chain.append(value & ~1)
-    chain[-1] |= 1  # the bucket's last
-    pack_into(f"<4I{words}Q{1 + len(chain)}I", library, hashes, 1, first, words, shift, *bits, first, *chain)
-    return names
+    sections = read_sections(file)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for kind, at, size, symbols in sections:
+            for offset, symbol in iter_unpack("<Q4xI8x", data[at : at + size] if kind == RELOCATIONS else b""):
+                _, table, _, texts = sections[symbols]
+                name, section = unpack_from("<I2xH", data, table + symbol * SYMBOL_SIZE)
+                if symbol and not section:  # defined elsewhere
+                    begin = sections[texts][1] + name
+                    yield data[begin : data.find(b"\0", begin)].decode(), offset
+
+
+def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
+    """(type, place, bytes, number of the section that it belongs to) of each section of a library.
+
+    Raises:
+        OSError: it is not a whole ELF library of 64 bits; the system's loader ends the process with one that was cut.
+    """
+    with file.open("rb") as opened:
+        try:
+            header = opened.read(HEADER_SIZE)
+            (start,), (count,) = unpack_from("<Q", header, 0x28), unpack_from("<H", header, 0x3C)
+            opened.seek(start)
+            return [unpack("<4xI16xQQI20x", opened.read(SECTION_SIZE)) for _ in range(count)]
+        except (OverflowError, StructError) as error:
+            raise OSError(f"{file}: expected a whole ELF library of 64 bits, got {error}") from error
 
 
 def warn_of_slow_blas() -> None:
-    """Warns, once and where a CPU computes, that OpenBLAS is not loaded: why, and what mends it."""
+    """Warns, once and where a CPU computes, that OpenBLAS is not used: why, and what mends it."""
     global _problem
     import mlx.core as mx
 
     if _problem is not None and mx.default_device().type == mx.cpu:
         (reason, command), _problem = _problem, None
-        message = f"MLX computes with a slow BLAS, as OpenBLAS is not loaded ({reason}): {command}"
+        message = f"MLX computes with a slow BLAS, as OpenBLAS is not used ({reason}): {command}"
         warnings.warn(message, stacklevel=3)
 
 
@@ -130,10 +139,10 @@ def choose_threads(parameters: int) -> None:
 
 
 def _set_threads(count: int) -> None:
-    if _loaded is not None and not any(name in os.environ for name in THREAD_VARIABLES):
-        _loaded.openblas_set_num_threads(count)
+    if _loaded is not None and not any(os.environ.get(name) for name in THREAD_VARIABLES):
+        _loaded[f"{PREFIX}openblas_set_num_threads"](count)
 
 
 def thread_count() -> int | None:
-    """Threads that OpenBLAS uses; None where it was not loaded here."""
-    return None if _loaded is None else int(_loaded.openblas_get_num_threads())
+    """Threads that OpenBLAS uses; None where it is not used."""
+    return None if _loaded is None else int(_loaded[f"{PREFIX}openblas_get_num_threads"]())

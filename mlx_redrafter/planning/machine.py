@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from platformdirs import user_cache_path
 
-from ..engine.blas import thread_count
+from ..engine.blas import LIBRARY, thread_count
 
 PACKAGES = ("mlx", "mlx-lm")
 FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows cost less than each alone
@@ -32,8 +32,9 @@ def describe_machine() -> dict[str, Any]:
         **{name: version(name) for name in PACKAGES},
     }
     if device.type == mx.cpu:
-        found["blas"] = ", ".join(blas_libraries()) or "unknown"
-        if threads := thread_count():
+        threads = thread_count()
+        found["blas"] = Path(LIBRARY).name if threads else ", ".join(blas_libraries()) or "unknown"
+        if threads:
             found["blas_threads"] = threads
         found |= {key: value for key, value in os.environ.items() if key.startswith(("OPENBLAS_", "OMP_"))}
     return found
@@ -53,11 +54,14 @@ def usable_bytes() -> int:
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """File names of the BLAS libraries in this process that MLX may call; [] where the system does not report them."""
+    """File names of the BLAS libraries in this process that MLX may call where OpenBLAS is not loaded for it.
+
+    [] where the system does not report them.
+    """
     if not maps.exists():
         return []
     # numpy and scipy bring their own, whose functions have other names: libscipy_openblas, libopenblas64.
-    pattern = rf"[/:](lib(?:blas|{FAST_BLAS})[^/\s]*)(?: \(deleted\))?$"  # also a copy in memory
+    pattern = rf"/(lib(?:blas|{FAST_BLAS})[^/\s]*)$"
     found = re.findall(pattern, maps.read_text(encoding="utf-8"), re.MULTILINE)
     return sorted({name for name in found if not name.startswith("libopenblas64")})
 
