@@ -104,11 +104,11 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
 
 @pytest.fixture
 def slow_blas(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is to be said of a machine on which OpenBLAS was not loaded."""
+    """What is to be said of a machine on which OpenBLAS is not used."""
     if mx.default_device().type != mx.cpu:
         pytest.skip("a GPU computes here")
     monkeypatch.setattr("mlx_redrafter.engine.blas._problem", ("it is damaged", "mend it"))
-    return r"^MLX computes with a slow BLAS, as OpenBLAS is not loaded \(it is damaged\): mend it$"
+    return r"^MLX computes with a slow BLAS, as OpenBLAS is not used \(it is damaged\): mend it$"
 
 
 @pytest.mark.parametrize("command", [["generate", "--max-tokens", "2", "--compare"], ["chat"], ["doctor"]])
