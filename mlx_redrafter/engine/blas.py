@@ -117,7 +117,7 @@ def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
             (start,), (count,) = unpack_from("<Q", header, 0x28), unpack_from("<H", header, 0x3C)
             opened.seek(start)
             return [unpack("<4xI16xQQI20x", opened.read(SECTION_SIZE)) for _ in range(count)]
-        except (OverflowError, StructError) as error:
+        except (OverflowError, ValueError, StructError) as error:
             raise OSError(f"{file}: expected a whole ELF library of 64 bits, got {error}") from error
 
 
@@ -134,7 +134,7 @@ def warn_of_slow_blas() -> None:
 
 def choose_threads(parameters: int) -> None:
     """Lets OpenBLAS use all cores from a model of many parameters on, unless the user has said how many."""
-    if parameters >= MANY_PARAMETERS:
+    if _loaded is not None and parameters >= MANY_PARAMETERS:  # macOS has no sched_getaffinity
         _set_threads(len(os.sched_getaffinity(0)))
 
 

@@ -132,6 +132,11 @@ def test_large_models_get_all_cores() -> None:
     assert report(parameters=1_000_000_000) == f"True {len(os.sched_getaffinity(0))}"
 
 
+def test_large_models_load_where_the_system_has_no_affinity() -> None:
+    before = NOT_INSTALLED.format(name="mlx-cpu") + "import os; del os.sched_getaffinity\n"
+    assert report(before, parameters=1_000_000_000).endswith(" None"), "as on macOS"
+
+
 def test_the_users_thread_count_wins() -> None:
     assert report(parameters=1_000_000_000, OPENBLAS_NUM_THREADS="2") == "True 2"
 
