@@ -54,7 +54,7 @@ def load_openblas() -> None:
         _problem = str(error), f"pip install --force-reinstall --no-deps {PACKAGE} {MLX_PACKAGE}"
     else:
         _loaded = library
-        _set_threads(1)
+        _set_threads(library, 1)
 
 
 def _find(package: str) -> Path | None:
@@ -135,12 +135,12 @@ def warn_of_slow_blas() -> None:
 def choose_threads(parameters: int) -> None:
     """Lets OpenBLAS use all cores from a model of many parameters on, unless the user has said how many."""
     if _loaded is not None and parameters >= MANY_PARAMETERS:  # macOS has no sched_getaffinity
-        _set_threads(len(os.sched_getaffinity(0)))
+        _set_threads(_loaded, len(os.sched_getaffinity(0)))
 
 
-def _set_threads(count: int) -> None:
-    if _loaded is not None and not any(os.environ.get(name) for name in THREAD_VARIABLES):
-        _loaded[f"{PREFIX}openblas_set_num_threads"](count)
+def _set_threads(library: ctypes.CDLL, count: int) -> None:
+    if not any(os.environ.get(name) for name in THREAD_VARIABLES):
+        library[f"{PREFIX}openblas_set_num_threads"](count)
 
 
 def thread_count() -> int | None:
