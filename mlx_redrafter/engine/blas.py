@@ -40,8 +40,10 @@ def load_openblas() -> None:
     environment variables win. What goes wrong is kept for `warn_of_slow_blas`.
     """
     global _loaded, _problem
+    if sys.platform != "linux":
+        return
     is_preloaded = "LD_PRELOAD" in os.environ and hasattr(ctypes.CDLL(None), "cblas_sgemm")
-    if sys.platform != "linux" or is_preloaded or (mlx := _find(MLX_PACKAGE)) is None:
+    if is_preloaded or (mlx := _find(MLX_PACKAGE)) is None:
         return
     if (folder := _find(PACKAGE)) is None:
         _problem = f"{PACKAGE} is not installed", f"pip install {PACKAGE}"
@@ -134,7 +136,7 @@ def warn_of_slow_blas() -> None:
 
 def choose_threads(parameters: int) -> None:
     """Lets OpenBLAS use all cores from a model of many parameters on, unless the user has said how many."""
-    if _loaded is not None and parameters >= MANY_PARAMETERS:  # macOS has no sched_getaffinity
+    if sys.platform == "linux" and _loaded is not None and parameters >= MANY_PARAMETERS:
         _set_threads(_loaded, len(os.sched_getaffinity(0)))
 
 
