@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,11 @@ def show_page(url: str) -> None:
     """Opens the page in a browser, or says where it is."""
     # Without a screen Python might start a browser in this very terminal.
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if not (screen and webbrowser.open(url)):
+    opened = False
+    if screen:
+        with suppress(OSError, webbrowser.Error):
+            opened = webbrowser.open(url)
+    if not opened:
         print(f"open {url} in a browser", file=sys.stderr, flush=True)
 
 

@@ -99,6 +99,14 @@ def test_the_page_opens_where_a_screen_is(monkeypatch: pytest.MonkeyPatch, capsy
     assert opened == ["http://127.0.0.1:8"] and capsys.readouterr().err == ""
     race.show_page("http://127.0.0.1:9")  # it could not be opened
     assert len(opened) == 2 and capsys.readouterr().err == "open http://127.0.0.1:9 in a browser\n"
+
+    def fail(url: str) -> bool:
+        raise OSError("no program opens it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(race.webbrowser, "open", fail)
+        race.show_page("http://127.0.0.1:8")
+    assert capsys.readouterr().err == "open http://127.0.0.1:8 in a browser\n"
     monkeypatch.delenv("DISPLAY")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     race.show_page("http://127.0.0.1:8")
