@@ -30,7 +30,7 @@ from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.engine.sampling import Draws, Sampler
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import AcceptanceTable
-from mlx_redrafter.planning.machine import memory_bytes
+from mlx_redrafter.planning.machine import usable_bytes
 from mlx_redrafter.planning.sizing import CHEAP, candidates, n_weights
 
 from .command import parse_plan, parse_positive
@@ -195,11 +195,11 @@ def build_workload(
     dtype = mx.float32 if bits == 32 or (mx.default_device().type == mx.cpu and bits < 16) else mx.bfloat16
     mx.random.seed(seed)
     model = make_target(shape | {"num_hidden_layers": layers}, bits, dtype)
-    needed, memory = 1.25 * count_bytes(model), memory_bytes()  # nothing is computed yet
+    needed, memory = 1.25 * count_bytes(model), usable_bytes()  # nothing is computed yet
     if needed > memory:
         raise RedrafterError(
-            f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, "
-            f"this machine has {memory / 1e9:.1f} GB: give fewer --layers or --bits"
+            f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "
+            f"the {memory / 1e9:.1f} GB that MLX should use on this machine: give fewer --layers or --bits"
         )
     for _, module in model.named_modules():  # one by one, so that no more than one is there before it is quantized
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from ..engine import kv_cache
 from ..options import Options
-from ..planning.machine import memory_bytes
+from ..planning.machine import usable_bytes
 
 MAX_LENGTH = 2**31
 """Tokens: no text is longer."""
@@ -59,8 +59,6 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 
 
-def free_memory() -> int | None:
-    """Bytes that MLX may still take on its default device; None where neither device nor system tells."""
-    info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
-    size = info.get("max_recommended_working_set_size") or memory_bytes()
-    return None if size is None else max(0, int(size) - mx.get_active_memory())
+def free_memory() -> int:
+    """Bytes that MLX may still take on its default device without slowing down."""
+    return max(0, usable_bytes() - mx.get_active_memory())

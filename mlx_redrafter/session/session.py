@@ -25,7 +25,7 @@ from ..errors import RedrafterError
 from ..generate import GenerationResponse, stream_generate
 from ..options import CACHE_OPTIONS, OPTION_NAMES, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_names, takes_options
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
-from .memory import MAX_LENGTH, free_memory, measure_cache
+from .memory import free_memory, measure_cache
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
@@ -294,9 +294,9 @@ class Session:
     def _longest_text(self) -> int:
         """How many tokens the budget has room for; on several ranks that of the one with the least."""
         budget = self._memory_budget
-        if budget is None and (budget := free_memory()) is not None and self._cache is not None:
-            budget += sum(c.nbytes for c in self._cache)
-        longest = MAX_LENGTH if budget is None else self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
+        if budget is None:
+            budget = free_memory() + sum(c.nbytes for c in self._cache or ())
+        longest = self._cache_bytes.tokens_in(budget) - SPARE_TOKENS
         return int(min(ranks.gather(longest)))
 
     def _generate(

@@ -125,8 +125,8 @@ def test_published_shapes_have_their_published_size(name: str) -> None:
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "memory_bytes", lambda: 5_000_000_000)
-    message = "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB.* has 5.0 GB"
+    monkeypatch.setattr(synthetic, "usable_bytes", lambda: 5_000_000_000)
+    message = "llama-3.1-8b of 32 layers at 16 bits takes about 20.1 GB, more than the 5.0 GB that MLX should use"
     with pytest.raises(RedrafterError, match=message):
         build_workload("llama-3.1-8b", 16, layers=32, acceptance=[[0.7]])
     with pytest.raises(RedrafterError, match=r"llama-3.2-1b has 16 layers, got --layers 17"):
