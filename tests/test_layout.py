@@ -89,6 +89,16 @@ show()"""
     assert libraries <= set(used)
 
 
+def test_progress_bars_start_no_process() -> None:
+    """Where processes are spawned, as on macOS, the lock that tqdm makes by itself starts one; an app's is kept."""
+    spawn = "import multiprocessing as mp; mp.set_start_method('spawn'); from tqdm import tqdm; "
+    bar = "list(tqdm([1])); from multiprocessing.resource_tracker import _resource_tracker as t; print(t._pid)"
+    assert python("-c", f"{spawn}import mlx_redrafter; {bar}").stdout == "None\n"
+    assert python("-c", f"{spawn}{bar}").stdout != "None\n", "negative control"
+    keep = "lock = mp.RLock(); tqdm.set_lock(lock); import mlx_redrafter; print(tqdm.get_lock() is lock)"
+    assert python("-c", f"{spawn}{keep}").stdout == "True\n"
+
+
 @pytest.mark.parametrize(
     "order",
     [
