@@ -71,7 +71,8 @@ def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
     """The rows (1, ...) of all ranks; where one is lost MLX raises in `synchronize`, not always in what reads."""
     rows = mx.distributed.all_gather(row)
     mx.eval(rows)
-    mx.synchronize(generation_stream)
+    for stream in (generation_stream, mx.default_stream(mx.cpu)):  # on Metal messages run on the second
+        mx.synchronize(stream)
     return np.array(rows)
 
 
