@@ -43,7 +43,10 @@ DRAFTER_HELP = (
 """What commands say of `--drafter`."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-"""What a drafter may be stored in."""
+"""What weights may be stored and computed in."""
+
+DTYPE_HELP = "cast the weights to it, the scales and biases of quantized ones (default: as stored)"
+"""What commands say of `--dtype`."""
 
 CHUNK = 1 << 21
 """How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map_with_path
 
 from . import ranks
 from .checkpoints import (
@@ -46,7 +47,8 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
     """(model, tokenizer) as a command's flags say.
 
     Args:
-        args: has `adapter_path`, `trust_remote_code` and, where the command has the flag, `quantize_activations`.
+        args: has `adapter_path`, `trust_remote_code` and, where the command has the flags, `quantize_activations`
+            and `dtype`.
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
 
@@ -61,18 +63,34 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
                 raise RedrafterError(f"--{flag.replace('_', '-')} runs in one process, got {size}")
         if name is None:
             raise RedrafterError(f"{size} ranks need --model: the packaged demo runs in one process")
-        return load_shards(
+        model, tokenizer = load_shards(
             name, pipeline=args.pipeline, tokenizer_config=config, trust_remote_code=args.trust_remote_code
         )
-    if name is None:
-        return load_demo()[:2]
-    return load(
-        name,
-        adapter_path=args.adapter_path,
-        tokenizer_config=config,
-        model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
-        trust_remote_code=args.trust_remote_code,
-    )
+    elif name is None:
+        model, tokenizer, _ = load_demo()
+    else:
+        model, tokenizer = load(
+            name,
+            adapter_path=args.adapter_path,
+            tokenizer_config=config,
+            model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
+            trust_remote_code=args.trust_remote_code,
+        )
+    cast(model, args)
+    return model, tokenizer
+
+
+def cast(model: nn.Module, args: Any) -> None:
+    """Casts a model's floating-point weights to the `dtype` of the flags, if any, as `mlx_lm.convert` does."""
+    if (name := getattr(args, "dtype", None)) is None:
+        return
+    dtype, may_cast = getattr(mx, name), getattr(model, "cast_predicate", lambda weight: True)
+
+    def convert(weight: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if may_cast(weight) and mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.update(tree_map_with_path(convert, model.parameters()))
+    evaluate(model)
 
 
 def load_pair(
@@ -92,23 +110,28 @@ def load_pair(
     refuse_builtin(None if without else drafter_name)
     if name is None and not without and draft_model is None and ranks.count() == 1:
         check_demo_flags(name, args)
-        return load_demo(drafter_name)
+        model, tokenizer, drafter = load_demo(drafter_name)
+        cast(model, args)
+        cast(drafter.weights, args)
+        return model, tokenizer, drafter
     model, tokenizer = load_target(args, name, tokenizer_config)
-    kind, flags = dtype_name(max(list_weights(model).values(), key=lambda array: array.size).dtype), "--dtype float32"
+    kind = dtype_name(max(list_weights(model).values(), key=lambda array: array.size).dtype)
+    advice = "--dtype float32 is faster"
     if is_quantized(model):
-        kind, flags = "quantized", f"--dequantize {flags}"
+        kind, advice = "quantized", "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
     if mx.default_device().type == mx.cpu and kind != "float32":
-        advice = f"mlx_lm.convert {flags} makes a larger, faster copy"
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
     if draft_model is not None:
         loaded = load_draft_model(draft_model, model, tokenizer)
         if name is None:  # as the demo's own
             loaded.set_dtype(mx.float32)
             evaluate(loaded)
+        cast(loaded.weights, args)
         return model, tokenizer, loaded
     if name is None or drafter_name is None or without:
         return model, tokenizer, None
     drafter = load_drafter(drafter_name, model)
+    cast(drafter.weights, args)
     base = drafter.args.base_model
     if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
         warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"

@@ -40,6 +40,8 @@ SHORT_RUN = 2.0
 """Seconds; a ratio of a shorter run is given with a caution."""
 WARM_UP_TOKENS = 16
 """How much `--compare` reads and decodes on each side before it measures."""
+TF32 = "MLX_ENABLE_TF32"
+"""The environment variable with which MLX computes float32 products in TF32 on GPUs that can, or, if 0, does not."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
 """On stderr, in a terminal; it appears after a second and goes at the end."""
 Stream = partial[Generator[GenerationResponse, None, None]]
@@ -266,9 +268,27 @@ def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
     if verdict["identical"]:
         return f"{text}all {tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()
-    kind = "a tie that rounding decides" if rounding else "more than rounding explains: please report it"
     text += f"token {token} differs: the log-probabilities there are {distance:.2g} apart, "
-    return f"{text}rounding explains {margin:.2g}: {kind}"
+    return f"{text}rounding explains {margin:.2g}: {judge_rounding(rounding, last.logprobs.dtype)}"
+
+
+def judge_rounding(rounding: bool, dtype: mx.Dtype) -> str:
+    """What a difference is, and where that is not certain, what settles it.
+
+    Args:
+        rounding: whether it is below the margin.
+        dtype: of the log-probabilities.
+    """
+    # On an M5 and on CUDA MLX computes float32 products of several rows in TF32, which has 10 bits, unless told not to.
+    in_tf32 = mx.default_device().type == mx.gpu and os.environ.get(TF32) != "0"
+    if dtype != mx.float32 and rounding:
+        command = f"{f'{TF32}=0 and ' * in_tf32}--dtype float32"
+        return f"probably a tie; settle it with the same command and {command}, where a tie is gone"
+    if rounding:
+        return "a tie that rounding decides"
+    if dtype == mx.float32 and in_tf32:
+        return f"more than float32 explains, but some GPUs compute in TF32: settle it with the same command and {TF32}=0"
+    return "more than rounding explains: please report it"
 
 
 def find_cause() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import ranks
 from ..answer_folder import ANSWERS_HELP
-from ..checkpoints import DRAFTER_HELP
+from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES
 from ..command_models import check_demo_flags
 from ..errors import Parser, RedrafterError
 from ..options import OPTION_FLAGS, Options, add_options
@@ -43,6 +43,7 @@ def make_parser() -> Parser:
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
+    add("--dtype", choices=DTYPES, help=DTYPE_HELP)
     add("--served-model-name", nargs="+", metavar="NAME",
         help="names of the model in requests, * for any; the first is in replies (default: its own)")  # fmt: skip
     add("--chat-template", help="a chat template instead of the tokenizer's")

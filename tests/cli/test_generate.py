@@ -127,6 +127,26 @@ def test_compare_explains_a_slower_ratio() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "device", "tf32", "rounding", "expected"),
+    [
+        (mx.float32, mx.cpu, "1", True, "a tie that rounding decides"),
+        (mx.float32, mx.cpu, "1", False, "more than rounding explains: please report it"),
+        (mx.float32, mx.gpu, "0", False, "more than rounding explains: please report it"),
+        (mx.float32, mx.gpu, "1", False, "but some GPUs compute in TF32: settle it with the same command and MLX_"),
+        (mx.bfloat16, mx.gpu, "0", True, "probably a tie; settle it with the same command and --dtype float32"),
+        (mx.bfloat16, mx.gpu, "1", True, "the same command and MLX_ENABLE_TF32=0 and --dtype float32"),
+        (mx.bfloat16, mx.gpu, "1", False, "more than rounding explains: please report it"),
+    ],
+)
+def test_the_verdict_names_what_settles_it(
+    dtype: mx.Dtype, device: Any, tf32: str, rounding: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.mx, "default_device", lambda: mx.Device(device))
+    monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
+    assert expected in command.judge_rounding(rounding, dtype)
+
+
+@pytest.mark.parametrize(
     ("dtype", "step", "rounding"),
     [(mx.float32, 1e-4, True), (mx.float32, 1e-2, False), (mx.bfloat16, 0.125, True), (mx.bfloat16, 3.0, False)],
 )
