@@ -1,0 +1,55 @@
+"""The shell blocks of the documentation, as a reader would paste them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = r"python3?(\.\d+)? |pip |git |curl |brew |export |mlx(\.|_lm)\w+ |pytest|ruff |mypy|pre-commit |\. "
+COMMAND = re.compile(rf"\s*({PROGRAMS})")
+WAITS = re.compile(r"mlx_redrafter[. ](chat|server|race|stdio)\b")
+"""Commands that go on until they are stopped, and read what is pasted after them."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page.
+
+    Attributes:
+        place: file and line of its first line.
+        language: after the fence; None for an indented line.
+        text: without the fences.
+    """
+
+    place: str
+    language: str | None
+    text: str
+
+
+def pages() -> list[Path]:
+    """The Markdown files of the project."""
+    folders = ("", "docs", "examples", "examples/demo", "benchmarks", "benchmarks/data")
+    return sorted(page for folder in folders for page in (ROOT / folder).glob("*.md"))
+
+
+def find_blocks(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page, and each of its indented lines."""
+    language: str | None = None
+    lines = list[str]()
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        place = f"{page.relative_to(ROOT)}:{number}"
+        if line.startswith("```"):
+            if language is not None:
+                yield Block(f"{page.relative_to(ROOT)}:{number - len(lines)}", language, "\n".join(lines) + "\n")
+            language, lines = (line[3:].strip() if language is None else None), []
+        elif language is not None:
+            lines.append(line)
+        elif line.startswith("    "):
+            yield Block(place, None, line)
+
+
+def shell_blocks() -> list[Block]:
+    """All blocks that are commands."""
+    return [block for page in pages() for block in find_blocks(page) if block.language == "bash"]
