@@ -1,0 +1,145 @@
+"""Runs each shell block of the documentation once, on the packaged demo where a model is named.
+
+    python tests/run_documented.py [--shell zsh] [--seconds 60] [--only TEXT]
+
+For a release: it takes an hour. Blocks run as they are written, but for the names in `NAMES`, in a copy of the checkout
+whose environment is that of this Python. One that still runs after `--seconds` is interrupted and counts as started.
+Exit status 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from shell_blocks import ROOT, Block, shell_blocks
+
+DEMO = ROOT / "mlx_redrafter" / "demo"
+TARGET, DRAFTER, DRAFT_MODEL = str(DEMO / "target"), str(DEMO / "drafter"), str(ROOT / "benchmarks" / "draft_model")
+NAMES = {
+    r"mlx-community/Qwen3-0\.6B-4bit": DRAFT_MODEL,
+    r"mlx-community/[\w.-]+": TARGET,
+    r"(?<![$\w])MODEL(?![\w=])": TARGET,
+    r"--drafter my-drafter": f"--drafter {DRAFTER}",
+    r"(?<!\w)(DRAFTER|CHECKPOINT)(?!\w)": DRAFTER,
+    r"--drafter D (--output) D": rf"--drafter {DRAFTER} \1 learned",
+    r"--drafter D(?!\w)": f"--drafter {DRAFTER}",
+    r"~/": "./",
+}
+"""What a reader puts in the place of a name, or has from an earlier block."""
+SKIPPED = {
+    "git clone": "needs a published repository; .ci/run installs from a clone",
+    "python3 -m venv": ".ci/run runs it",
+    'pip install -e ".[train]"': "installs into the environment of this Python",
+    'pip install -e ".[server]"': "installs into the environment of this Python",
+    "distributed_config": "needs two Macs",
+    "hosts.json": "needs two Macs",
+    "ANTHROPIC_BASE_URL": "needs Claude Code",
+    "--from-base Qwen": "needs the hub",
+    "examples.demo.recipe": "downloads packages, and trains for hours",
+    "--answers DIR --model": "needs more past answers than one chat makes",
+}
+"""What a block has that cannot run here, and why."""
+STOPPED = re.compile(r"mlx_redrafter\.(server|race)\b")
+"""Commands that serve until they are stopped."""
+
+
+def prepare(folder: Path) -> None:
+    """The files that blocks name."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True)
+    (folder / "FILE.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
+    shutil.copy(folder / "FILE.py", folder / "FILE")
+    texts = [f'{{"prompt": "def f_{i}(x):"}}\n' for i in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(texts), encoding="utf-8")
+
+
+def run(block: Block, shell: list[str], folder: Path, seconds: float) -> tuple[str, str]:
+    """("passed", "started", "failed" or "skipped", why or the last lines of the output)."""
+    for part, reason in SKIPPED.items():
+        if part in block.text:
+            return "skipped", reason
+    text = block.text
+    for pattern, name in NAMES.items():
+        text = re.sub(pattern, name, text)
+    variables = {"MODEL": TARGET, "HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as typed:
+        typed.write("hello\nq\n")
+        typed.seek(0)
+        process = subprocess.Popen(
+            [*shell, text],
+            cwd=folder,
+            env=os.environ | variables | {"PYTHONPATH": str(folder)},
+            stdin=typed,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        ended = False
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            ended = True
+        for sent in () if ended else (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, sent)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+                break
+        output.seek(0)
+        lines = output.read().strip().splitlines()
+    if any("Traceback" in line or line.startswith(("error: ", "usage: ")) for line in lines):
+        return "failed", "\n".join(lines[-12:])
+    if not ended:
+        return "started", lines[-1] if lines else ""
+    return "passed" if process.returncode == 0 else "failed", "\n".join(lines[-1 if process.returncode == 0 else -12 :])
+
+
+def main() -> None:
+    """Runs them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shell", default="bash", help="bash or zsh (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each block (default: %(default)s)")
+    parser.add_argument("--only", default="", help="blocks with this text alone")
+    args = parser.parse_args()
+    shell = [args.shell, "-euc"] if args.shell == "bash" else [args.shell, "-f", "-euc"]
+    blocks = [block for block in shell_blocks() if args.only in block.text]
+    results = list[str]()
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name))
+        for block in blocks:
+            started = time.monotonic()
+            serves = "127.0.0.1:8080" in block.text and "ANTHROPIC" not in block.text
+            server = start_server(Path(name)) if serves else None
+            status, said = run(block, shell, Path(name), args.seconds)
+            if server is not None:
+                server.terminate()
+                server.wait(60)
+            if status == "started" and STOPPED.search(block.text):
+                status = "passed"
+            results.append(status)
+            command = block.text.strip().splitlines()[-1]
+            print(f"{status:8}{time.monotonic() - started:6.0f} s  {block.place}: {command:.100}", flush=True)
+            print(f"        {said}" if status in ("skipped", "failed") else f"        {said:.150}", flush=True)
+    print(", ".join(f"{results.count(status)} {status}" for status in sorted(set(results))))
+    sys.exit("failed" in results)
+
+
+def start_server(folder: Path) -> subprocess.Popen[str]:
+    """The demo's, once it listens."""
+    command = [sys.executable, "-m", "mlx_redrafter.server"]
+    server = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    assert "serving on" in server.stderr.readline()
+    return server
+
+
+if __name__ == "__main__":
+    main()
