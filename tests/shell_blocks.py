@@ -30,8 +30,8 @@ class Block(NamedTuple):
 
 def pages() -> list[Path]:
     """The Markdown files of the project."""
-    folders = ("", "docs", "examples", "examples/demo", "benchmarks", "benchmarks/data")
-    return sorted(page for folder in folders for page in (ROOT / folder).glob("*.md"))
+    folders = ("docs", "examples", "benchmarks", "tests")
+    return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))])
 
 
 def find_blocks(page: Path) -> Iterator[Block]:

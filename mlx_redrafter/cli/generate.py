@@ -287,7 +287,7 @@ def judge_rounding(rounding: bool, dtype: mx.Dtype) -> str:
     if rounding:
         return "a tie that rounding decides"
     if dtype == mx.float32 and in_tf32:
-        return f"more than float32 explains, but some GPUs compute in TF32: settle it with the same command and {TF32}=0"
+        return f"more than float32 explains, but some GPUs use TF32: settle it with the same command and {TF32}=0"
     return "more than rounding explains: please report it"
 
 

@@ -10,11 +10,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from small import make_byte_tokenizer, save_target, small_llama
 
 from mlx_redrafter import GenerationResponse, generate_step, load
+from mlx_redrafter.checkpoints import list_weights
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
 from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.engine.blas import MANY_PARAMETERS
 from mlx_redrafter.options import OPTION_FLAGS, Options
 
 Run = Any
@@ -132,7 +135,7 @@ def test_compare_explains_a_slower_ratio() -> None:
         (mx.float32, mx.cpu, "1", True, "a tie that rounding decides"),
         (mx.float32, mx.cpu, "1", False, "more than rounding explains: please report it"),
         (mx.float32, mx.gpu, "0", False, "more than rounding explains: please report it"),
-        (mx.float32, mx.gpu, "1", False, "but some GPUs compute in TF32: settle it with the same command and MLX_"),
+        (mx.float32, mx.gpu, "1", False, "but some GPUs use TF32: settle it with the same command and MLX_"),
         (mx.bfloat16, mx.gpu, "0", True, "probably a tie; settle it with the same command and --dtype float32"),
         (mx.bfloat16, mx.gpu, "1", True, "the same command and MLX_ENABLE_TF32=0 and --dtype float32"),
         (mx.bfloat16, mx.gpu, "1", False, "more than rounding explains: please report it"),
@@ -166,6 +169,20 @@ def test_ties_of_noisy_scores_are_rounding() -> None:
     assert judge_difference(4, (row, row + mx.array([0.0, 1e-5, 0.0, 0.0])), (0, 1), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 2), sampler, position).rounding
     assert not judge_difference(4, (row, row), (0, 1), sampler, position + 1).rounding, "another position's noise"
+
+
+def test_a_model_of_many_parameters_is_decoded(run: Run, tmp_path: Path) -> None:
+    """From 200 million on it is computed on all cores, whose number each system has another function for."""
+    rows, repeats = 4000, 100
+    model = small_llama(hidden=512, vocab=rows, tie_word_embeddings=True)
+    few = model.model.embed_tokens.weight
+    model.model.embed_tokens.weight = mx.concatenate([few * (1 + i / repeats) for i in range(repeats)])
+    model.args.vocab_size = rows * repeats
+    assert sum(array.size for array in list_weights(model).values()) > MANY_PARAMETERS
+    model.set_dtype(mx.bfloat16)
+    save_target(tmp_path, model, make_byte_tokenizer(), eos_token_id=0)
+    record = run_json(run, "--model", str(tmp_path), "--prompt", "abc abc", "-m", "4", *PLAN, "--dtype", "float32")
+    assert record["generation_tokens"] == 4 and record["rounds"] > 0
 
 
 def test_stop_strings_and_end_tokens_end_the_text(pair: Pair, run: Run) -> None:

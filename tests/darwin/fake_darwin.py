@@ -1,0 +1,137 @@
+"""Makes Python on Linux look like Python on macOS, as far as Python code can see it.
+
+    python tests/darwin/fake_darwin.py
+
+installs it into the environment that runs it, for all processes there with FAKE_DARWIN=1. As on a Mac are the system's
+name, functions, files and packages that only Linux has, how processes are started and how many files may be open. Not
+emulated are Metal, kqueue, BSD's tools and a file system that ignores case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+LINUX_ONLY = {
+    "os": "sched_getaffinity sched_setaffinity memfd_create O_TMPFILE O_PATH O_DIRECT pipe2 posix_fallocate "
+    "posix_fadvise fdatasync eventfd copy_file_range splice getrandom pidfd_open getxattr setxattr listxattr "
+    "removexattr getresuid getresgid setresuid setresgid waitid",
+    "select": "epoll EPOLLIN EPOLLOUT",
+    "signal": "sigtimedwait sigwaitinfo pidfd_send_signal SIGRTMIN SIGRTMAX SIGPWR SIGSTKFLT SIGPOLL SIGCLD",
+    "resource": "prlimit RLIMIT_RTPRIO RLIMIT_SIGPENDING RUSAGE_THREAD",
+    "socket": "AF_NETLINK AF_PACKET SO_PEERCRED SOCK_CLOEXEC SOCK_NONBLOCK TCP_QUICKACK TCP_USER_TIMEOUT TCP_KEEPIDLE",
+    "fcntl": "F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS F_OFD_SETLK",
+    "time": "CLOCK_BOOTTIME CLOCK_TAI",
+}
+BUILTIN = {"os": "posix", "socket": "_socket", "signal": "_signal"}
+"""The modules that some of them are taken from."""
+LINUX_PACKAGES = ("mlx-cpu", "scipy-openblas32")
+HIDDEN = ("/proc", "/sys", "/dev/full", "/dev/shm")
+OPEN_FILES = 256
+"""What `ulimit -n` says in a new terminal."""
+
+
+def apply() -> None:
+    """Changes this process, once, before anything else is imported."""
+    if sys.platform == "darwin":
+        return
+    import sysconfig
+
+    sysconfig.get_config_vars()  # from a file that has Linux in its name
+    sys.platform = "darwin"
+    name_system()
+    remove_names()
+    hide_files()
+    hide_packages()
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
+
+
+def name_system() -> None:
+    """The system's name and version: macOS 15.6 on Apple silicon."""
+    import platform
+
+    names = ("Darwin", "mac.local", "24.6.0", "Darwin Kernel Version 24.6.0", "arm64")
+    os.uname = lambda: os.uname_result(names)
+    platform.uname = lambda: platform.uname_result(*names)  # type: ignore[assignment]
+    platform.libc_ver = lambda *args, **keywords: ("", "")
+    platform.mac_ver = lambda *args, **keywords: ("15.6", ("", "", ""), "arm64")
+
+
+def remove_names() -> None:
+    """Functions and constants that only Linux has."""
+    from importlib import import_module
+
+    for name, absent in LINUX_ONLY.items():
+        for module in (import_module(each) for each in {name, BUILTIN.get(name, name)}):
+            for each in absent.split():
+                if hasattr(module, each):
+                    delattr(module, each)
+
+
+def hide_files() -> None:
+    """Files and folders that only Linux has cannot be found."""
+    import errno
+
+    def is_hidden(path: object) -> bool:
+        name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+        return any(name == each or name.startswith(f"{each}/") for each in HIDDEN)
+
+    def missing(path: object) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.listdir", "os.scandir") and arguments and is_hidden(arguments[0]):
+            raise missing(arguments[0])
+
+    sys.addaudithook(refuse)
+    for name in ("stat", "lstat"):
+        real = getattr(os, name)
+
+        def look(path: object, *arguments: object, real: object = real, **keywords: object) -> object:
+            if is_hidden(path):
+                raise missing(path)
+            return real(path, *arguments, **keywords)  # type: ignore[operator]
+
+        for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if real in functions:
+                functions.add(look)
+        setattr(os, name, look)
+
+
+def hide_packages() -> None:
+    """Packages that are not installed on a Mac, and modules of macOS that others ask for."""
+    import types
+    from importlib import metadata
+
+    find = metadata.Distribution.from_name
+
+    def from_name(name: str) -> metadata.Distribution:
+        if name in LINUX_PACKAGES:
+            raise metadata.PackageNotFoundError(name)
+        return find(name)
+
+    metadata.Distribution.from_name = from_name  # type: ignore[method-assign, assignment]
+    proxies = types.ModuleType("_scproxy")  # which urllib asks for the system's proxies
+    proxies._get_proxy_settings = proxies._get_proxies = dict  # type: ignore[attr-defined]
+    certificates = types.ModuleType("truststore._macos")  # which httpcore2 asks for the system's certificates
+    certificates._configure_context = certificates._verify_peercerts_impl = None  # type: ignore[attr-defined]
+    sys.modules |= {"_scproxy": proxies, "truststore._macos": certificates}
+    sys.modules["trio"] = None  # type: ignore[assignment]  # it needs kqueue
+    os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # of which trio has one
+
+
+def install() -> None:
+    """Into this environment."""
+    import sysconfig
+    from pathlib import Path
+
+    place = Path(sysconfig.get_path("purelib"))
+    call = f"sys.path.append({str(Path(__file__).parent)!r}); __import__('fake_darwin').apply(); sys.path.pop()"
+    (place / "fake_darwin.pth").write_text(f"import os, sys; exec({call!r}) if 'FAKE_DARWIN' in os.environ else None\n")
+
+
+if __name__ == "__main__":
+    install()
