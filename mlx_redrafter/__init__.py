@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from .engine.blas import load_openblas
+from .progress import set_bar_lock
 
 if TYPE_CHECKING:
     from .checkpoints import load, load_draft_model, load_drafter
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 load_openblas()
-if not hasattr(tqdm, "_lock"):  # tqdm's own one is for several processes, too, and starts another process on macOS
-    tqdm.set_lock(threading.RLock())
+set_bar_lock()
 
 _HOMES = {
     "Answer": "session",

@@ -99,6 +99,20 @@ def test_progress_bars_start_no_process() -> None:
     assert python("-c", f"{spawn}{keep}").stdout == "True\n"
 
 
+def test_bars_of_several_processes_have_a_lock(tmp_path: Path) -> None:
+    script = """import multiprocessing as mp
+import mlx_redrafter
+from tqdm.contrib.concurrent import process_map
+
+if __name__ == "__main__":
+    mp.set_start_method("spawn")
+    print(process_map(abs, [-1, 2], max_workers=2))
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = python(str(tmp_path / "script.py"), path=ROOT)
+    assert done.stdout == "[1, 2]\n", done.stderr
+
+
 @pytest.mark.parametrize(
     "order",
     [
