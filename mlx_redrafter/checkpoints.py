@@ -45,7 +45,7 @@ DRAFTER_HELP = (
 DTYPES = ("float16", "bfloat16", "float32")
 """What weights may be stored and computed in."""
 
-DTYPE_HELP = "cast the weights to it, the scales and biases of quantized ones (default: as stored)"
+DTYPE_HELP = "cast weights to this dtype; of quantized layers, their scales and biases (default: as stored)"
 """What commands say of `--dtype`."""
 
 CHUNK = 1 << 21

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map_with_path
 
 from . import ranks
 from .checkpoints import (
     dtype_name,
     evaluate,
+    find_not_finite,
     list_weights,
     load,
     load_draft_model,
@@ -81,16 +82,21 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
 
 
 def cast(model: nn.Module, args: Any) -> None:
-    """Casts a model's floating-point weights to the `dtype` of the flags, if any, as `mlx_lm.convert` does."""
+    """Casts a model's floating-point weights to the `dtype` of the flags, if any, as `mlx_lm.convert` does.
+
+    Raises:
+        RedrafterError: one of them is too large for it.
+    """
     if (name := getattr(args, "dtype", None)) is None:
         return
-    dtype, may_cast = getattr(mx, name), getattr(model, "cast_predicate", lambda weight: True)
-
-    def convert(weight: str, array: mx.array) -> mx.array:
-        return array.astype(dtype) if may_cast(weight) and mx.issubdtype(array.dtype, mx.floating) else array
-
-    model.update(tree_map_with_path(convert, model.parameters()))
+    dtype: mx.Dtype = getattr(mx, name)
+    may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
+    kept = {} if may_cast is None else {k: w for k, w in list_weights(model).items() if not may_cast(k)}
+    model.set_dtype(dtype)
+    model.load_weights(list(kept.items()), strict=False)
     evaluate(model)
+    if dtype == mx.float16 and (odd := find_not_finite(list_weights(model))) is not None:
+        raise RedrafterError(f"{odd} does not fit into {name}: give --dtype float32 or bfloat16")
 
 
 def load_pair(
@@ -116,7 +122,7 @@ def load_pair(
         return model, tokenizer, drafter
     model, tokenizer = load_target(args, name, tokenizer_config)
     kind = dtype_name(max(list_weights(model).values(), key=lambda array: array.size).dtype)
-    advice = "--dtype float32 is faster"
+    advice = "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
         kind, advice = "quantized", "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
     if mx.default_device().type == mx.cpu and kind != "float32":

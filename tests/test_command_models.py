@@ -8,19 +8,22 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import llama
 from small import save_target, small_drafter, small_llama
 from toys import make_tokenizer
 
 from mlx_redrafter.checkpoints import list_weights, save_drafter
 from mlx_redrafter.cli.arguments import make_parser
 from mlx_redrafter.command_models import load_pair
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.demo import DIRECTORY
+from mlx_redrafter.errors import CheckpointError, RedrafterError
 
 COPY = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
 
 
 @pytest.mark.parametrize(
-    ("kind", "advice"), [("bfloat16", "--dtype float32 is faster"), ("quantized", COPY), ("float32", None)]
+    ("kind", "advice"),
+    [("bfloat16", "--dtype float32 is faster, and takes twice the memory"), ("quantized", COPY), ("float32", None)],
 )
 def test_weights_that_are_slow_on_a_cpu_are_noted(
     kind: str, advice: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -48,7 +51,7 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
     save_target(tmp_path / "target", model, make_tokenizer()._tokenizer, **config)
     save_drafter(tmp_path / "drafter", drafter)
     given = ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
-    args = make_parser("generate", "", "none").parse_args(given)
+    args = parse(*given)
     loaded, _, head = load_pair(args, args.model, args.drafter)
     assert head is not None
     for cast, stored in ((loaded, model), (head.weights, drafter)):
@@ -57,6 +60,36 @@ def test_weights_are_cast(quantized: bool, tmp_path: Path) -> None:
         assert found.keys() == expected.keys() and all(found[k].dtype == expected[k].dtype for k in found)
         assert all(mx.array_equal(found[k], expected[k]) for k in found)
     assert loaded(mx.array([[1, 2]])).dtype == mx.float32
+
+
+def parse(*flags: str) -> Namespace:
+    return make_parser("generate", "", "none").parse_args(flags)
+
+
+@pytest.mark.parametrize("with_draft_model", [False, True])
+def test_the_demo_is_cast(with_draft_model: bool) -> None:
+    draft_model = ("--draft-model", str(DIRECTORY / "target")) if with_draft_model else ()
+    args = parse("--dtype", "bfloat16", *draft_model)
+    model, _, drafter = load_pair(args, None, None)
+    assert drafter is not None
+    for module in (model, drafter.weights):
+        assert {array.dtype for array in list_weights(module).values()} <= {mx.bfloat16, mx.int32, mx.uint32}
+
+
+def test_what_a_model_keeps_from_casting_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.Model, "cast_predicate", property(lambda model: lambda name: "norm" not in name), False)
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    model, _, _ = load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
+    assert all((array.dtype == mx.float32) is ("norm" in name) for name, array in list_weights(model).items())
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
+    model = small_llama()
+    model.model.norm.weight = model.model.norm.weight * 1e6
+    save_target(tmp_path, model, make_tokenizer()._tokenizer)
+    with pytest.raises(RedrafterError, match=r"model\.norm\.weight does not fit into float16: give --dtype float32 or"):
+        load_pair(parse("--dtype", "float16"), str(tmp_path), None)
+    load_pair(parse("--dtype", "bfloat16"), str(tmp_path), None)
 
 
 def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
