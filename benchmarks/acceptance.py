@@ -5,7 +5,8 @@
 
 Pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every prompt plainly. Where a drafted text
 differs, the log-probabilities of both sides there are compared: rounding explains the difference (a tie), or it does
-not (an error, and the exit status is 1). For ties in other types of weights give a model converted to them.
+not (an error, and the exit status is 1). For ties in other types of weights give a model converted to them. On GPUs
+that compute float32 in TF32, an M5's and NVIDIA's, set MLX_ENABLE_TF32=0, or ties count as errors.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def run() -> int:
         if drafter is not None and not decoded.last.drafted and Options(**options).plan_shape() == AUTO:
             print(NOTHING_DRAFTED, file=sys.stderr)
         if verdict:
-            print(describe(verdict, decoded.last), file=sys.stderr)
+            drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""
+            print(describe(verdict, decoded.last, drawn, args.kv_bits), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
             # Where tokens of the context were accepted, the drafter may have had no chance.
             is_useless = last.drafted > last.context_drafted and not last.accepted
@@ -255,8 +256,10 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
     }
 
 
-def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
-    """What `compare` found, and how much the ratio says."""
+def describe(
+    verdict: dict[str, Any], last: GenerationResponse, more_flags: str = "", kv_bits: int | None = None
+) -> str:
+    """What `compare` found, and how much the ratio says; for `more_flags` and `kv_bits` see `judge_rounding`."""
     plain, drafted, tokens = verdict["plain_generation_tps"], verdict["generation_tps"], last.generation_tokens
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
     if verdict["ratio"] < 1 and last.rounds:
@@ -269,25 +272,29 @@ def describe(verdict: dict[str, Any], last: GenerationResponse) -> str:
         return f"{text}all {tokens} tokens identical"
     token, distance, margin, rounding = verdict["difference"].values()
     text += f"token {token} differs: the log-probabilities there are {distance:.2g} apart, "
-    return f"{text}rounding explains {margin:.2g}: {judge_rounding(rounding, last.logprobs.dtype)}"
+    return f"{text}rounding explains {margin:.2g}: {judge_rounding(rounding, last.logprobs.dtype, more_flags, kv_bits)}"
 
 
-def judge_rounding(rounding: bool, dtype: mx.Dtype) -> str:
-    """What a difference is, and where that is not certain, what settles it.
+def judge_rounding(rounding: bool, dtype: mx.Dtype, more_flags: str = "", kv_bits: int | None = None) -> str:
+    """What a difference is and, where that is not certain, what settles it.
 
     Args:
         rounding: whether it is below the margin.
         dtype: of the log-probabilities.
+        more_flags: what a command needs to decode the same text again.
+        kv_bits: of the KV cache; None where it is not quantized.
     """
-    # On an M5 and on CUDA MLX computes float32 products of several rows in TF32, which has 10 bits, unless told not to.
+    # On an M5 and on CUDA MLX computes float32 in TF32, of 10 bits, where several rows are multiplied, unless told not.
     in_tf32 = mx.default_device().type == mx.gpu and os.environ.get(TF32) != "0"
-    if dtype != mx.float32 and rounding:
-        command = f"{f'{TF32}=0 and ' * in_tf32}--dtype float32"
-        return f"probably a tie; settle it with the same command and {command}, where a tie is gone"
+    flags = f"{'' if dtype == mx.float32 else '--dtype float32 '}{more_flags}".strip()
+    front, end = f"{TF32}=0 in front" if in_tf32 else "", f"{flags} at the end" if flags else ""
+    again = f"run the same command again with {' and '.join(filter(None, (front, end)))}"
     if rounding:
-        return "a tie that rounding decides"
+        return "a tie" if dtype == mx.float32 else f"probably a tie. To settle it, {again}: most ties disappear"
+    if kv_bits is not None:
+        return "more than rounding explains, except that of a quantized KV cache: compare without --kv-bits"
     if dtype == mx.float32 and in_tf32:
-        return f"more than float32 explains, but some GPUs use TF32: settle it with the same command and {TF32}=0"
+        return f"more than float32 explains, but some GPUs use TF32. To settle it, {again}"
     return "more than rounding explains: please report it"
 
 

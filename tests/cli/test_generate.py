@@ -111,7 +111,12 @@ def test_compare_fails_on_a_wrong_token_only(pair: Pair, run: Run, monkeypatch: 
     real = command.stream_generate
     monkeypatch.setattr(command, "stream_generate", corrupt)
     status, out, err = run("generate", *flags)
-    assert status == 1 and "token 5 differs: " in err and "more than rounding explains: please report it" in err
+    assert (
+        status == 1
+        and "token 5 differs: " in err
+        and "--seed" not in err
+        and "more than rounding explains: please report it" in err
+    )
     status, out, _ = run("generate", *flags, "--json")
     difference = json.loads(out)["compare"]["difference"]
     assert status == 1 and difference["token"] == 5 and difference["rounding"] is False
@@ -132,12 +137,12 @@ def test_compare_explains_a_slower_ratio() -> None:
 @pytest.mark.parametrize(
     ("dtype", "device", "tf32", "rounding", "expected"),
     [
-        (mx.float32, mx.cpu, "1", True, "a tie that rounding decides"),
+        (mx.float32, mx.cpu, "1", True, "a tie"),
         (mx.float32, mx.cpu, "1", False, "more than rounding explains: please report it"),
         (mx.float32, mx.gpu, "0", False, "more than rounding explains: please report it"),
-        (mx.float32, mx.gpu, "1", False, "but some GPUs use TF32: settle it with the same command and MLX_"),
-        (mx.bfloat16, mx.gpu, "0", True, "probably a tie; settle it with the same command and --dtype float32"),
-        (mx.bfloat16, mx.gpu, "1", True, "the same command and MLX_ENABLE_TF32=0 and --dtype float32"),
+        (mx.float32, mx.gpu, "1", False, "run the same command again with MLX_ENABLE_TF32=0 in front and --seed 7 at"),
+        (mx.bfloat16, mx.gpu, "0", True, "probably a tie. To settle it, run the same command again with --dtype float"),
+        (mx.bfloat16, mx.gpu, "1", True, "with MLX_ENABLE_TF32=0 in front and --dtype float32 --seed 7 at the end: "),
         (mx.bfloat16, mx.gpu, "1", False, "more than rounding explains: please report it"),
     ],
 )
@@ -146,7 +151,8 @@ def test_the_verdict_names_what_settles_it(
 ) -> None:
     monkeypatch.setattr(command.mx, "default_device", lambda: mx.Device(device))
     monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
-    assert expected in command.judge_rounding(rounding, dtype)
+    assert expected in command.judge_rounding(rounding, dtype, "--seed 7")
+    assert "compare without --kv-bits" in command.judge_rounding(False, dtype, kv_bits=4)
 
 
 @pytest.mark.parametrize(
