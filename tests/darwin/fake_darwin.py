@@ -124,13 +124,15 @@ def hide_packages() -> None:
 
 
 def install() -> None:
-    """Into this environment."""
+    """Into this environment; prints the file that does it."""
     import sysconfig
     from pathlib import Path
 
     place = Path(sysconfig.get_path("purelib"))
     call = f"sys.path.append({str(Path(__file__).parent)!r}); __import__('fake_darwin').apply(); sys.path.pop()"
-    (place / "fake_darwin.pth").write_text(f"import os, sys; exec({call!r}) if 'FAKE_DARWIN' in os.environ else None\n")
+    file = place / "fake_darwin.pth"
+    file.write_text(f"import os, sys; exec({call!r}) if 'FAKE_DARWIN' in os.environ else None\n")
+    print(file)
 
 
 if __name__ == "__main__":
