@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = r"python3?(\.\d+)? |pip |git |curl |brew |export |mlx(\.|_lm)\w+ |pytest|ruff |mypy|pre-commit |\. "
-COMMAND = re.compile(rf"\s*({PROGRAMS})")
+PROGRAMS = r"python3?(\.\d+)? |pip |git |curl |brew |export |mlx(\.|_lm)\w+ |pytest|ruff |mypy|pre-commit |cd |\. "
+COMMAND = re.compile(rf"\s*(\$ )?\(?([A-Z0-9_]+=\S* )*({PROGRAMS})")
+LANGUAGES = {"bash", "json", "python", "swift", "text", "toml", "yaml", ""}
 WAITS = re.compile(r"mlx_redrafter[. ](chat|server|race|stdio)\b")
 """Commands that go on until they are stopped, and read what is pasted after them."""
 
@@ -36,18 +37,18 @@ def pages() -> list[Path]:
 
 def find_blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page, and each of its indented lines."""
-    language: str | None = None
-    lines = list[str]()
+    fence, language, lines = "", "", list[str]()
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
-        place = f"{page.relative_to(ROOT)}:{number}"
-        if line.startswith("```"):
-            if language is not None:
-                yield Block(f"{page.relative_to(ROOT)}:{number - len(lines)}", language, "\n".join(lines) + "\n")
-            language, lines = (line[3:].strip() if language is None else None), []
-        elif language is not None:
+        found, name = re.match(r"\s*(```+|~~~+)\s*(.*)", line), f"{page.relative_to(ROOT)}"
+        if found and not fence:
+            fence, language, lines = found[1], found[2].strip(), []
+        elif found and found[1] == fence:
+            yield Block(f"{name}:{number - len(lines)}", language, "\n".join(lines) + "\n")
+            fence = ""
+        elif fence:
             lines.append(line)
         elif line.startswith("    "):
-            yield Block(place, None, line)
+            yield Block(f"{name}:{number}", None, line)
 
 
 def shell_blocks() -> list[Block]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
-from shell_blocks import COMMAND, WAITS, Block, find_blocks, pages, shell_blocks
+import shell_blocks as shell_blocks_module
+from shell_blocks import COMMAND, LANGUAGES, ROOT, WAITS, Block, find_blocks, pages, shell_blocks
 
 BLOCKS = shell_blocks()
 ZSH = shutil.which("zsh")
@@ -36,10 +38,35 @@ def test_a_block_can_be_pasted(block: Block) -> None:
         assert not errors and "\\#" not in ran and (ran.count("ran: ") >= 1 or "export" in block.text), (ran, errors)
 
 
-def test_no_command_is_outside_of_a_shell_block() -> None:
-    blocks = [block for page in pages() for block in find_blocks(page) if block.language != "bash"]
-    found = [block.place for block in blocks for line in block.text.splitlines() if COMMAND.match(line)]
-    assert not found and len(BLOCKS) > 20
+def stray_commands(page: Path) -> list[str]:
+    """Where a page has a command outside of its shell blocks, or a block in a language that is not known."""
+    blocks = [block for block in find_blocks(page) if block.language != "bash"]
+    unknown = [block.place for block in blocks if block.language is not None and block.language not in LANGUAGES]
+    return unknown + [block.place for block in blocks for line in block.text.splitlines() if COMMAND.match(line)]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_is_outside_of_a_shell_block(page: Path) -> None:
+    assert not stray_commands(page)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```sh\nls\n```",
+        "```console\n$ ls\n```",
+        "```\n$ python -m x\n```",
+        "    MLX_ENABLE_TF32=0 python -m x  # y",
+        "    cd x && ls",
+        "~~~text\npip install x\n~~~",
+        "- in a list:\n  ```text\n  python -m x\n  ```",
+    ],
+)
+def test_commands_are_found_in_every_form(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Negative control."""
+    monkeypatch.setattr(shell_blocks_module, "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(f"{text}\n")
+    assert stray_commands(tmp_path / "page.md")
 
 
 @pytest.mark.skipif(ZSH is None, reason="zsh is not installed")
