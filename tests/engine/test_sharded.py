@@ -13,31 +13,6 @@ from mlx_redrafter import ranks
 MODELS = {f"{kind}, {how}" for kind in ("qwen2", "qwen3_moe", "qwen3_5") for how in ("tensor", "pipeline")}
 
 
-LOSE_A_RANK = """
-import os, sys
-import mlx.core as mx
-if sys.argv[1] == "metal":
-    stream, gather = mx.new_thread_local_stream(mx.cpu), mx.distributed.all_gather
-    mx.distributed.all_gather = lambda row: gather(row, stream=stream)
-    mx.default_stream = lambda device: stream
-from mlx_redrafter import ranks
-assert ranks.gather(ranks.index()) == [0, 1]
-if ranks.index() == 1:
-    os._exit(3)
-try:
-    ranks.gather("x" * 100_000)
-except RuntimeError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("messages", ["here", "metal"])
-def test_a_lost_rank_is_an_error(messages: str) -> None:
-    """On Metal messages run on the CPU's stream, the forward on the GPU's."""
-    first, _ = wait_for_ranks(start_ranks(2, "-c", LOSE_A_RANK, messages))
-    assert (first.status, first.out) == (0, "[ring] connection to a peer was lost\n"), first
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_decode_what_one_process_decodes(count: int, tmp_path: Path) -> None:
     """Each rank compares what it reads with the others: one that decides otherwise raises."""
