@@ -24,7 +24,8 @@ from pathlib import Path
 from shell_blocks import ROOT, Block, shell_blocks
 
 DEMO = ROOT / "mlx_redrafter" / "demo"
-TARGET, DRAFTER, DRAFT_MODEL = str(DEMO / "target"), str(DEMO / "drafter"), str(ROOT / "benchmarks" / "draft_model")
+TARGET = "./demo-float32"  # in the copy of the checkout
+DRAFTER, DRAFT_MODEL = str(DEMO / "drafter"), str(ROOT / "benchmarks" / "draft_model")
 NAMES = {
     r"mlx-community/Qwen3-0\.6B-4bit": DRAFT_MODEL,
     r"mlx-community/[\w.-]+": TARGET,
@@ -58,6 +59,8 @@ def prepare(folder: Path) -> None:
     shutil.copy(folder / "FILE.py", folder / "FILE")
     texts = [f'{{"prompt": "def f_{i}(x):"}}\n' for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(texts), encoding="utf-8")
+    given = ["--hf-path", str(DEMO / "target"), "--mlx-path", TARGET, "--dequantize", "--dtype", "float32"]
+    subprocess.run([sys.executable, "-m", "mlx_lm", "convert", *given], cwd=folder, check=True)
 
 
 def run(block: Block, shell: list[str], folder: Path, seconds: float) -> tuple[str, str]:
