@@ -56,7 +56,6 @@ def prepare(folder: Path) -> None:
     """The files that blocks name."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "*.egg-info"), dirs_exist_ok=True)
     (folder / "FILE.py").write_text("def double(x):\n    return 2 * x\n", encoding="utf-8")
-    shutil.copy(folder / "FILE.py", folder / "FILE")
     texts = [f'{{"prompt": "def f_{i}(x):"}}\n' for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(texts), encoding="utf-8")
     given = ["--hf-path", str(DEMO / "target"), "--mlx-path", TARGET, "--dequantize", "--dtype", "float32"]
