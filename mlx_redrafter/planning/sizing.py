@@ -25,6 +25,9 @@ CHEAP = 0.05
 VOCABULARIES = (65536, 32768, 16384, 8192)
 """Draft vocabularies that are tried below the target's own."""
 
+WHOLE = 32768
+"""The largest vocabulary of which a drafter may guess every token; of a larger one it guesses a third at most."""
+
 SMALL = 16384
 """The largest of those that lose acceptance; beyond larger ones are only tokens that are rare in any text."""
 
@@ -47,12 +50,15 @@ def candidates(
     hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> list[DrafterArgs]:
     """Sizes worth trying, best first: the largest first, and after all others those of a small vocabulary."""
-    smaller = [count for count in VOCABULARIES if count < vocab_size]
+    most = vocab_size - 1 if vocab_size <= WHOLE else max(VOCABULARIES[-1], vocab_size // 3)
+    smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
     if not smaller and vocab_size >= 1024:
         smaller = [vocab_size // 2]
+    if vocab_size <= WHOLE:
+        smaller = [None, *smaller]
     sizes = [
         kind.for_training(hidden_size, vocab_size, depth=depth, draft_vocab_size=count, **own)
-        for own, count in product(kind.sizes_to_try(hidden_size), (None, *smaller))
+        for own, count in product(kind.sizes_to_try(hidden_size), smaller)
     ]
     return sorted(sizes, key=lambda args: ((args.draft_vocab_size or SMALL + 1) > SMALL, n_weights(args)), reverse=True)
 
