@@ -43,8 +43,9 @@ from mlx_redrafter.planning.costs import parse_costs
 from mlx_redrafter.planning.sizing import n_weights
 from mlx_redrafter.training.data import AnswerFile, Text, make_batches
 from mlx_redrafter.training.evaluation import make_prompts, measure_guesses
+from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import new_drafter
+from mlx_redrafter.training.targets import Teacher, new_drafter
 from mlx_redrafter.training.trainer import fit, make_loss, make_optimizer, target_arrays
 
 from .command import parse_above_zero, parse_output, parse_positive
@@ -129,13 +130,14 @@ def run(args: argparse.Namespace) -> int:
     pieces = [encode(tokenizer, text) for text in training_prompts(args.texts, settings.seed)]
     answers = AnswerFile(args.output / "answers.jsonl", settings, pieces).complete(model, tokenizer)
     texts = [text for text in answers if len(text.ids) > text.offset + DEPTH]
-    training, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
+    read = add_hidden_states(model, texts)
+    training, held_out = read[:-HELD_OUT], read[-HELD_OUT:]
 
-    batches = make_batches(training, settings.batch_size, settings.seed)
+    batches, teacher = make_batches(training, settings.batch_size, settings.seed), Teacher(model)
 
     @cache  # it says the same to all
     def ask_target(iteration: int) -> list[mx.array]:
-        return target_arrays(model, None, batches(iteration), settings, iteration)
+        return target_arrays(teacher, None, batches(iteration), settings, iteration)
 
     scores = [
         sweep(model, kind, replace(settings, learning_rate=rate), ask_target, held_out, args.output)

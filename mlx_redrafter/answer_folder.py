@@ -59,11 +59,13 @@ class Text(NamedTuple):
         ids: (L,) integers.
         offset: how many of them are a prompt that is not learned.
         request: what tells requests apart, see `number_request`; None where it was not kept.
+        hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before it was read.
     """
 
     ids: Array
     offset: int
     request: int | None = None
+    hidden: Array | None = None
 
 
 class Contents(NamedTuple):

@@ -331,7 +331,7 @@ def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[
 
 
 def collate(texts: Sequence[Text]) -> Batch:
-    """Texts as a batch, padded at the end."""
+    """Texts as a batch, padded at the end, with hidden states if they have them."""
 
     def pad(size: int, multiple: int) -> int:
         return multiple * max(1, -(-size // multiple))
@@ -345,7 +345,14 @@ def collate(texts: Sequence[Text]) -> Batch:
         positions += range(row * (width - 1) + first, row * (width - 1) + len(text.ids) - 1)
     padded = np.full(pad(len(positions), PAD_POSITIONS_TO), -1, np.int32)
     padded[: len(positions)] = positions
-    return Batch(mx.array(ids), mx.array(padded))
+    hidden: mx.array | None = None
+    if (first_states := texts[0].hidden) is not None:
+        states = np.zeros((len(texts), width - 1, first_states.shape[-1]), first_states.dtype)
+        for row, text in enumerate(texts):
+            assert text.hidden is not None
+            states[row, : len(text.hidden)] = text.hidden
+        hidden = mx.array(states)
+    return Batch(mx.array(ids), mx.array(padded), hidden)
 
 
 def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

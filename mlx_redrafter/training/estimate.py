@@ -15,14 +15,18 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
+from ..checkpoints import list_weights
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
+from ..engine.model_parts import find_output_layer, find_parts
 from ..errors import RedrafterError
 from ..planning.measure import time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
 from .data import AT_ONCE, Text, collate
+from .hidden_states import TOKENS_AT_ONCE
 from .settings import TrainingArgs
+from .targets import Teacher, read_states
 from .trainer import train_drafter
 
 
@@ -35,6 +39,7 @@ def estimate_run(
     *,
     val_texts: int,
     answers: int = 0,
+    unread: int = 0,
 ) -> str:
     """The seconds and bytes that a run takes at most, as a line of text.
 
@@ -42,52 +47,84 @@ def estimate_run(
         sizes: of the drafter.
         lengths: tokens of the training texts.
         iters: how many iterations are left.
-        val_texts: texts of a validation at most.
+        val_texts: texts of a validation.
         answers: how many answers the target still has to write.
+        unread: how many texts it still has to read.
     """
     mean = round(sum(lengths) / len(lengths))
-    iteration = time_iteration(model, sizes, args, mean)
     mx.reset_peak_memory()
-    time_iteration(model, sizes, args, max(lengths))
+    reading = unread * time_reading(model, args, mean) if unread else 0.0
     memory, writing = mx.get_peak_memory(), 0.0
     if answers:
         tokens = mx.zeros((min(answers, AT_ONCE), 1), mx.int32)
         milliseconds = time_calls({"step": lambda: mx.eval(model(tokens))}, 1.0, min_turns=2, max_turns=5)["step"]
         writing = min(milliseconds) / 1e3 * args.max_tokens * math.ceil(answers / AT_ONCE)
-    val_texts = val_texts if args.val_batches < 0 else min(val_texts, args.val_batches * args.batch_size)
+    iteration = time_iteration(model, sizes, args, mean)
+    mx.reset_peak_memory()
+    time_iteration(model, sizes, args, max(lengths), count=1)
+    left_out = count_bytes(model) - count_bytes(find_parts(model).embedding, find_output_layer(model))
+    while_training = mx.get_peak_memory() - left_out
     validations = math.ceil(iters / args.steps_per_eval)
+    # A validation is about as much work as an iteration for each batch of its texts, and the loss of some again.
+    validating = validations * (val_texts + min(val_texts, args.val_prompts)) / args.batch_size * iteration
     # At the end every depth, one tree and plain decoding are compared.
-    decoding = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
-    validating = validations * val_texts / args.batch_size * iteration + (validations + args.draft_depth + 2) * decoding
-    parts = [writing, iters * iteration, validating]
-    total, for_answers, training, validation = map(tqdm.format_interval, (sum(parts), *parts))
+    comparing = (args.draft_depth + 2) * args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
+    parts = [writing, reading, iters * iteration, validating + comparing]
+    total, for_answers, for_reading, training, validation = map(tqdm.format_interval, (sum(parts), *parts))
+    disk = disk_bytes(sizes, answers * args.max_tokens, unread * mean)
     return (
-        f"expected: {total} (minutes:seconds): {for_answers} for answers, {training} for {iters} iterations of "
-        f"{iteration:.2g} s, {validation} for validation; {memory / 1e9:.2f} GB of memory, "
-        f"{disk_bytes(sizes, answers * args.max_tokens) / 1e6:.0f} MB of disk"
+        f"expected: {total} (minutes:seconds): {for_answers} for answers, {for_reading} to read them, {training} for "
+        f"{iters} iterations of {iteration:.2g} s, {validation} for validation; "
+        f"{max(memory, while_training) / 1e9:.2f} GB of memory, {while_training / 1e9:.2f} while it trains, "
+        f"{disk / 1e6:.0f} MB of disk"
     )
 
 
-def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, length: int) -> float:
-    """Seconds of an iteration over texts of this many tokens, by training a drafter that is thrown away."""
+def count_bytes(*modules: nn.Module) -> int:
+    """Of the modules' arrays, each once."""
+    arrays = {id(array): array.nbytes for module in modules for array in list_weights(module).values()}
+    return sum(arrays.values())
+
+
+def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
+    """Seconds in which the target reads a text of this many tokens, among others."""
+    length = min(length, args.max_seq_length)
+    texts = max(1, TOKENS_AT_ONCE // length)
+    tokens, times = mx.zeros((texts, length), mx.int32), list[float]()
+    for _ in range(2):
+        started = time.perf_counter()
+        mx.eval(read_states(model, tokens))
+        times.append(time.perf_counter() - started)
+    return min(times) / texts
+
+
+def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, length: int, count: int = 3) -> float:
+    """Seconds of an iteration over read texts of this many tokens, by training a drafter that is thrown away.
+
+    Args:
+        count: of iterations, the last of which counts.
+    """
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
     prompt = 0 if args.data else max(0, length - args.max_tokens)
-    batch = collate([Text(np.zeros(length, np.int32), prompt)] * args.batch_size)
-    drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), list[float]()
+    hidden = np.zeros((length - 1, sizes.hidden_size), np.float16)
+    batch = collate([Text(np.zeros(length, np.int32), prompt, hidden=hidden)] * args.batch_size)
+    drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), [time.perf_counter()]
     drafter.share(model)
 
     def on_iteration(done: int, shown: dict[str, float]) -> bool:
         ends.append(time.perf_counter())
-        return done >= 3
+        return done >= count
 
-    few = replace(args, iters=4, grad_accumulation_steps=1)
-    train_drafter(model, drafter, lambda iteration: batch, few, on_iteration=on_iteration, show=False)
+    few = replace(args, iters=count + 1, grad_accumulation_steps=1)
+    teacher = Teacher(model, reads=False)
+    train_drafter(teacher, drafter, lambda iteration: batch, few, on_iteration=on_iteration, show=False)
     return ends[-1] - ends[-2]
 
 
-def disk_bytes(sizes: DrafterArgs, answer_tokens: int = 0) -> int:
-    """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one."""
-    return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens
+def disk_bytes(sizes: DrafterArgs, answer_tokens: int = 0, state_tokens: int = 0) -> int:
+    """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one,
+    answers and hidden states."""
+    return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens + 2 * sizes.hidden_size * state_tokens
 
 
 def check_disk(directory: Path, needed: int) -> None:

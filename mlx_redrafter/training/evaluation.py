@@ -28,7 +28,7 @@ from ..options import Options
 from .data import Text, check_data, collate, encode_prompts, load_texts, read_prompts
 from .loss import draft_loss
 from .settings import TrainingArgs
-from .targets import compute_targets
+from .targets import Teacher, compute_targets
 
 N_RANKS = 8  # ranks of guesses whose acceptance is recorded: beams wider than this gain little
 MIN_PROMPTS = 8  # with fewer, what decoding them gives is called noise
@@ -37,7 +37,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (
 
 
 def measure_guesses(
-    model: nn.Module, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
+    target: nn.Module | Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
 ) -> tuple[float, list[list[float]]]:
     """How well a drafter guesses on held-out texts, each guess made after right ones.
 
@@ -45,12 +45,12 @@ def measure_guesses(
         The loss (see `DraftLoss`, all depths alike), and (K, R) the share of positions where the guess of each rank is
         what the target would choose.
     """
-    loss, positions = 0.0, 0
+    loss, positions, teacher = 0.0, 0, Teacher.of(target)
     hits, tried = np.zeros((args.draft_depth, N_RANKS)), np.zeros((args.draft_depth, 1))
     by_length = sorted(texts, key=lambda text: len(text.ids))
     for start in range(0, len(by_length), args.batch_size):
         batch = collate(by_length[start : start + args.batch_size])
-        targets = compute_targets(model, batch, args, drafter.get("draft_ids"), args.seed)
+        targets = compute_targets(teacher, batch, args, drafter.get("draft_ids"), args.seed)
         found = draft_loss(drafter, targets, args.draft_depth, [1.0] * args.draft_depth)
         ranks, size = np.array(found.ranks), int((np.array(batch.positions) >= 0).sum())
         loss, positions = loss + size * float(np.array(found.loss)), positions + size
@@ -59,19 +59,21 @@ def measure_guesses(
     return loss / max(positions, 1), (hits / np.maximum(tried, 1)).tolist()
 
 
-def find_accepted(model: nn.Module, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
+def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
     """(L,) how many guesses of a chain would be accepted after each token, counted without decoding.
 
     Each guess is made after right ones, as a chain ends with its first wrong one: two forwards say it of all positions.
 
     Args:
-        args: says how deep chains are.
+        args: says how deep chains are. With `data`, whose texts are others', a guess is right that is the target's
+            likeliest token; else one that is the text's own.
     """
     batch, depth = collate([text]), args.draft_depth
-    targets = compute_targets(model, batch, replace(args, labels="data"), drafter.get("draft_ids"))
+    targets = compute_targets(target, batch, replace(args, labels="data"), drafter.get("draft_ids"))
     assert targets.ids is not None
-    choices = mx.where(targets.probs[:, 0] > 0, targets.ids[:, 0], -1)  # of the text, not the target's likeliest
-    ranks = np.array(draft_loss(drafter, targets._replace(choices=choices), depth, [1.0] * depth).ranks)
+    if not args.data:
+        targets = targets._replace(choices=mx.where(targets.probs[:, 0] > 0, targets.ids[:, 0], -1))
+    ranks = np.array(draft_loss(drafter, targets, depth, [1.0] * depth).ranks)
     positions = np.array(batch.positions)
     right = np.zeros((depth, len(text.ids) + depth), bool)
     right[:, positions[positions >= 0]] = ranks[:, positions >= 0] == 0
@@ -104,16 +106,33 @@ def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource
     return rounds
 
 
+def count_text(
+    target: nn.Module | Teacher | None,
+    drafter: TrainableDrafter | None,
+    text: Text,
+    args: TrainingArgs,
+    *,
+    context: bool,
+) -> Stats:
+    """The rounds that chains of the drafter, and with `context` the text, would have taken to make an answer."""
+    accepted = None if target is None or drafter is None else find_accepted(target, drafter, text, args)
+    made = len(text.ids) - max(text.offset, 1) - 1
+    rounds = count_rounds(text, accepted, ContextSource() if context else None)
+    return Stats(rounds=rounds, accepted=made - rounds)
+
+
 def count_tokens_per_round(
-    model: nn.Module, drafter: TrainableDrafter | None, texts: Sequence[Text], args: TrainingArgs, *, context: bool
+    target: nn.Module | Teacher | None,
+    drafter: TrainableDrafter | None,
+    texts: Sequence[Text],
+    args: TrainingArgs,
+    *,
+    context: bool,
 ) -> float:
-    """Tokens per round on texts that are there: what chains of the drafter, and with `context` the text, get right."""
-    made = rounds = 0
-    for text in texts:
-        accepted = None if drafter is None else find_accepted(model, drafter, text, args)
-        rounds += count_rounds(text, accepted, ContextSource() if context else None)
-        made += len(text.ids) - max(text.offset, 1) - 1
-    return made / max(rounds, 1)
+    """Tokens per round on texts that are there; see `count_text`."""
+    teacher = None if target is None or drafter is None else Teacher.of(target)
+    each = [count_text(teacher, drafter, text, args, context=context) for text in texts]
+    return sum(each, Stats()).tokens_per_round
 
 
 def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:

@@ -25,8 +25,10 @@ from ..planning.sizing import n_weights, plain_milliseconds
 from .data import AT_ONCE, Text, cut_texts, generate_answers, join_text, make_batches
 from .estimate import check_disk, disk_bytes, estimate_run, time_iteration
 from .evaluation import count_tokens_per_round
+from .hidden_states import add_hidden_states
 from .run import Files, Record, Run, Say, choose_sizes, describe, finish, make_new_drafter, open_record, validate
 from .settings import TrainingArgs
+from .targets import Teacher
 from .trainer import train_drafter
 
 REFUSED = 3
@@ -89,11 +91,12 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
             f"{len(training)}: every {HELD_BACK}th request is held back"
         )
         return REFUSED
+    held_back, teacher = add_hidden_states(model, held_back), Teacher(model, reads=False)
     parts = held_back[len(held_back) // 2 :], held_back[: len(held_back) // 2]
 
     def count_tokens(drafter: TrainableDrafter | None) -> list[float]:
         """Tokens per round on the recent half of what was held back, and on the older one."""
-        return [count_tokens_per_round(model, drafter, part, args, context=start is None) for part in parts]
+        return [count_tokens_per_round(teacher, drafter, part, args, context=start is None) for part in parts]
 
     started = time.perf_counter()
     before = count_tokens(start)
@@ -104,7 +107,8 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
     missing = max(0, ENOUGH - len(training))
     say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
     lengths = [len(text.ids) for text in training]
-    say(estimate_run(model, sizes, args, lengths, args.iters, val_texts=len(held_back), answers=missing))
+    counts = {"val_texts": len(held_back), "answers": missing, "unread": len(lengths)}
+    say(estimate_run(model, sizes, args, lengths, args.iters, **counts))
     check_disk(files.place, disk_bytes(sizes))
     if args.minutes is not None:
         say(f"--minutes {args.minutes:g} may end it sooner")
@@ -114,6 +118,7 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
         third = time.perf_counter() + (end - time.perf_counter()) / 3
         written = write_answers(model, tokenizer, training, missing, args, third)
         training = [*cut_texts(args, written, "new", say), *training]
+    training = add_hidden_states(model, training)
     if args.minutes is not None:
         iteration = time_iteration(model, sizes, args, round(sum(len(text.ids) for text in training) / len(training)))
         fitting = min(args.iters, int((end - time.perf_counter()) / iteration))
@@ -125,9 +130,11 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
         if fitting < args.iters:
             say(f"{fitting} iterations fit into {args.minutes:g} minutes")
         args = replace(args, iters=fitting)
-    drafter = start if start is not None else make_new_drafter(args, model, sizes, training)
+    drafter = start if start is not None else make_new_drafter(args, model, sizes, training, say)
     record.settings, record.args = args.to_json(), sizes.to_dict()
-    done = fit_average(model, drafter, training, args, record, end)
+    del model
+    mx.clear_cache()
+    done = fit_average(teacher, drafter, training, args, record, end)
     after = count_tokens(drafter)
     least = [BETTER * before[0], *(WORSE * tokens for tokens in before[1:])]
     numbers = "; ".join(
@@ -138,13 +145,13 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
         say(f"not written: the new drafter makes {numbers}")
         return REFUSED
     say(f"the new drafter makes {numbers}")
-    run = Run(args, files, record, say, model, set(tokenizer.eos_token_ids), drafter, training, held_back)
+    run = Run(args, files, record, say, teacher, set(tokenizer.eos_token_ids), drafter, training, held_back)
     record.validations.append(validate(run, done))
     return 0 if finish(run) else 1
 
 
 def fit_average(
-    model: nn.Module, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs, record: Record, end: float
+    teacher: Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs, record: Record, end: float
 ) -> int:
     """Trains a drafter and gives it the average of its weights over the last updates; the iterations done.
 
@@ -165,7 +172,7 @@ def fit_average(
         return time.perf_counter() > end
 
     batches = make_batches(weigh(texts, args.batch_size), args.batch_size, args.seed)
-    done = train_drafter(model, drafter, batches, args, on_iteration=on_iteration)
+    done = train_drafter(teacher, drafter, batches, args, on_iteration=on_iteration)
     drafter.update(average)
     return done
 

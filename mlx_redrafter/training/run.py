@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..atomic_files import expand_path, lock_file, replace_file, why_not_writable, write_text
 from ..checkpoints import WEIGHTS, find_not_finite, list_weights, load_drafter, read_object, save_drafter
@@ -29,7 +30,6 @@ from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
 from ..errors import RedrafterError, one_line
-from ..generate import decode_prompts
 from ..model_card import card_header, strip_folders
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
@@ -52,14 +52,16 @@ from .evaluation import (
     ShapeResult,
     add_results,
     compare_shapes,
+    count_text,
     format_error,
     format_table,
     make_prompts,
     measure_guesses,
     standard_error,
 )
+from .hidden_states import add_hidden_states
 from .settings import TrainingArgs
-from .targets import new_drafter
+from .targets import Teacher, new_drafter
 from .trainer import load_checkpoint, train_drafter
 
 INTERRUPTED = 130
@@ -99,6 +101,10 @@ class Record:
         for entries in (self.reports, self.validations):
             entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
 
+    def read_with(self) -> dict[str, Any]:
+        """The settings that hidden states depend on, beside the texts."""
+        return {name: self.settings[name] for name in ("model", "adapter_path")}
+
     def save(self, path: Path) -> None:
         """Writes it, completely or not at all."""
         write_text(path, json.dumps(vars(self), indent=1) + "\n")
@@ -112,25 +118,25 @@ class Files:
         self.work = self.place / "training"
         self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
         self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
+        self.states = self.work / "hidden_states.f16"
 
 
 @dataclass
 class Run:
-    """A run and what it works with: the target, the token ids that end its texts, the drafter, and texts."""
+    """A run and what it works with: the target's part in it, the token ids that end its texts, the drafter, and texts
+    that were read."""
 
     args: TrainingArgs
     files: Files
     record: Record
     say: Say
-    model: nn.Module
+    teacher: Teacher
     ends: set[int]
     drafter: TrainableDrafter
     training: list[Text]
     validation: list[Text]
 
     def __post_init__(self) -> None:
-        if self.args.val_batches > 0:
-            self.validation = self.validation[: self.args.val_batches * self.args.batch_size]
         self.prompts = make_prompts(self.validation, self.args.val_prompts)
         self.options = Options(max_tokens=self.args.val_tokens, temp=self.args.temp[-1], seed=self.args.seed)
 
@@ -178,8 +184,13 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     done = record.ended or load_checkpoint(files.checkpoint)
     say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
     left = 0 if record.ended else args.iters - done
-    say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing))
-    check_disk(files.place, disk_bytes(sizes, 0 if args.data else len(lengths) * args.max_tokens))
+    if args.val_batches > 0:
+        n_validation = min(n_validation, args.val_batches * args.batch_size)
+    n_read = len(lengths) + (n_validation if args.data else 0)  # of prompts those of validation are among them
+    unread = 0 if not left or files.states.exists() else n_read
+    say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing, unread=unread))
+    tokens = 0 if args.data else len(lengths) * args.max_tokens
+    check_disk(files.place, disk_bytes(sizes, tokens, n_read * round(sum(lengths) / len(lengths))))
     if dry_run:
         return 0
     with lock_file(files.lock):
@@ -187,8 +198,14 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         try:
             if answers is not None:
                 texts = split_texts(args, answers.complete(model, tokenizer), [], say)
-            drafter = make_new_drafter(args, model, sizes, texts[0])
-            run = Run(args, files, record, say, model, set(tokenizer.eos_token_ids), drafter, *texts)
+            training, validation = texts[0], texts[1][:n_validation]
+            if left:
+                read = add_hidden_states(model, [*training, *validation], files.states, record.read_with())
+                training, validation = read[: len(training)], read[len(training) :]
+            drafter, teacher = make_new_drafter(args, model, sizes, training, say), Teacher(model, reads=False)
+            del model  # nothing more is asked of it until the end
+            mx.clear_cache()
+            run = Run(args, files, record, say, teacher, set(tokenizer.eos_token_ids), drafter, training, validation)
             if record.ended is None:
                 with interruptible() as interrupted:
                     done = fit_drafter(run, interrupted)
@@ -240,7 +257,7 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
     """The sizes of the settings, or measured ones."""
     hidden_size, vocab_size = model_sizes(model)
     if args.is_measured:
-        choice = choose_size(model, final_dtype(args, model), args.kind, args.draft_depth)
+        choice = choose_size(model, final_dtype(args, compute_dtype(model)), args.kind, args.draft_depth)
         say(f"size: {choice.reason}")
         return choice.args
     count = args.draft_vocab_size
@@ -252,19 +269,23 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
 
 
 def make_new_drafter(
-    args: TrainingArgs, model: nn.Module, sizes: DrafterArgs, texts: Sequence[Text]
+    args: TrainingArgs, model: nn.Module, sizes: DrafterArgs, texts: Sequence[Text], say: Say
 ) -> TrainableDrafter:
     """An untrained drafter, of the texts' most frequent tokens where it cannot guess all."""
     mx.random.seed(args.seed)
-    count = sizes.draft_vocab_size
-    drafter = new_drafter(model, sizes, None if count is None else most_frequent(texts, count, sizes.vocab_size))
+    count, ids = sizes.draft_vocab_size, None
+    if count is not None:
+        ids = most_frequent(texts, count, sizes.vocab_size)
+        learned = np.concatenate([text.ids[text.offset :] for text in texts])
+        say(f"draft vocabulary: {count} tokens, {np.isin(learned, ids).mean():.2%} of those to learn")
+    drafter = new_drafter(model, sizes, ids)
     mx.eval(drafter.parameters())
     return drafter
 
 
-def final_dtype(args: TrainingArgs, model: nn.Module) -> mx.Dtype:
-    """The dtype of the finished drafter."""
-    return compute_dtype(model) if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
+def final_dtype(args: TrainingArgs, target: mx.Dtype) -> mx.Dtype:
+    """The dtype of the finished drafter, by default its target's."""
+    return target if args.dtype is None else cast(mx.Dtype, getattr(mx, args.dtype))
 
 
 def fit_drafter(run: Run, interrupted: threading.Event) -> int:
@@ -293,36 +314,39 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
         return interrupted.is_set() or record.ended is not None
 
     batches = make_batches(run.training, args.batch_size, args.seed)
-    return train_drafter(run.model, run.drafter, batches, args, checkpoint=files.checkpoint, on_iteration=on_iteration)
+    return train_drafter(
+        run.teacher, run.drafter, batches, args, checkpoint=files.checkpoint, on_iteration=on_iteration
+    )
 
 
 def validate(run: Run, done: int) -> dict[str, Any]:
     """One validation, as an entry of the record."""
     args = run.args
-    loss, acceptance = measure_guesses(run.model, run.drafter, run.validation, args)
-    options = replace(run.options, plan=(1, args.draft_depth))
-    each = [decode_prompts(run.model, run.drafter, [prompt], options, run.ends).stats for prompt in run.prompts]
-    stats = sum(each, Stats())
-    per_round = format_error(stats.tokens_per_round, standard_error(one.tokens_per_round for one in each))
+    loss, acceptance = measure_guesses(run.teacher, run.drafter, run.validation, args)
+    texts = run.validation[: args.val_prompts]
+    each = [count_text(run.teacher, run.drafter, text, args, context=False) for text in texts]
+    tokens = sum(each, Stats()).tokens_per_round
+    per_round = format_error(tokens, standard_error(one.tokens_per_round for one in each))
     first = " ".join(f"{shares[0]:.2f}" for shares in acceptance)
     run.say(
         f"iteration {done}: validation loss {loss:.3f}, right at depth 1, 2, ...: {first}; "
-        f"{per_round} tokens per round at 1 x {args.draft_depth}, temperature {options.temp}, prompts: {len(each)}"
+        f"{per_round} tokens per round at 1 x {args.draft_depth} on held-out texts: {len(each)}"
     )
-    if stats.rounds and stats.accepted == 0 and done >= args.iters // 2:
+    if tokens == 1 and done >= args.iters // 2:
         run.say("warning: not one drafted token was accepted: too few iterations, or too low or high a learning rate")
-    return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": stats.tokens_per_round}
+    return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
 def finish(run: Run) -> bool:
     """Measures the finished drafter, with `patience` the best one, and writes its directory; whether it is exact."""
     args, record, drafter, place = run.args, run.record, run.drafter, run.files.place
+    model, _ = load_target(args, args.model)
     if args.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
-        drafter.update(load_drafter(run.files.best, run.model).parameters())
+        drafter.update(load_drafter(run.files.best, model).parameters())
         record.drop_after(best["iteration"])
         run.say(f"the drafter of iteration {best['iteration']} is the result")
-    dtype = final_dtype(args, run.model)
+    dtype = final_dtype(args, run.teacher.dtype)
     drafter.set_dtype(dtype)
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} does not fit into {dtype}: give another --dtype")
@@ -330,7 +354,7 @@ def finish(run: Run) -> bool:
     run.say("comparing beam shapes with plain decoding on held-out prompts")
     shapes = [(1, k) for k in range(1, args.draft_depth + 1)] + [(4, args.draft_depth)]
     try:
-        results = compare_shapes(run.model, drafter, run.prompts, shapes, run.options, run.ends)
+        results = compare_shapes(model, drafter, run.prompts, shapes, run.options, run.ends)
     except KeyboardInterrupt:
         run.say(f"stopped: the drafter is in {place}, its shapes are not compared")
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,10 +11,13 @@ import numpy as np
 from ..drafters import make_drafter
 from ..drafters.config import DrafterArgs
 from ..drafters.trainable import TrainableDrafter
-from ..engine.model_parts import Tap, capture, find_parts
+from ..engine.model_parts import Tap, capture, compute_dtype, find_head, find_parts, model_name
+from ..errors import UnsupportedModelError
 from .loss import TrainingTargets
 from .settings import TrainingArgs
 
+CHECKED_TOKENS = 4
+"""On so many tokens it is found how a model makes its logits."""
 ROWS_AT_ONCE = 128  # rows of the vocabulary's width that are in float32 at a time
 
 
@@ -24,41 +27,122 @@ class Batch(NamedTuple):
     Attributes:
         ids: (B, T + 1) int32.
         positions: (N,) int32 indices into the first B * T tokens: what follows these is learned; -1 pads.
+        hidden: (B, T, D) the target's hidden states after its final norm; None before it has read them.
     """
 
     ids: mx.array
     positions: mx.array
+    hidden: mx.array | None = None
+
+
+class Teacher:
+    """What training asks of a target: its embedding, its output matrix and, for texts that it has not read, itself.
+
+    Args:
+        model: the target.
+        reads: whether it still has to read texts; if not, the rest of the model is not kept.
+
+    Raises:
+        UnsupportedModelError: the model has no embedding that can be found, or its logits are not those of its output
+            matrix, scaled or capped.
+    """
+
+    def __init__(self, model: nn.Module, *, reads: bool = True) -> None:
+        self._model = model if reads else None
+        parts = find_parts(model)
+        self.embedding: Any = parts.embedding
+        self.dtype = compute_dtype(model)
+        self._head = find_head(model)
+        tokens = 7 * mx.arange(CHECKED_TOKENS)[None] % self.embedding.weight.shape[0]
+        wanted, (hidden,) = capture([Tap(parts.final_norm)], lambda: model(tokens))
+        raw, self.vocab_size = self._head(hidden[-1]), wanted.shape[-1]
+        self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, model_name(model))
+
+    @classmethod
+    def of(cls, target: nn.Module | Teacher) -> Teacher:
+        """A teacher as it is, or a model's."""
+        return target if isinstance(target, Teacher) else cls(target)
+
+    def read(self, batch: Batch) -> mx.array:
+        """(B, T, D) the hidden states of a batch: those it has, or those of a forward."""
+        hidden = batch.hidden
+        if hidden is None:
+            assert self._model is not None, "expected texts that the target has read"
+            hidden = read_states(self._model, batch.ids[:, :-1])
+        return hidden.astype(self.dtype)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """(..., V) the target's logits after hidden states (..., D)."""
+        logits = self._head(hidden)[..., : self.vocab_size]
+        logits = logits if self._scale == 1 else logits * self._scale
+        return logits if self._cap is None else mx.tanh(logits / self._cap) * self._cap
+
+
+def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[float, float | None]:
+    """(factor, cap or None) that make a model's logits of what its output matrix gives: cap * tanh(factor * raw / cap).
+
+    Args:
+        raw, logits: (..., V) of some tokens.
+        name: the model's, for the error.
+
+    Raises:
+        UnsupportedModelError: no factor and cap do.
+    """
+    eps: float = mx.finfo(logits.dtype).eps
+    x, y = (np.array(each.astype(mx.float32), np.float64).ravel() for each in (raw, logits))
+    tolerance = 16 * max(eps, 1e-6) * np.abs(y).max()
+    low, high = float(np.max(np.abs(x))) / 100, float(np.max(np.abs(y))) * 1e6
+    factor = float(x @ y) / max(float(x @ x), 1e-30)
+    if np.abs(factor * x - y).max() <= tolerance:
+        return (1.0 if abs(factor - 1) < 64 * eps else factor), None
+    while high / low > 1 + 1e-9:  # what is capped is the smaller, the smaller the cap
+        cap = (low * high) ** 0.5
+        low, high = (low, cap) if (np.abs(cap * np.tanh(x / cap)) > np.abs(y)).mean() > 0.5 else (cap, high)
+    if np.abs(high * np.tanh(x / high) - y).max() > tolerance:
+        raise UnsupportedModelError(
+            f"cannot train for {name}: its logits are not those of its output matrix, scaled or capped"
+        )
+    return 1.0, high
+
+
+def read_states(model: nn.Module, tokens: mx.array) -> mx.array:
+    """(B, T, D) a model's hidden states after its final norm at tokens (B, T); its logits are not computed."""
+    return capture([Tap(find_parts(model).final_norm)], lambda: model(tokens))[1][0][-1]
 
 
 def compute_targets(
-    model: nn.Module, batch: Batch, args: TrainingArgs, draft_ids: mx.array | None = None, key: int = 0
+    target: nn.Module | Teacher,
+    batch: Batch,
+    args: TrainingArgs,
+    draft_ids: mx.array | None = None,
+    key: int = 0,
 ) -> TrainingTargets:
-    """What should follow each position of a batch, by one forward of `model` over its first T tokens.
+    """What should follow each position of a batch, from the target's hidden states.
 
     Args:
+        target: a batch without hidden states is read by it, in one forward.
         args: says what is learned: `labels`, `teacher_top_k`, `label_temp`.
         draft_ids: (V',) the tokens that the drafter can guess; None for all.
         key: of labels that are drawn.
 
     Raises:
-        UnsupportedModelError: the model has no embedding, or no final norm, that can be found.
+        UnsupportedModelError: see `Teacher`.
     """
 
     def find_rows(ids: mx.array) -> mx.array:
         """The row of each token in the drafter's head, int32; -1 for a token that it cannot guess."""
         if draft_ids is None:
             return ids.astype(mx.int32)
-        rows = mx.full((logits.shape[-1],), -1, mx.int32)
+        rows = mx.full((teacher.vocab_size,), -1, mx.int32)
         rows[draft_ids] = mx.arange(draft_ids.size, dtype=mx.int32)
         return rows[ids]
 
-    tokens = batch.ids[:, :-1]
-    embedding, norm = find_parts(model)
-    logits, (hidden,) = capture([Tap(norm)], lambda: model(tokens))
-    logits = logits.reshape(-1, logits.shape[-1])[batch.positions]
+    teacher, tokens = Teacher.of(target), batch.ids[:, :-1]
+    hidden = teacher.read(batch)
+    logits = teacher.logits(hidden.flatten(0, 1)[batch.positions])
     choices = find_rows(mx.argmax(logits, axis=-1))
     columns = mx.where(batch.positions < 0, -1, batch.positions % tokens.shape[1])
-    states = tokens, hidden[-1], embedding(tokens), batch.positions, columns, choices
+    states = tokens, hidden, teacher.embedding(tokens), batch.positions, columns, choices
     if args.labels == "distribution":
         return TrainingTargets(*states, *compute_probs(logits, draft_ids, args.teacher_top_k))
     wanted = choices

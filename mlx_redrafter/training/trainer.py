@@ -23,7 +23,7 @@ from ..drafters.trainable import TrainableDrafter
 from ..errors import CheckpointError, RedrafterError, one_line
 from .loss import TrainingTargets, draft_loss
 from .settings import TrainingArgs
-from .targets import Batch, compute_targets
+from .targets import Batch, Teacher, compute_targets
 
 Loss = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 """arrays of a batch -> (the loss (), what to show of it: arrays (), "loss" among them)."""
@@ -33,7 +33,7 @@ OnIteration = Callable[[int, dict[str, float]], bool]
 
 
 def train_drafter(
-    model: nn.Module,
+    target: nn.Module | Teacher,
     drafter: TrainableDrafter,
     batches: Callable[[int], Batch],
     args: TrainingArgs,
@@ -42,11 +42,12 @@ def train_drafter(
     on_iteration: OnIteration | None = None,
     show: bool = True,
 ) -> int:
-    """Trains `drafter`, of any kind, in place for `model`, by AdamW.
+    """Trains `drafter`, of any kind, in place for a target, by AdamW.
 
     Args:
-        model: a model of mlx-lm; it is read, never changed, and runs once for each batch.
-        batches: iteration -> texts like those that the model will write; best of all, its own.
+        target: a model of mlx-lm, or what training asks of one. It is read, never changed, and runs once for each
+            batch that has no hidden states.
+        batches: iteration -> texts like those that the target will write; best of all, its own.
         checkpoint, on_iteration, show: see `fit`.
 
     Returns:
@@ -55,16 +56,19 @@ def train_drafter(
     Raises:
         CheckpointError: the drafter is for a model of another size.
         RedrafterError: a loss that is not a number.
-        UnsupportedModelError: see `find_parts`.
+        UnsupportedModelError: see `Teacher`.
     """
-    drafter.check_fit(model)
-    evaluate(model, drafter)  # read by another thread, which could not evaluate them
+    if isinstance(target, nn.Module):
+        drafter.check_fit(target)
+        evaluate(target)  # read by another thread, which could not evaluate it
+    evaluate(drafter)
+    teacher = Teacher.of(target)
     draft_ids = drafter.get("draft_ids")  # not the drafter's own later on: an update replaces all of its arrays
     return fit(
         drafter,
         make_optimizer(args),
         make_loss(drafter, args),
-        lambda iteration: target_arrays(model, draft_ids, batches(iteration), args, iteration),
+        lambda iteration: target_arrays(teacher, draft_ids, batches(iteration), args, iteration),
         args,
         checkpoint=checkpoint,
         on_iteration=on_iteration,
@@ -83,10 +87,10 @@ def make_optimizer(args: TrainingArgs) -> optim.Optimizer:
 
 
 def target_arrays(
-    model: nn.Module, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
+    teacher: Teacher, draft_ids: mx.array | None, batch: Batch, args: TrainingArgs, iteration: int
 ) -> list[mx.array]:
     """The arrays of `make_loss` for an iteration: a function of it, whatever came before."""
-    targets = compute_targets(model, batch, args, draft_ids, (args.seed << 32) + iteration)
+    targets = compute_targets(teacher, batch, args, draft_ids, (args.seed << 32) + iteration)
     if dtype := args.mixed_dtype:
         targets = targets._replace(hidden=targets.hidden.astype(dtype), embeddings=targets.embeddings.astype(dtype))
     return [array for array in targets if array is not None]

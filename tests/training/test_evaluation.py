@@ -43,7 +43,7 @@ def test_acceptance_is_the_share_of_each_rank(model: Any, texts: list[Text]) -> 
     drafter = small_drafter(hidden=16, vocab=23, exit_dim=12)
     loss, shares = measure_guesses(model, drafter, texts, TrainingArgs(draft_depth=2, batch_size=4))
     hits, tried = np.zeros((2, 8)), np.zeros(2)
-    for ids, offset, _ in texts:
+    for ids, offset, *_ in texts:
         hidden, logits = model.model(mx.array(ids[None]))[0], model(mx.array(ids[None]))[0]
         for last in range(max(offset, 2) - 1, len(ids) - 1):
             wanted, state = int(mx.argmax(logits[last]).item()), None

@@ -93,11 +93,12 @@ def test_a_run_says_what_it_does(whole: tuple[Path, str]) -> None:
     assert re.search(
         r"drafter: recurrent_drafting_drafter, exit_dim 32, blocks 1, 0\.\d\d M parameters\n"
         r"expected: [\d:]+ \(minutes:seconds\): [\d:]+ for "
-        r"answers, [\d:]+ for 8 iterations of .*, [\d:]+ for validation; .* GB of memory, \d+ MB of disk",
+        r"answers, [\d:]+ to read them, [\d:]+ for 8 iterations of .*, [\d:]+ for validation; .* GB of memory, "
+        r"\d\.\d\d while it trains, \d+ MB of disk",
         said,
     )
     validation = (
-        r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*, prompts: 1"
+        r"iteration 4: validation loss \d\.\d+, right at depth 1, 2, \.\.\.: (0\.\d\d ?){3}; \d\.\d\d tok.*texts: 1"
     )
     assert re.search(validation, said)
     assert said.count("too few for these numbers") == 1
@@ -163,7 +164,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(whole: tuple[Path, str], target: st
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     assert run.train(settings(tmp_path, None), dry_run=True, say=said.append) == 0
-    assert re.search(r"for 8 iterations .* GB of memory, \d+ MB of disk", said[-1])
+    assert re.search(r"for 8 iterations .* GB of memory, .* while it trains, \d+ MB of disk", said[-1])
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
 
 
@@ -178,7 +179,7 @@ def test_what_is_done_is_not_expected_again(copied: TrainingArgs, tmp_path: Path
     said: list[str] = []
     before = {path: path.read_bytes() for path in (tmp_path / "drafter").rglob("*") if path.is_file()}
     assert run.train(copied, resume=True, dry_run=True, say=said.append) == 0
-    assert "00:00 for answers, 00:00 for 0 iterations" in said[-1]
+    assert "00:00 for answers, 00:00 to read them, 00:00 for 0 iterations" in said[-1]
     assert {path: path.read_bytes() for path in before} == before
 
 

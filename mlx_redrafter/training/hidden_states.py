@@ -1,0 +1,109 @@
+"""Reads texts with the target once, and keeps its hidden states on disk: training needs no more of it than an output
+matrix, however often a text is learned."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from tqdm import tqdm
+
+from ..answer_folder import Text
+from ..atomic_files import write_text
+from ..engine.model_parts import find_parts
+from ..errors import CheckpointError, RedrafterError, one_line
+from .data import digest
+from .targets import read_states
+
+TOKENS_AT_ONCE = 1024
+"""Tokens of a forward, at least those of one text."""
+
+
+def add_hidden_states(
+    model: nn.Module, texts: Sequence[Text], path: Path | None = None, settings: dict[str, Any] | None = None
+) -> list[Text]:
+    """The texts with the hidden states of `model`, memory-mapped.
+
+    Args:
+        path: the file to keep the states in; what it has of the same texts is not read again. None for a file that
+            ends with this process.
+        settings: what else the states depend on, as JSON has it.
+
+    Raises:
+        RedrafterError: the file cannot be written.
+        CheckpointError: the states are not finite in 16 bits.
+        UnsupportedModelError: see `find_parts`.
+    """
+    width = find_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1]
+    groups = group_texts(texts)
+    # (first row of each group, and after the last)
+    starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
+    of = {"width": width, "texts": digest([text.ids.tolist() for text in texts]), **(settings or {})}
+    try:
+        with ExitStack() as stack:
+            file = stack.enter_context(open_states(path, of))
+            rows = file.seek(0, 2) // (2 * width)
+            done = max(number for number, start in enumerate(starts) if start <= rows)
+            file.truncate(file.seek(2 * width * starts[done]))
+            n_done = sum(map(len, groups[:done]))
+            with tqdm(total=len(texts), initial=n_done, desc="reading", disable=n_done == len(texts)) as bar:
+                for group in groups[done:]:
+                    file.write(read_group(model, [texts[i] for i in group]).tobytes())
+                    bar.update(len(group))
+            file.flush()
+            states = np.memmap(file, np.float16, "r", shape=(starts[-1], width))
+    except OSError as error:
+        place = path or "a temporary file"
+        raise RedrafterError(f"cannot keep the hidden states in {place}: {one_line(error)}") from error
+    found, row = list(texts), 0
+    for i in (i for group in groups for i in group):
+        found[i] = texts[i]._replace(hidden=states[row : row + len(texts[i].ids) - 1])
+        row += len(texts[i].ids) - 1
+    return found
+
+
+def group_texts(texts: Sequence[Text]) -> list[list[int]]:
+    """The indices of texts that are read together: of about the same length, `TOKENS_AT_ONCE` with their padding."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i].ids)):
+        if groups and (len(groups[-1]) + 1) * (len(texts[i].ids) - 1) <= TOKENS_AT_ONCE:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
+    """The file of states, empty unless it has states of the same texts; what they are of is in a file beside it."""
+    if path is None:
+        return tempfile.TemporaryFile()
+    about = path.with_suffix(".json")
+    try:
+        same = path.exists() and json.loads(about.read_text(encoding="utf-8")) == of
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+        write_text(about, json.dumps(of) + "\n")
+    return path.open("r+b")
+
+
+def read_group(model: nn.Module, texts: Sequence[Text]) -> np.ndarray[Any, Any]:
+    """(rows, D) float16 hidden states of some texts, one text after the other."""
+    ids = np.zeros((len(texts), max(len(text.ids) for text in texts) - 1), np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text.ids) - 1] = text.ids[:-1]
+    hidden = read_states(model, mx.array(ids)).astype(mx.float16)
+    found = np.concatenate([np.array(hidden[row, : len(text.ids) - 1]) for row, text in enumerate(texts)])
+    if not np.isfinite(found).all():
+        raise CheckpointError("the target's hidden states are not finite in 16 bits: it cannot be trained for")
+    return found

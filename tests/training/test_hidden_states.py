@@ -1,0 +1,111 @@
+"""Texts that the target reads once: the states that are kept are those of its forward, and a killed run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from families import make_family
+from small import small_drafter
+
+from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
+from mlx_redrafter.training import hidden_states
+from mlx_redrafter.training.data import Text, collate
+from mlx_redrafter.training.hidden_states import add_hidden_states
+from mlx_redrafter.training.loss import draft_loss
+from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training.targets import Teacher, compute_targets, read_states
+
+SETTINGS = {"model": "a"}
+
+
+@pytest.fixture
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of one or two of the texts."""
+    monkeypatch.setattr(hidden_states, "TOKENS_AT_ONCE", 24)
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("in_file", [False, True])
+def test_states_are_those_of_a_forward(model: nn.Module, texts: list[Text], in_file: bool, tmp_path: Path) -> None:
+    read = add_hidden_states(model, texts, tmp_path / "states.f16" if in_file else None, SETTINGS)
+    for text, given in zip(read, texts, strict=True):
+        assert text.ids is given.ids and text.offset == given.offset and text.hidden is not None
+        expected = read_states(model, mx.array(given.ids[None, :-1]))[0]
+        assert text.hidden.dtype == np.float16
+        assert np.allclose(text.hidden, np.array(expected), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("labels", ["distribution", "data"])
+def test_the_loss_is_that_of_texts_that_were_not_read(model: nn.Module, texts: list[Text], labels: str) -> None:
+    args, drafter = TrainingArgs(labels=labels), small_drafter(hidden=16, vocab=23)
+    unread = compute_targets(model, collate(texts[:3]), args)
+    read = compute_targets(Teacher(model, reads=False), collate(add_hidden_states(model, texts)[:3]), args)
+    losses = [draft_loss(drafter, targets, 3).loss.item() for targets in (unread, read)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    with pytest.raises(AssertionError, match="expected texts that the target has read"):
+        compute_targets(Teacher(model, reads=False), collate(texts[:3]), args)
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("kept", [0.0, 0.4, 1.0])
+def test_a_killed_run_reads_only_the_rest(
+    model: nn.Module, texts: list[Text], kept: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = tmp_path / "states.f16", list[int]()
+    whole = [np.array(text.hidden) for text in add_hidden_states(model, texts, path, SETTINGS)]
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) // 32 * 32 + (3 if kept < 1 else 0)])
+    real = hidden_states.read_group
+
+    def count(model: nn.Module, group: list[Text]) -> Any:
+        calls.append(len(group))
+        return real(model, group)
+
+    monkeypatch.setattr(hidden_states, "read_group", count)
+    again = add_hidden_states(model, texts, path, SETTINGS)
+    assert path.read_bytes() == data and all(map(np.array_equal, whole, [text.hidden for text in again]))
+    assert sum(calls) == 6 if kept == 0 else 0 < sum(calls) < 6 if kept < 1 else not calls
+
+
+@pytest.mark.parametrize("change", ["texts", "settings", "damaged"])
+def test_states_of_other_texts_are_read_anew(model: nn.Module, texts: list[Text], change: str, tmp_path: Path) -> None:
+    path, settings = tmp_path / "states.f16", SETTINGS
+    add_hidden_states(model, texts, path, settings)
+    if change == "texts":
+        texts = [texts[0]._replace(ids=texts[0].ids[::-1]), *texts[1:]]
+    elif change == "settings":
+        settings = {"model": "b"}
+    else:
+        path.with_suffix(".json").write_text("{")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    read = add_hidden_states(model, texts, path, settings)
+    assert all(text.hidden is not None and np.abs(text.hidden).max() > 0 for text in read)
+
+
+def test_what_cannot_be_kept_is_one_error(
+    model: Any, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RedrafterError, match=r"cannot keep the hidden states in .*states\.f16: "):
+        add_hidden_states(model, texts, tmp_path / "file" / "states.f16", SETTINGS)
+    model.model.norm.weight = model.model.norm.weight * 1e6
+    with pytest.raises(CheckpointError, match="not finite in 16 bits"):
+        add_hidden_states(model, texts)
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere", "gemma2", "granite", "minicpm", "qwen3_5", "nanochat"])
+def test_logits_are_the_models_own(name: str) -> None:
+    """Some models scale or cap what their output matrix gives."""
+    model, tokens = make_family(name), mx.array([[3, 5, 9, 1, 2, 8, 4]])
+    found = Teacher(model, reads=False).logits(read_states(model, tokens))
+    assert mx.allclose(found, model(tokens), atol=1e-4)
+
+
+def test_other_logits_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="cannot train for phixtral: its logits are not those"):
+        Teacher(make_family("phixtral"))
