@@ -23,7 +23,7 @@ PREFIX = "scipy_"  # of the names of its functions
 MLX_PACKAGE, MLX_LIBRARY = "mlx-cpu", "mlx/lib/libmlx.so"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Below it the threads of a multiplication wait for each other longer than they save, above all on a busy machine.
-MANY_PARAMETERS = 200_000_000
+MANY_PARAMETERS = 100_000_000
 
 HEADER_SIZE, SECTION_SIZE, SYMBOL_SIZE = 64, 64, 24  # bytes in ELF of 64 bits
 RELOCATIONS = 4  # the type of sections that list pointers which the loader sets, SHT_RELA
