@@ -132,7 +132,7 @@ def choose_sources(
         if not context or (options.context and shape != AUTO):
             return context, Planner(None)
         replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
-        return context, make_context_planner(replays=replays)
+        return context, make_context_planner(model, replays=replays)
     plan = chain_plan(default_depth(drafter)) if plan == AUTO else plan
     assert isinstance(plan, Plan)
     can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None

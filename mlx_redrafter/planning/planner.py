@@ -26,7 +26,7 @@ from .acceptance import (
     find_acceptance,
 )
 from .costs import CostTable, assume_costs, lower_quartile
-from .store import keep_counts, load_costs, load_counts
+from .store import keep_counts, keep_slowdown, load_costs, load_counts, load_slowdown
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -142,13 +142,14 @@ class Slowdown:
 
     Args:
         least: the smallest; 1 where costs were measured, as a busy machine must not make rounds look cheap.
+        value: what it is before anything is observed.
     """
 
-    def __init__(self, least: float) -> None:
+    def __init__(self, least: float, value: float = 1.0) -> None:
         self._least = least
         self._rounds: deque[float] = deque(maxlen=WINDOW)
         self._steps: deque[float] = deque(maxlen=WINDOW)
-        self.value = 1.0
+        self.value = value
 
     def observe(self, ratio: float, *, is_round: bool) -> None:
         """Called with observed over predicted time, of a round or of a plain step."""
@@ -166,7 +167,7 @@ class AutoPlanner(Planner):
         table: of the drafter.
         plans: of the drafter to choose from; None for `candidate_plans`.
         can_merge: see the base class.
-        min_slowdown: below 1 only where the costs were assumed, not measured.
+        slowdown: of earlier texts, where the costs were assumed, not measured; None for that of measured ones.
         counts: what earlier texts showed of the drafter; this one is added.
         keep: is called with them when decoding ends.
     """
@@ -178,7 +179,7 @@ class AutoPlanner(Planner):
         plans: Sequence[Plan] | None = None,
         *,
         can_merge: bool = False,
-        min_slowdown: float = 1.0,
+        slowdown: Slowdown | None = None,
         counts: Counts | None = None,
         keep: Callable[[Counts], object] = lambda counts: None,
     ) -> None:
@@ -187,7 +188,7 @@ class AutoPlanner(Planner):
         self._keep_counts = partial(keep, counts)
         self.plans = candidate_plans(costs, counts.correct(table)) if plans is None else tuple(plans)
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, counts)
-        self._slowdown = Slowdown(min_slowdown)
+        self._slowdown = slowdown or Slowdown(1.0)
         self._steps: dict[tuple[Plan, int], float] = {}  # of a round in plain steps, by plan and context length
         self._in_flight: Plan | None = None
         self._pause, self._next_pause = WARM_UP, PROBE_EVERY
@@ -359,10 +360,19 @@ def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only
     )
 
 
-def make_context_planner(*, replays: bool) -> AutoPlanner:
-    """A planner for a text that is drafted from its context alone: it starts from assumed costs, and measures nothing.
+def make_context_planner(model: nn.Module | None, *, replays: bool) -> AutoPlanner:
+    """A planner for a text that is drafted from its context alone: it measures nothing.
+
+    It starts from assumed costs, corrected by what rounds took in this process's earlier texts of the model.
 
     Args:
+        model: None for a simulation, which has no earlier texts.
         replays: whether the model must replay tokens after a rejection.
     """
-    return AutoPlanner(assume_costs(replays=replays), UNKNOWN_ACCEPTANCE, (), min_slowdown=MIN_ASSUMED_SLOWDOWN)
+    slowdown = Slowdown(MIN_ASSUMED_SLOWDOWN, 1.0 if model is None else load_slowdown(model))
+
+    def keep(counts: Counts) -> None:
+        if model is not None:
+            keep_slowdown(model, slowdown.value)
+
+    return AutoPlanner(assume_costs(replays=replays), UNKNOWN_ACCEPTANCE, (), slowdown=slowdown, keep=keep)

@@ -39,7 +39,7 @@ def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bo
 
     def predict_speed(text: Sequence[int], seed: int) -> float:
         if table is None:
-            return simulate(costs, make_context_planner(replays=costs.again > 0), prompt, text)
+            return simulate(costs, make_context_planner(None, replays=costs.again > 0), prompt, text)
         generator = random.Random(seed)
 
         def draw(plan: Plan, made: int) -> int:

@@ -33,6 +33,7 @@ MIN_NEW = 32
 
 _known_costs: dict[tuple[int, int, bool], CostTable] = {}
 _known_counts: dict[tuple[int, int], Counts] = {}
+_known_slowdowns: dict[int, float] = {}
 _lock = Lock()
 
 
@@ -101,6 +102,19 @@ def load_counts(model: nn.Module, drafter: Drafter) -> Counts:
             for module in (model, drafter.weights):
                 weakref.finalize(module, _known_counts.pop, key, None)  # another module may get its id
         return _known_counts[key]
+
+
+def load_slowdown(model: nn.Module) -> float:
+    """How much longer than assumed rounds took in this process's texts that were drafted from the context alone."""
+    return _known_slowdowns.get(id(model), 1.0)
+
+
+def keep_slowdown(model: nn.Module, value: float) -> None:
+    """Keeps it for the texts to come."""
+    with _lock:
+        if id(model) not in _known_slowdowns:
+            weakref.finalize(model, _known_slowdowns.pop, id(model), None)  # another module may get its id
+        _known_slowdowns[id(model)] = value
 
 
 def _read_object(find_file: Callable[[], Path]) -> Any:
