@@ -1,12 +1,12 @@
 """Drafts from the context: text copies itself, so what followed the same tokens earlier is likely to follow them again.
 
 An n-gram lookup over one text's own tokens, prompt and output, as prompt lookup decoding does it: no weights, and no
-arrays but the proposal. Dictionaries of 4-grams and 2-grams point to where each ended last; the longest match of the
-end of the text is followed while it lasts. The tokens after the match are the proposal. Where there are earlier texts
-(`past.py`), the same is looked up in those, too.
+arrays but the proposal. Dictionaries of 4-grams, 2-grams and single tokens point to where each ended last; the longest
+match of the end of the text is followed while it lasts. The tokens after the match are the proposal. Where there are
+earlier texts (`past.py`), the same is looked up in those, too, unless more than one token matches in the text itself.
 
 Measured: a second, different continuation adds less than 0.3% tokens per round; dictionaries of 8, 5, 3 and 2 tokens
-make no more than these two; without 2-grams there are 4 to 6% fewer.
+make no more than 4 and 2; without 2-grams there are 4 to 6% fewer, without single tokens 6% (docs/log.md).
 
 Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 """
@@ -20,14 +20,17 @@ import mlx.core as mx
 from ..engine.plan import Plan
 from ..engine.tree import chain
 from ..engine.types import Tree
-from .matches import BITS, SIZES, Matches
+from .matches import BITS, Matches
 from .past import PastIndex, PastMatches
 from .source import Adjust, Forecast, Source
 
 MAX_TOKENS = 1 << 17
 """The most tokens of an index, about 0.3 KB each; beyond it the older half is forgotten."""
 
-PRIOR_RATES = (0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
+SIZES = (4, 2, 1)
+"""Lengths of the n-grams that are looked up, the longest first."""
+
+PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
 """Acceptance rate of each bucket before anything was seen."""
 
 
@@ -53,11 +56,11 @@ class OwnMatches(Matches):
         """Appends tokens of which only the last one is matched."""
         if not tokens:
             return
-        (longer, shorter), key = self._latest, self.key
-        mask_longer, mask_shorter = ((1 << BITS * size) - 1 for size in SIZES)
+        (longer, shorter, single), key = self._latest, self.key
+        mask_longer, mask_shorter, _ = ((1 << BITS * size) - 1 for size in SIZES)
         for end, token in enumerate(tokens[:-1], len(self.tokens)):
             key = (key << BITS | token) & mask_longer
-            longer[key] = shorter[key & mask_shorter] = end
+            longer[key] = shorter[key & mask_shorter] = single[token] = end
         self.tokens += tokens[:-1]
         self.key, self.end, self.match = key, -1, 0
         self.append(tokens[-1])
@@ -108,7 +111,7 @@ class ContextSource(Source):
 
     @property
     def match(self) -> int:
-        """How many of the last tokens stand where the proposal is from as well; 0 for less than two."""
+        """How many of the last tokens stand where the proposal is from as well; 0 for none."""
         found = self._choose()
         return found.match if found else 0
 
@@ -137,11 +140,14 @@ class ContextSource(Source):
             self._past.follow(self._own.tokens)
 
     def _choose(self) -> Matches | None:
-        """The match in the text itself, or else in earlier texts; None without one."""
-        return next((each for each in (self._own, self._past) if each is not None and each.match), None)
+        """The match in the text itself, or else in earlier texts; None without one. One token matches by chance."""
+        own, past = self._own, self._past
+        if past is not None and past.match and own.match < 2:
+            return past
+        return own if own.match else None
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """See `Source.forecast`: the tokens after the match, at most `MAX_PROPOSAL` and no more than the match has."""
+        """See `Source.forecast`: the tokens after the match, at most `MAX_PROPOSAL` and twice as many as match."""
         found = self._choose()
         if found is None or not (reach := found.reach(ahead)):
             return None

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-SIZES = (4, 2)
-"""Lengths of the n-grams that are looked up, the longest first."""
-
 BITS = 24
 """Of a token id within the key of an n-gram."""
 
@@ -19,8 +16,11 @@ MAX_MATCH = 32
 MAX_PROPOSAL = 15
 """The most tokens of a proposal: with the root 16 rows in a forward."""
 
-BUCKETS = (3, 4, 6, 9, 16)
-"""Matches shorter than 3, shorter than 4, ..., and of 16 or more tokens have an acceptance rate of their own."""
+LONGER = 2
+"""How many times as long as its match a proposal may be."""
+
+BUCKETS = (2, 3, 4, 6, 9, 16)
+"""Matches shorter than 2, shorter than 3, ..., and of 16 or more tokens have an acceptance rate of their own."""
 
 PRIOR_WEIGHT, DECAY = 4.0, 0.97
 """How many observations a prior counts for; what an observation weighs after one more in its bucket."""
@@ -67,9 +67,10 @@ class Matches:
         return hits / (self._counts[bucket] + PRIOR_WEIGHT)
 
     def reach(self, ahead: int = 0) -> list[float]:
-        """See `Forecast.reach`: of as many tokens as match, once the match has gone on for `ahead` tokens."""
+        """See `Forecast.reach`: of `LONGER` times as many tokens as match, once it has gone on for `ahead` tokens."""
         match = self.match + ahead
-        return list(accumulate((self.rate(match + depth) for depth in range(min(match, MAX_PROPOSAL))), mul))
+        count = min(LONGER * match, MAX_PROPOSAL)
+        return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))
 
     def _extend(self, token: int) -> None:
         """Makes the match one token longer, or ends it."""
@@ -79,8 +80,8 @@ class Matches:
             self.match = 0
 
     def _measure(self, text: Sequence[int], found: int) -> int:
-        """How many tokens up to position `found` equal those at the end of a text; 0 for less than two."""
+        """How many tokens up to position `found` equal those at the end of a text."""
         tokens, last, match = self.tokens, len(text) - 1, 0
         while match < min(MAX_MATCH, found + 1) and tokens[found - match] == text[last - match]:
             match += 1
-        return match if match >= SIZES[-1] else 0
+        return match

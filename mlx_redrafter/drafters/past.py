@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from .matches import BITS, MAX_PROPOSAL, SIZES, Matches
+from .matches import BITS, MAX_PROPOSAL, Matches
 
-PRIOR_RATES = (0.3, 0.45, 0.5, 0.6, 0.75, 0.9)
+SIZES = (4, 2)
+"""Lengths of the n-grams that are looked up, the longest first."""
+
+PRIOR_RATES = (0.1, 0.3, 0.45, 0.5, 0.6, 0.75, 0.9)
 """Acceptance rate of each bucket before anything was seen."""
 
 SEPARATOR = -1
@@ -102,7 +105,7 @@ class PastMatches(Matches):
         for size in SIZES:
             if self.match < size <= len(text) and (found := self._index.find(size, text[-size:])) >= 0:
                 match = self._measure(text, found)
-                if match > self.match:
+                if match >= size and match > self.match:
                     self.end, self.match = found, match
         if self.match and self.next_token == SEPARATOR:
             self.end, self.match = -1, 0
