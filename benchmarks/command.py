@@ -12,6 +12,7 @@ from mlx_redrafter.atomic_files import expand_path, why_not_writable
 
 COMMANDS = {
     "run": "run",
+    "specbench": "specbench",
     "sweep": "sweep",
     "synthetic": "synthetic",
     "predict": "predict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -138,6 +138,19 @@ def open_workload(args: argparse.Namespace) -> Workload:
     Raises:
         RedrafterError: a model, drafter or prompt that cannot be loaded.
     """
+    workload, tokenizer = load_models(args)
+    prompts = find_prompts(args.prompts, tokenizer)
+    if getattr(args, "quick", False):
+        prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
+    return replace(workload, prompts=prompts)
+
+
+def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
+    """(a workload without prompts, the target's tokenizer), by the flags of `add_workload`.
+
+    Raises:
+        RedrafterError: a model or drafter that cannot be loaded.
+    """
     if args.model:
         model, tokenizer = load(args.model)
         drafter = load_drafter(args.drafter, model) if args.drafter else None
@@ -152,11 +165,8 @@ def open_workload(args: argparse.Namespace) -> Workload:
             raise RedrafterError(f"expected a draft model with {sizes} in {args.draft_model}")
         if not args.model:  # as the demo's own models
             draft_model.set_dtype(mx.float32)
-    prompts = find_prompts(args.prompts, tokenizer)
-    if getattr(args, "quick", False):
-        prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
     drafter_name = None if drafter is None else args.drafter or DEMO
-    return Workload(args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, prompts)
+    return Workload(args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, []), tokenizer
 
 
 def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:

@@ -45,6 +45,7 @@ SKIPPED = {
     "ANTHROPIC_BASE_URL": "needs Claude Code",
     "--from-base Qwen": "needs the hub",
     "examples.demo.recipe": "downloads packages, and trains for hours",
+    "question.jsonl": "needs Spec-Bench's questions",
     "--answers DIR --model": "needs more past answers than one chat makes",
 }
 """What a block has that cannot run here, and why."""

@@ -1,0 +1,190 @@
+"""Spec-Bench's questions with every contestant in turns, by kind of text: what drafting brings a chat model.
+
+    python -m benchmarks specbench --model mlx-community/SmolLM2-135M-Instruct --questions question.jsonl
+    python -m benchmarks specbench --model M --drafter D --questions question.jsonl --output m.jsonl --plot m.png
+
+The questions are a file of their own, one JSON object a line with `question_id`, `category` and `turns`, as
+https://github.com/hemingkx/Spec-Bench has it. The second turn of a question follows the first one's plain answer.
+Contestants, clock and records are those of `run`. Records that `--output` holds already are not measured again.
+
+Source: Xia et al., Unlocking Efficiency in Large Language Model Inference, arXiv 2401.07851.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from mlx_redrafter.atomic_files import expand_path, replace_file
+from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.generate import decode_prompts, encode_chat
+from mlx_redrafter.options import Options
+from mlx_redrafter.training.data import parse_object, read_lines
+
+from .command import parse_output, parse_plan, parse_positive
+from .contest import find_status, hold_contest, measure_costs
+from .contestants import Settings, make_contestants, warm_up
+from .models import Prompt, add_workload, load_models
+from .records import Record, read_records, stamp, write_records
+from .tables import PLAIN, Row, describe_setting, format_text, group_by_contestant, summarize
+
+KINDS = {
+    "summarization": "summaries",
+    "translation": "translation",
+    "math_reasoning": "maths",
+    "qa": "questions",
+    "rag": "answers from a text",
+}
+"""Category -> what tables call it; every other one, of MT-bench, is chat."""
+
+CHAT, ALL = "chat", "all"
+TEMPS, MAX_TOKENS = (0.0, 0.7), 96
+PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
+
+
+class Question(NamedTuple):
+    """A question of one turn or more, and what kind of text it asks for."""
+
+    name: str
+    kind: str
+    turns: list[str]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions in a file.
+
+    Raises:
+        RedrafterError: it cannot be read, or a line is not a question.
+    """
+    found = []
+    for line, place in read_lines(path, "questions"):
+        value = parse_object(line, place)
+        number, category, turns = (value.get(key) for key in ("question_id", "category", "turns"))
+        is_text = isinstance(turns, list) and bool(turns) and all(isinstance(turn, str) and turn for turn in turns)
+        if number is None or not isinstance(category, str) or not is_text:
+            raise RedrafterError(
+                f"{place}: expected an object with 'question_id', 'category' and 'turns', got {line[:40]!r}"
+            )
+        found.append(Question(f"{category}/{number}", KINDS.get(category, CHAT), list(turns or [])))
+    return found
+
+
+def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Question]:
+    """At most `limit` questions of each kind, spread over those there are; all without a limit."""
+    if limit is None:
+        return list(questions)
+    kinds: dict[str, list[Question]] = {}
+    for question in questions:
+        kinds.setdefault(question.kind, []).append(question)
+    counts = ((own, min(limit, len(own))) for own in kinds.values())
+    return [own[i * len(own) // count] for own, count in counts for i in range(count)]
+
+
+def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int) -> Iterator[Prompt]:
+    """A prompt for each turn; what a later one follows is decoded plainly, greedily."""
+    ends, options = frozenset(tokenizer.eos_token_ids), Options(max_tokens=max_tokens, temp=0.0, plan="off")
+    for question in questions:
+        messages: list[dict[str, Any]] = []
+        for number, turn in enumerate(question.turns, 1):
+            messages.append({"role": "user", "content": turn})
+            ids = encode_chat(tokenizer, messages)
+            yield Prompt(f"{question.name}/{number}", question.kind, ids, ends)
+            if number < len(question.turns):
+                tokens = decode_prompts(model, None, [ids], options, ends).texts[0]
+                answer = tokenizer.decode([token for token in tokens if token not in ends])
+                messages.append({"role": "assistant", "content": answer})
+
+
+def make_kind_rows(records: Sequence[Record], what: str) -> list[Row]:
+    """A row for each kind of text and for all together: one column of `summarize` for each contestant."""
+    kinds = list(dict.fromkeys(record["category"] for record in records if record["kind"] == "speed"))
+    rows = []
+    for kind in [*kinds, ALL]:
+        sides = group_by_contestant(record for record in records if kind in (record.get("category"), ALL))
+        summaries = {name: summarize(own) for name, own in sides.items() if name != PLAIN}
+        count = max((summary["prompts"] for summary in summaries.values()), default=0)
+        rows.append({"text": f"{kind} ({count})"} | {name: summary[what] for name, summary in summaries.items()})
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add_workload(parser, prompts=())
+    add = parser.add_argument
+    add("--questions", type=expand_path, required=True, metavar="FILE", help="Spec-Bench's question.jsonl")
+    add("--limit", type=parse_positive, help="questions of each kind (default: all)")
+    add("--temp", type=float, nargs="+", default=TEMPS, help="sampling temperatures (default: 0 0.7)")
+    add("--max-tokens", type=parse_positive, default=MAX_TOKENS, help="of an answer (default: %(default)s)")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--repeats", type=parse_positive, default=1, help="turns that everybody has (default: %(default)s)")
+    add("--plans", type=parse_plan, nargs="+", default=PLANS, metavar="PLAN", help="auto, W,K or W,K,N")
+    add("--random-drafter", action="store_true", help="also auto with a drafter that has learned nothing")
+    add("--output", type=parse_output, metavar="FILE", help="records, one a line; those it has are not measured again")
+    add("--plot", type=parse_output, metavar="FILE", help="a bar chart of the speeds")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints a table of speeds and one of tokens per round for each temperature; see `find_status`."""
+    questions = choose_questions(read_questions(args.questions), args.limit)
+    workload, tokenizer = load_models(args)
+    if args.random_drafter:
+        workload.require_drafter()
+    prompts = list(tqdm(make_prompts(questions, workload.model, tokenizer, args.max_tokens), "prompts"))
+    records = read_records(args.output) if args.output and args.output.exists() else list[Record]()
+    machine, sets = stamp(), list[list[Record]]()
+    if workload.drafter is not None and not any(record["kind"] == "costs" for record in records):
+        records.append(measure_costs(workload) | {"machine": machine})
+    for temp in args.temp:
+        settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
+        sides = make_contestants(workload, args.plans, settings, context=True, random=args.random_drafter)
+        told = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
+        told |= {key: workload.describe()[key] for key in ("model", "drafter")}
+        own = [record for record in records if told.items() <= record.items()]
+        done = {record["prompt"] for record in own}
+        missing = [prompt for prompt in prompts if prompt.name not in done]
+        for side in sides if missing else ():
+            warm_up(replace(workload, prompts=missing), side)
+        contest = hold_contest(replace(workload, prompts=missing), sides, settings)
+        for found in tqdm(contest, f"temperature {temp:g}", initial=len(done), total=len(prompts), unit="prompt"):
+            stamped = [each | {"machine": machine} for each in found]
+            own, records = own + stamped, records + stamped
+            if args.output:
+                write_records(args.output, records)
+        sets.append(own)
+        print(f"\ntemperature {temp:g}, times plain decoding\n\n{format_text(make_kind_rows(own, 'x plain'))}")
+        print(f"\ntokens per round\n\n{format_text(make_kind_rows(own, 'tokens/round'))}\n\n{describe_setting(own)}")
+    if args.plot:
+        draw_speeds(args.plot, sets[0])
+    return max(find_status(own) for own in sets)
+
+
+def draw_speeds(path: Path, records: Sequence[Record]) -> None:
+    """A bar for each contestant and kind of text: its speed, where plain decoding's is 1.
+
+    Raises:
+        RedrafterError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RedrafterError("a plot is drawn with matplotlib: pip install '.[bench]'") from error
+    rows = make_kind_rows(records, "x plain")
+    names = [name for name in rows[0] if name != "text"]
+    figure = Figure(figsize=(1.6 * len(rows) + 2, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, width = figure.subplots(), 0.8 / len(names)
+    for at, name in enumerate(names):
+        places = [place + (at - len(names) / 2 + 0.5) * width for place in range(len(rows))]
+        axes.bar(places, [row[name] for row in rows], width, label=name)
+    axes.axhline(1.0, color="gray", linewidth=1)
+    axes.set_xticks(range(len(rows)), [row["text"] for row in rows])
+    axes.set_ylabel("speed, plain decoding = 1")
+    axes.legend(fontsize="small", ncols=2)
+    with replace_file(path) as partial_file:
+        figure.savefig(partial_file, dpi=120, format="png")

@@ -1,0 +1,115 @@
+"""Spec-Bench's questions: what is read, the turns, and that what was measured is not measured again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_records import MACHINE, make_costs, make_speed, parse_flags
+from small import make_byte_tokenizer, small_drafter, small_llama
+
+from benchmarks import specbench
+from benchmarks.models import Workload
+from benchmarks.records import read_records
+from benchmarks.specbench import choose_questions, draw_speeds, make_kind_rows, make_prompts, read_questions
+from mlx_redrafter.errors import RedrafterError
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+    {"question_id": 95, "category": "coding", "turns": ["Sort."]},
+    {"question_id": 161, "category": "translation", "turns": ["Hallo"]},
+]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return path
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return TokenizerWrapper(tokenizer)
+
+
+@pytest.fixture
+def models(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of every command: small, with costs that were not measured."""
+    vocab = tokenizer.vocab_size
+    workload = Workload("small", small_llama(vocab=vocab), small_drafter(vocab=vocab), "random", None, None, [])
+    monkeypatch.setattr(specbench, "load_models", lambda args: (workload, tokenizer))
+    monkeypatch.setattr(specbench, "measure_costs", lambda workload: make_costs())
+    monkeypatch.setattr(specbench, "stamp", lambda: MACHINE)
+
+
+def test_questions_have_a_kind_of_text(file: Path) -> None:
+    questions = read_questions(file)
+    assert [(each.name, each.kind, len(each.turns)) for each in questions] == [
+        ("writing/81", "chat", 2),
+        ("coding/95", "chat", 1),
+        ("translation/161", "translation", 1),
+    ]
+    assert [each.name for each in choose_questions(questions, 1)] == ["writing/81", "translation/161"]
+    assert choose_questions(questions, None) == questions == choose_questions(questions, 5)
+
+
+@pytest.mark.parametrize("line", ['{"category": "x", "turns": ["y"]}', '{"question_id": 1, "category": "x"}', "[1]"])
+def test_what_is_no_question_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(f"{json.dumps(QUESTIONS[0])}\n{line}\n")
+    with pytest.raises(RedrafterError, match=r"line 2: expected an? "):
+        read_questions(tmp_path / "file")
+
+
+def test_a_second_turn_follows_the_plain_answer_of_the_first(file: Path, tokenizer: Any) -> None:
+    model = small_llama(vocab=tokenizer.vocab_size)
+    first, second, *others = make_prompts(read_questions(file), model, tokenizer, 6)
+    assert [each.name for each in (first, second, *others)][:3] == ["writing/81/1", "writing/81/2", "coding/95/1"]
+    assert second.category == "chat" and second.ids[: len(first.ids)] == first.ids
+    text = tokenizer.decode(second.ids)
+    assert text.startswith("<user>Write.<assistant>") and text.endswith("<user>Again.")
+    assert len(second.ids) > len(tokenizer.encode("<user>Write.<assistant><user>Again."))
+
+
+@pytest.mark.usefixtures("models")
+def test_what_was_measured_is_not_measured_again(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, plot = tmp_path / "records.jsonl", tmp_path / "plot.png"
+    words = ("--questions", str(file), "--plans", "auto", "1,2", "--max-tokens", "4", "--output", str(output))
+    assert specbench.run(parse_flags(specbench, *words, "--temp", "0", "--plot", str(plot))) == 0
+    whole = read_records(output)
+    names = {record["prompt"] for record in whole if record["kind"] == "speed"}
+    assert names == {"writing/81/1", "writing/81/2", "coding/95/1", "translation/161/1"}
+    out = capsys.readouterr().out
+    assert "temperature 0, times plain decoding" in out and "tokens per round" in out and "chat (3)" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    kept = [record for record in whole if record.get("prompt") != "coding/95/1"]
+    output.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    assert specbench.run(parse_flags(specbench, *words, "--temp", "0")) == 0
+    again = read_records(output)
+    assert again[: len(kept)] == kept and {record["prompt"] for record in again[len(kept) :]} == {"coding/95/1"}
+    monkeypatch.setattr(specbench, "warm_up", lambda *given: pytest.fail("nothing is missing"))
+    assert specbench.run(parse_flags(specbench, *words, "--temp", "0")) == 0
+    assert read_records(output) == again
+
+
+def test_rows_are_kinds_of_text_and_all_together(tmp_path: Path) -> None:
+    records = [
+        make_speed("plain", "off", 1.0, category="chat"),
+        make_speed(ratio=1.2, category="chat"),
+        make_speed(ratio=1.6, category="maths"),
+        make_speed(ratio=1.4, category="maths"),
+    ]
+    rows = make_kind_rows(records, "x plain")
+    assert [row["text"] for row in rows] == ["chat (1)", "maths (2)", "all (3)"]
+    assert [row["1 x 3"] for row in rows] == [1.2, 1.5, 1.4]
+    draw_speeds(tmp_path / "plot.png", records)
+    assert (tmp_path / "plot.png").stat().st_size > 1000
