@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,6 +168,28 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert run.train(settings(tmp_path, None), dry_run=True, say=said.append) == 0
     assert re.search(r"for 8 iterations .* GB of memory, .* while it trains, \d+ MB of disk", said[-1])
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl"}
+
+
+def test_the_target_is_not_in_memory_while_it_trains(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, seen = list[weakref.ref[Any]](), list[bool]()
+    load_target, train_drafter = run.load_target, run.train_drafter
+
+    def load(*given: Any) -> Any:
+        model, tokenizer = load_target(*given)
+        loaded.append(weakref.ref(model))
+        return model, tokenizer
+
+    def train(*given: Any, **options: Any) -> int:
+        gc.collect()
+        seen.append(loaded[0]() is not None)
+        return train_drafter(*given, **options)
+
+    monkeypatch.setattr(run, "load_target", load)
+    monkeypatch.setattr(run, "train_drafter", train)
+    assert run.train(settings(tmp_path, target)) == 0
+    assert seen == [False] and len(loaded) == 2, "it comes back for the comparison"
 
 
 def test_a_full_disk_is_refused_first(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
