@@ -16,7 +16,7 @@ from ..errors import UnsupportedModelError
 from .loss import TrainingTargets
 from .settings import TrainingArgs
 
-CHECKED_TOKENS = 4
+CHECKED_TOKENS = 8
 """On so many tokens it is found how a model makes its logits."""
 ROWS_AT_ONCE = 128  # rows of the vocabulary's width that are in float32 at a time
 
@@ -53,7 +53,7 @@ class Teacher:
         self.embedding: Any = parts.embedding
         self.dtype = compute_dtype(model)
         self._head = find_head(model)
-        tokens = 7 * mx.arange(CHECKED_TOKENS)[None] % self.embedding.weight.shape[0]
+        tokens = (mx.arange(CHECKED_TOKENS) * (self.embedding.weight.shape[0] // CHECKED_TOKENS))[None]
         wanted, (hidden,) = capture([Tap(parts.final_norm)], lambda: model(tokens))
         raw, self.vocab_size = self._head(hidden[-1]), wanted.shape[-1]
         self._scale, self._cap = find_scale_and_cap(raw[..., : self.vocab_size], wanted, model_name(model))
@@ -88,21 +88,26 @@ def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[floa
     Raises:
         UnsupportedModelError: no factor and cap do.
     """
-    eps: float = mx.finfo(logits.dtype).eps
     x, y = (np.array(each.astype(mx.float32), np.float64).ravel() for each in (raw, logits))
-    tolerance = 16 * max(eps, 1e-6) * np.abs(y).max()
-    low, high = float(np.max(np.abs(x))) / 100, float(np.max(np.abs(y))) * 1e6
+    precision = 4 * max(float(mx.finfo(logits.dtype).eps), 1e-6)  # a few roundings of each logit
+
+    def fits(found: np.ndarray) -> bool:
+        return bool(np.all(np.abs(found - y) <= precision * (np.abs(y) + 0.25 * np.max(np.abs(y)))))
+
+    if fits(x):
+        return 1.0, None
     factor = float(x @ y) / max(float(x @ x), 1e-30)
-    if np.abs(factor * x - y).max() <= tolerance:
-        return (1.0 if abs(factor - 1) < 64 * eps else factor), None
+    if fits(factor * x):
+        return factor, None
+    low, high = float(np.max(np.abs(x))) / 100, float(np.max(np.abs(y))) * 1e6
     while high / low > 1 + 1e-9:  # what is capped is the smaller, the smaller the cap
         cap = (low * high) ** 0.5
         low, high = (low, cap) if (np.abs(cap * np.tanh(x / cap)) > np.abs(y)).mean() > 0.5 else (cap, high)
-    if np.abs(high * np.tanh(x / high) - y).max() > tolerance:
-        raise UnsupportedModelError(
-            f"cannot train for {name}: its logits are not those of its output matrix, scaled or capped"
-        )
-    return 1.0, high
+    if fits(high * np.tanh(x / high)):
+        return 1.0, high
+    raise UnsupportedModelError(
+        f"cannot train for {name}: its logits are not those of its output matrix, scaled or capped"
+    )
 
 
 def read_states(model: nn.Module, tokens: mx.array) -> mx.array:

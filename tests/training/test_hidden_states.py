@@ -18,7 +18,7 @@ from mlx_redrafter.training.data import Text, collate
 from mlx_redrafter.training.hidden_states import add_hidden_states
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.settings import TrainingArgs
-from mlx_redrafter.training.targets import Teacher, compute_targets, read_states
+from mlx_redrafter.training.targets import Teacher, compute_targets, find_scale_and_cap, read_states
 
 SETTINGS = {"model": "a"}
 
@@ -104,6 +104,16 @@ def test_logits_are_the_models_own(name: str) -> None:
     model, tokens = make_family(name), mx.array([[3, 5, 9, 1, 2, 8, 4]])
     found = Teacher(model, reads=False).logits(read_states(model, tokens))
     assert mx.allclose(found, model(tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("factor", "cap"), [(1.0, None), (0.75, None), (1.0, 30.0)])
+def test_scale_and_cap_are_found_in_every_dtype(factor: float, cap: float | None, dtype: mx.Dtype) -> None:
+    raw = (8 * mx.random.normal((8, 500), key=mx.random.key(1))).astype(dtype)
+    logits = raw * factor if cap is None else mx.tanh(raw / cap) * cap
+    found_factor, found_cap = find_scale_and_cap(raw, logits, "a model")
+    assert found_factor == pytest.approx(factor, rel=0.01)
+    assert found_cap is None if cap is None else found_cap == pytest.approx(cap, rel=0.02)
 
 
 def test_other_logits_are_refused() -> None:
