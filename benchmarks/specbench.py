@@ -141,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
         records.append(measure_costs(workload) | {"machine": machine})
     for temp in args.temp:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
-        sides = make_contestants(workload, args.plans, settings, context=True, random=args.random_drafter)
+        how = {"context": True, "random": args.random_drafter, "mlx_lm": not temp}  # which draws other texts
+        sides = make_contestants(workload, args.plans, settings, **how)
         told = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
         told |= {key: workload.describe()[key] for key in ("model", "drafter")}
         own = [record for record in records if told.items() <= record.items()]
