@@ -45,6 +45,7 @@ from mlx_redrafter.training.data import AT_ONCE, generate_answers, join_text
 from mlx_redrafter.training.evaluation import count_rounds, find_accepted
 from mlx_redrafter.training.from_answers import REFUSED, train_from_answers
 from mlx_redrafter.training.settings import TrainingArgs
+from mlx_redrafter.training.targets import Teacher
 
 from .command import add_json, parse_above_zero, parse_output, parse_positive
 from .tables import show_rows
@@ -184,6 +185,7 @@ def measure(
     ends, depth = set(tokenizer.eos_token_ids), TrainingArgs(draft_depth=DEPTH)
     stats, ratios = [Stats()] * len(sides), [list[float]() for _ in sides]
     same, rounds, made = [0] * len(sides), [0] * len(sides), 0
+    teacher = Teacher(model)
     for prompt in tqdm(prompts, "prompts"):
         plain = decode_prompts(model, None, [prompt], Options(plan="off", **given), ends)
         text = join_text(prompt, plain.texts[0])
@@ -194,7 +196,7 @@ def measure(
             stats[at] += each.stats
             ratios[at].append(each.tokens_per_second / (plain.tokens_per_second or 1.0))
             same[at] += each.texts == plain.texts
-            accepted = None if side.drafter is None else find_accepted(model, side.drafter, text, depth)
+            accepted = None if side.drafter is None else find_accepted(teacher, side.drafter, text, depth)
             index = None if side.folder is None else side.folder.index()
             rounds[at] += count_rounds(text, accepted, ContextSource(index) if side.context else None)
     return [

@@ -22,7 +22,7 @@ SIZES = (4, 2)
 """Lengths of the n-grams that are looked up, the longest first."""
 
 PRIOR_RATES = (0.1, 0.3, 0.45, 0.5, 0.6, 0.75, 0.9)
-"""Acceptance rate of each bucket before anything was seen."""
+"""Acceptance rate of each bucket before anything was seen; the first, of single tokens, is not used here."""
 
 SEPARATOR = -1
 """Stands after each text: no token."""

@@ -101,10 +101,6 @@ class Record:
         for entries in (self.reports, self.validations):
             entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
 
-    def read_with(self) -> dict[str, Any]:
-        """The settings that hidden states depend on, beside the texts."""
-        return {name: self.settings[name] for name in ("model", "adapter_path")}
-
     def save(self, path: Path) -> None:
         """Writes it, completely or not at all."""
         write_text(path, json.dumps(vars(self), indent=1) + "\n")
@@ -200,7 +196,8 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
                 texts = split_texts(args, answers.complete(model, tokenizer), [], say)
             training, validation = texts[0], texts[1][:n_validation]
             if left:
-                read = add_hidden_states(model, [*training, *validation], files.states, record.read_with())
+                read_by = {"model": args.model, "adapter_path": args.adapter_path}
+                read = add_hidden_states(model, [*training, *validation], files.states, read_by)
                 training, validation = read[: len(training)], read[len(training) :]
             drafter, teacher = make_new_drafter(args, model, sizes, training, say), Teacher(model, reads=False)
             del model  # nothing more is asked of it until the end
