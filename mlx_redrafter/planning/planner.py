@@ -6,9 +6,8 @@ What a plan makes follows from how often its sources are right (`acceptance.py`)
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby, pairwise, product
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,13 +19,13 @@ from .acceptance import (
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
-    Counts,
     Reach,
     expected_reaches,
     find_acceptance,
 )
-from .costs import CostTable, assume_costs, lower_quartile
-from .store import keep_counts, keep_slowdown, load_costs, load_counts, load_slowdown
+from .costs import CostTable, assume_costs
+from .history import History, Slowdown
+from .store import keep_counts, load_costs, load_history
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
 HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
-MAX_LOSS, MIN_TOKENS = 0.02, 256  # each source may lose this part of plain decoding's time, of at least these tokens
+MAX_LOSS, MIN_TOKENS = 0.01, 512  # each source may lose this part of plain decoding's time, of at least these tokens
 WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
+WARM_UP_EVERY = 8  # texts
 PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # besides its whole, how much of a proposal may be verified
 MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown where costs are assumed
-MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
 
 
 class Prediction(NamedTuple):
@@ -137,28 +136,6 @@ def _candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ..
     return tuple(sorted(best))
 
 
-class Slowdown:
-    """How many times as long as in the cost table rounds take, where plain steps take as long as there.
-
-    Args:
-        least: the smallest; 1 where costs were measured, as a busy machine must not make rounds look cheap.
-        value: what it is before anything is observed.
-    """
-
-    def __init__(self, least: float, value: float = 1.0) -> None:
-        self._least = least
-        self._rounds: deque[float] = deque(maxlen=WINDOW)
-        self._steps: deque[float] = deque(maxlen=WINDOW)
-        self.value = value
-
-    def observe(self, ratio: float, *, is_round: bool) -> None:
-        """Called with observed over predicted time, of a round or of a plain step."""
-        (self._rounds if is_round else self._steps).append(ratio)
-        if min(len(self._rounds), len(self._steps)) >= 3:  # one stalled round says nothing
-            ratio = lower_quartile(self._rounds) / lower_quartile(self._steps)
-            self.value = min(max(ratio, self._least), MAX_SLOWDOWN)
-
-
 class AutoPlanner(Planner):
     """Chooses the plans of one text, from what was read so far.
 
@@ -167,9 +144,9 @@ class AutoPlanner(Planner):
         table: of the drafter.
         plans: of the drafter to choose from; None for `candidate_plans`.
         can_merge: see the base class.
-        slowdown: of earlier texts, where the costs were assumed, not measured; None for that of measured ones.
-        counts: what earlier texts showed of the drafter; this one is added.
-        keep: is called with them when decoding ends.
+        least_slowdown: see `Slowdown`.
+        history: of earlier texts; this one is added.
+        keep: is called when decoding ends.
     """
 
     def __init__(
@@ -179,20 +156,24 @@ class AutoPlanner(Planner):
         plans: Sequence[Plan] | None = None,
         *,
         can_merge: bool = False,
-        slowdown: Slowdown | None = None,
-        counts: Counts | None = None,
-        keep: Callable[[Counts], object] = lambda counts: None,
+        least_slowdown: float = 1.0,
+        history: History | None = None,
+        keep: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(None, can_merge=can_merge)
-        counts = counts or Counts()
-        self._keep_counts = partial(keep, counts)
-        self.plans = candidate_plans(costs, counts.correct(table)) if plans is None else tuple(plans)
-        self._costs, self._acceptance = costs, Acceptance(table, self.plans, counts)
-        self._slowdown = slowdown or Slowdown(1.0)
+        self._history = history = history or History()
+        self._keep = keep
+        self.plans = candidate_plans(costs, history.counts.correct(table)) if plans is None else tuple(plans)
+        self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
+        self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[tuple[Plan, int], float] = {}  # of a round in plain steps, by plan and context length
         self._in_flight: Plan | None = None
-        self._pause, self._next_pause = WARM_UP, PROBE_EVERY
-        self._plain_ms, self._saved_ms = 0.0, {True: 0.0, False: 0.0}  # by whether the drafter took part
+        self._pause = history.pause
+        if history.n_texts % WARM_UP_EVERY == 0:
+            self._pause = max(self._pause, WARM_UP)
+        self._next_pause = history.next_pause or PROBE_EVERY
+        self._n_tokens = 0
+        self._saved = {True: 0.0, False: 0.0}  # plain steps, by whether the drafter took part
         self._drafter_was_last = False
 
     @property
@@ -228,7 +209,14 @@ class AutoPlanner(Planner):
 
     def finish(self) -> None:
         """See the base class."""
-        self._keep_counts()
+        history = self._history
+        history.slowdown, history.n_texts = self._slowdown, history.n_texts + 1
+        history.pause, history.next_pause = max(0, self._pause), self._next_pause
+        history.debts = {
+            source: max(0.0, debt - self._saved[source] - MAX_LOSS * self._n_tokens)
+            for source, debt in history.debts.items()
+        }
+        self._keep()
 
     def observe(
         self,
@@ -256,11 +244,11 @@ class AutoPlanner(Planner):
                 predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.rest[0])
         if milliseconds is not None and (is_round or not (plan or replayed)):
             self._slowdown.observe(milliseconds / predicted, is_round=is_round)
-        self._plain_ms += tokens * plain
+        self._n_tokens += tokens
         if plan is not None:  # what a plain step replays belongs to the round before it
             self._drafter_was_last = plan.depth > 0
-        saved = tokens * plain - predicted * (self.slowdown if plan or replayed else 1.0)
-        self._saved_ms[self._drafter_was_last] += saved
+        steps = predicted / plain * (self.slowdown if plan or replayed else 1.0)
+        self._saved[self._drafter_was_last] += tokens - steps
 
     def _choose_drafter_plan(self, in_flight: Plan | None, length: int, replayed: int) -> Plan | None:
         current = in_flight._replace(context=0) if in_flight and in_flight.depth else None
@@ -323,12 +311,13 @@ class AutoPlanner(Planner):
         flight, when both are rejected and the text ends there."""
         costs, plain = self._costs, self._costs.plain_ms(length)
         slowdown = self.slowdown if slowdown is None else slowdown
-        budget = MAX_LOSS * max(self._plain_ms, MIN_TOKENS * plain) + self._saved_ms[plan.depth > 0]
+        source = plan.depth > 0
+        budget = MAX_LOSS * max(self._n_tokens, MIN_TOKENS) + self._saved[source] - self._history.debts[source]
         loss = slowdown * costs.round_ms(in_flight, length, replayed) - plain if in_flight else 0.0
         left = replayed + 1 if in_flight else 0
         loss += slowdown * costs.round_ms(plan, length, left) - plain
         loss += slowdown * (costs.step_ms(length, left + 1) - plain)
-        return budget >= loss
+        return budget >= loss / plain
 
 
 def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
@@ -351,12 +340,13 @@ def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only
         chains_only: whether this text is to have none all the same.
     """
     costs = load_costs(model, drafter, trees=trees)
+    history = load_history(model, drafter)
     return AutoPlanner(
         costs.chains_only() if chains_only else costs,
         find_acceptance(drafter),
         can_merge=trees and not chains_only,
-        counts=load_counts(model, drafter),
-        keep=partial(keep_counts, model, drafter),
+        history=history,
+        keep=lambda: keep_counts(model, drafter, history.counts),
     )
 
 
@@ -369,10 +359,6 @@ def make_context_planner(model: nn.Module | None, *, replays: bool) -> AutoPlann
         model: None for a simulation, which has no earlier texts.
         replays: whether the model must replay tokens after a rejection.
     """
-    slowdown = Slowdown(MIN_ASSUMED_SLOWDOWN, 1.0 if model is None else load_slowdown(model))
-
-    def keep(counts: Counts) -> None:
-        if model is not None:
-            keep_slowdown(model, slowdown.value)
-
-    return AutoPlanner(assume_costs(replays=replays), UNKNOWN_ACCEPTANCE, (), slowdown=slowdown, keep=keep)
+    history = None if model is None else load_history(model)
+    costs = assume_costs(replays=replays)
+    return AutoPlanner(costs, UNKNOWN_ACCEPTANCE, (), least_slowdown=MIN_ASSUMED_SLOWDOWN, history=history)

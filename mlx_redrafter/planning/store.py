@@ -25,6 +25,7 @@ from ..engine.model_parts import model_name
 from ..errors import one_line
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
+from .history import History
 from .machine import cache_directory, describe_machine
 from .measure import measure_costs
 
@@ -32,8 +33,7 @@ MIN_NEW = 32
 """Rounds whose counts are worth keeping."""
 
 _known_costs: dict[tuple[int, int, bool], CostTable] = {}
-_known_counts: dict[tuple[int, int], Counts] = {}
-_known_slowdowns: dict[int, float] = {}
+_histories: dict[tuple[int, ...], History] = {}
 _lock = Lock()
 
 
@@ -90,31 +90,27 @@ def digest_tensors(module: nn.Module) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
-def load_counts(model: nn.Module, drafter: Drafter) -> Counts:
-    """What earlier texts have shown of a drafter for a model: of this process, else of the disk, else nothing."""
-    key = id(model), id(drafter.weights)
+def load_history(model: nn.Module, drafter: Drafter | None = None) -> History:
+    """What earlier texts have shown of a drafter for a model: of this process, its counts else of the disk.
+
+    Args:
+        drafter: None for the context alone.
+    """
+    modules = [model] if drafter is None else [model, drafter.weights]
+    key = tuple(map(id, modules))
     with _lock:
-        if key not in _known_counts:
-            counts, kept = Counts(), ranks.share(_read_object(lambda: _find_file(model, drafter)))
-            with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
-                counts = Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
-            _known_counts[key] = counts
-            for module in (model, drafter.weights):
-                weakref.finalize(module, _known_counts.pop, key, None)  # another module may get its id
-        return _known_counts[key]
+        if key not in _histories:
+            _histories[key] = History(None if drafter is None else _read_counts(model, drafter))
+            for module in modules:
+                weakref.finalize(module, _histories.pop, key, None)  # another module may get its id
+        return _histories[key]
 
 
-def load_slowdown(model: nn.Module) -> float:
-    """How much longer than assumed rounds took in this process's texts that were drafted from the context alone."""
-    return _known_slowdowns.get(id(model), 1.0)
-
-
-def keep_slowdown(model: nn.Module, value: float) -> None:
-    """Keeps it for the texts to come."""
-    with _lock:
-        if id(model) not in _known_slowdowns:
-            weakref.finalize(model, _known_slowdowns.pop, id(model), None)  # another module may get its id
-        _known_slowdowns[id(model)] = value
+def _read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
+    kept = ranks.share(_read_object(lambda: _find_file(model, drafter)))
+    with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
+        return Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
+    return None
 
 
 def _read_object(find_file: Callable[[], Path]) -> Any:

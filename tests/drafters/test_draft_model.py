@@ -305,7 +305,7 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
     assert reads[0] is (name != "mamba"), "trees only where both take them"
     again = DraftModel(drafter.model)
     assert store.load_costs(target, again, trees=True) is store.load_costs(target, drafter, trees=True)
-    assert store.load_counts(target, again) is store.load_counts(target, drafter), (
+    assert store.load_history(target, again) is store.load_history(target, drafter), (
         "a model wrapped again is the same one"
     )
 
