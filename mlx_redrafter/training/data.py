@@ -176,12 +176,14 @@ class AnswerFile:
         self.path, self.prompts, self.args = path, prompts, args
         settings = args.to_json()
         self.header = {name: settings[name] for name in ("model", "adapter_path", "temp", "max_tokens", "seed")}
-        self.header["prompts"] = digest(prompts)
+        # Prompts of about the same length need no padding beside each other; the longest need the most memory.
+        self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        self.header |= {"prompts": digest(prompts), "order": "longest prompt first"}
         # Few enough that every temperature has its turn.
         self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
 
     def read(self) -> list[list[int]]:
-        """The answers in the file, in the order of the prompts; none when there is no file.
+        """The answers in the file, that to the longest prompt first; none when there is no file.
 
         Raises:
             RedrafterError: not a file of answers, or of other ones.
@@ -209,14 +211,16 @@ class AnswerFile:
         """
         done = self.read()
         with tqdm(total=len(self.prompts), initial=len(done), desc="answers") as bar:
-            while group := self.prompts[len(done) : len(done) + self.group_size]:
+            while places := self._order[len(done) : len(done) + self.group_size]:
+                group = [self.prompts[i] for i in places]
                 number = len(done) // self.group_size
                 mx.random.seed(self.args.seed + number)
                 temp = self.args.temp[number % len(self.args.temp)]
                 done += generate_answers(model, tokenizer, group, temp, self.args.max_tokens)
                 bar.update(len(group))
                 write_text(self.path, "".join(json.dumps(line) + "\n" for line in [self.header, *done]))
-        return [join_text(prompt, answer) for prompt, answer in zip(self.prompts, done, strict=True)]
+        answers = dict(zip(self._order, done, strict=True))
+        return [join_text(prompt, answers[i]) for i, prompt in enumerate(self.prompts)]
 
 
 def join_text(prompt: Sequence[int], answer: Sequence[int]) -> Text:
