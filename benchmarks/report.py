@@ -26,8 +26,10 @@ from mlx_redrafter.planning.costs import interpolate, parse_costs
 from .heads import make_heads_table
 from .predict import study
 from .records import RESULTS, Record, Results, read_results
+from .specbench import make_kind_rows
 from .sweep import draw_maps
 from .tables import (
+    CONTEXT,
     PLAIN,
     Row,
     describe_setting,
@@ -99,16 +101,37 @@ def make_demo_table(results: Results) -> str:
     return f"{format_markdown(rows)}\n{settings}" if rows else ""
 
 
+def split_temps(results: Results) -> dict[str, list[Record]]:
+    """What is said of a temperature -> the records of Spec-Bench's questions with it."""
+    found: dict[str, list[Record]] = {}
+    for record in results.files.get("specbench", []):
+        if record["kind"] == "speed":
+            name = f"temperature {record['temp']:g}" if record["temp"] else "greedy"
+            found.setdefault(name, []).append(record)
+    return found
+
+
 def make_summary_table(results: Results) -> str:
-    """Plain decoding and ours, on the demo and on the largest of the real sizes."""
-    rows: list[Row] = []
-    files = dict.fromkeys(DEMO_FILES, ("context", "auto", "auto + context")) | {"synthetic-8b": ("auto",)}
-    for file, names in files.items():
-        for name, own in group_by_contestant(results.files.get(file, [])).items():
-            if name in (PLAIN, *names):
-                target = f"{own[0]['model']}, {own[0]['model_bits']:.3g} bits"
-                rows.append({"target": target, "text": DEMO_FILES.get(file, "simulated")} | make_row(name, own))
-    return format_markdown(rows)
+    """By kind of text, what a chat model's answers gain from the context alone, and with a drafter beside it."""
+    rows: dict[str, Row] = {}
+    for temp, records in split_temps(results).items():
+        speeds, tokens = (make_kind_rows(records, what) for what in ("x plain", "tokens/round"))
+        for speed, made in zip(speeds, tokens, strict=True):
+            row = rows.setdefault(speed["text"], {"text (answers)": speed["text"]})
+            for name, contestant in (("context", CONTEXT), ("drafter + context", "auto + context")):
+                times, per_round = (each.get(contestant) for each in (speed, made))
+                row[f"{temp}, {name}"] = None if times is None else f"{times:.2f} ({per_round:.2f})"
+    return format_markdown(list(rows.values()))
+
+
+def make_chat_table(results: Results) -> str:
+    """Every contestant on a chat model's answers, by kind of text: speed, then tokens per round."""
+    parts = []
+    for temp, records in split_temps(results).items():
+        for what, name in (("x plain", "times plain decoding"), ("tokens/round", "tokens per round")):
+            parts.append(f"{temp}, {name}:\n\n{format_markdown(make_kind_rows(records, what))}\n")
+        parts.append(describe_setting(records))
+    return "".join(parts)
 
 
 def make_kinds_table(results: Results) -> str:
@@ -208,6 +231,7 @@ def make_contributed_table(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "summary": make_summary_table,
+    "chat": make_chat_table,
     "demo": make_demo_table,
     "kinds": make_kinds_table,
     "heads": make_heads_table,

@@ -71,17 +71,17 @@ def test_tables_take_results_of_any_contestants() -> None:
         assert all(isinstance(make(results), str) for name, make in TABLES.items() if name != "predicted")
 
 
-def test_the_summary_is_of_the_demo_and_one_real_size() -> None:
-    ours = make_line(make_speed(plan="auto", ratio=1.5))
-    other = make_line(make_speed(plan="auto", ratio=2.5) | {"model": "large"})
-    table = TABLES["summary"](
-        Results({"demo-code": [PLAIN, ours], "synthetic-8b": [other], "synthetic-1b": [ours]}, [])
-    )
-    assert (
-        table.count("| auto |") == 2
-        and "1.50 (1.50 to 1.50)" in table
-        and "| large, 32 bits | simulated | auto |" in table
-    )
+def test_the_summary_is_of_a_chat_model_by_kind_of_text() -> None:
+    records = [
+        make_line(make_speed(kind, plan, ratio, prompt=prompt) | {"category": category, "temp": temp})
+        for prompt, category, ratio in (("one", "chat", 1.5), ("two", "maths", 2.5))
+        for temp in (0.0, 0.7)
+        for kind, plan in (("plain", None), ("context", None), ("drafter + context", "auto"))
+    ]
+    table = TABLES["summary"](Results({"specbench": records}, []))
+    assert "| chat (1) | 1.50 (" in table and "| maths (1) | 2.50 (" in table and "| all (2) | 2.00 (" in table
+    assert table.count("\n") == 5 and "greedy, context |" in table and "temperature 0.7, drafter + context |" in table
+    assert TABLES["chat"](Results({"specbench": records}, [])).count("| auto + context |") == 4
 
 
 def test_contributions_stand_with_their_contributor() -> None:
