@@ -60,12 +60,15 @@ class Text(NamedTuple):
         offset: how many of them are a prompt that is not learned.
         request: what tells requests apart, see `number_request`; None where it was not kept.
         hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before it was read.
+        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the tokens that the target finds likeliest to follow each
+            learned one, the likeliest first, and their probabilities; None where they were not kept.
     """
 
     ids: Array
     offset: int
     request: int | None = None
     hidden: Array | None = None
+    likeliest: tuple[Array, Array] | None = None
 
 
 class Contents(NamedTuple):

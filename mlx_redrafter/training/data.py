@@ -356,7 +356,14 @@ def collate(texts: Sequence[Text]) -> Batch:
             assert text.hidden is not None
             states[row, : len(text.hidden)] = text.hidden
         hidden = mx.array(states)
-    return Batch(mx.array(ids), mx.array(padded), hidden)
+    likeliest: tuple[mx.array, mx.array] | None = None
+    if texts[0].likeliest is not None:
+        # Of learned positions alone, one text after the other, as in `positions`.
+        kept = [(text.likeliest, max(text.offset - 1, 1)) for text in texts]
+        parts = [np.concatenate([pair[i][first:] for pair, first in kept if pair is not None]) for i in (0, 1)]
+        ids_kept, probs = (mx.array(np.resize(part, (len(padded), part.shape[1]))) for part in parts)
+        likeliest = ids_kept, probs
+    return Batch(mx.array(ids), mx.array(padded), hidden, likeliest)
 
 
 def most_frequent(texts: Iterable[Text], count: int, vocab_size: int) -> np.ndarray:

@@ -24,9 +24,9 @@ from ..errors import RedrafterError
 from ..planning.measure import time_calls
 from ..planning.sizing import n_weights, plain_milliseconds
 from .data import AT_ONCE, Text, collate
-from .hidden_states import TOKENS_AT_ONCE
+from .hidden_states import TOKENS_AT_ONCE, row_dtype
 from .settings import TrainingArgs
-from .targets import Teacher, read_states
+from .targets import Teacher, find_likeliest, read_states
 from .trainer import train_drafter
 
 
@@ -71,7 +71,7 @@ def estimate_run(
     comparing = (args.draft_depth + 2) * args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
     parts = [writing, reading, iters * iteration, validating + comparing]
     total, for_answers, for_reading, training, validation = map(tqdm.format_interval, (sum(parts), *parts))
-    disk = disk_bytes(sizes, answers * args.max_tokens, unread * mean)
+    disk = disk_bytes(sizes, args, answers * args.max_tokens, unread * mean)
     return (
         f"expected: {total} (minutes:seconds): {for_answers} for answers, {for_reading} to read them, {training} for "
         f"{iters} iterations of {iteration:.2g} s, {validation} for validation; "
@@ -90,10 +90,14 @@ def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
     """Seconds in which the target reads a text of this many tokens, among others."""
     length = min(length, args.max_seq_length)
     texts = max(1, TOKENS_AT_ONCE // length)
+    teacher, learned = Teacher(model), length if args.data else min(length, args.max_tokens)
     tokens, times = mx.zeros((texts, length), mx.int32), list[float]()
     for _ in range(2):
         started = time.perf_counter()
-        mx.eval(read_states(model, tokens))
+        hidden = read_states(model, tokens)
+        mx.eval(hidden)
+        if args.kept_top_k:
+            find_likeliest(teacher, hidden[:, -learned:].flatten(0, 1), args.kept_top_k)
         times.append(time.perf_counter() - started)
     return min(times) / texts
 
@@ -106,8 +110,10 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, len
     """
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
     prompt = 0 if args.data else max(0, length - args.max_tokens)
-    hidden = np.zeros((length - 1, sizes.hidden_size), np.float16)
-    batch = collate([Text(np.zeros(length, np.int32), prompt, hidden=hidden)] * args.batch_size)
+    kept = np.zeros(length - 1, row_dtype(sizes.hidden_size, args.kept_top_k))
+    likeliest = (kept["ids"], kept["probs"]) if args.kept_top_k else None
+    text = Text(np.zeros(length, np.int32), prompt, hidden=kept["hidden"], likeliest=likeliest)
+    batch = collate([text] * args.batch_size)
     drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), [time.perf_counter()]
     drafter.share(model)
 
@@ -121,10 +127,11 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, len
     return ends[-1] - ends[-2]
 
 
-def disk_bytes(sizes: DrafterArgs, answer_tokens: int = 0, state_tokens: int = 0) -> int:
+def disk_bytes(sizes: DrafterArgs, args: TrainingArgs, answer_tokens: int = 0, state_tokens: int = 0) -> int:
     """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one,
     answers and hidden states."""
-    return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens + 2 * sizes.hidden_size * state_tokens
+    of_token = row_dtype(sizes.hidden_size, args.kept_top_k).itemsize
+    return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens + of_token * state_tokens
 
 
 def check_disk(directory: Path, needed: int) -> None:

@@ -109,7 +109,7 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
     lengths = [len(text.ids) for text in training]
     counts = {"val_texts": len(held_back), "answers": missing, "unread": len(lengths)}
     say(estimate_run(model, sizes, args, lengths, args.iters, **counts))
-    check_disk(files.place, disk_bytes(sizes))
+    check_disk(files.place, disk_bytes(sizes, args))
     if args.minutes is not None:
         say(f"--minutes {args.minutes:g} may end it sooner")
     if dry_run:

@@ -21,18 +21,23 @@ from ..atomic_files import write_text
 from ..engine.model_parts import find_parts
 from ..errors import CheckpointError, RedrafterError, one_line
 from .data import digest
-from .targets import read_states
+from .targets import Teacher, find_likeliest, read_states
 
 TOKENS_AT_ONCE = 1024
 """Tokens of a forward, at least those of one text."""
 
 
 def add_hidden_states(
-    model: nn.Module, texts: Sequence[Text], path: Path | None = None, settings: dict[str, Any] | None = None
+    model: nn.Module,
+    texts: Sequence[Text],
+    path: Path | None = None,
+    settings: dict[str, Any] | None = None,
+    top_k: int = 0,
 ) -> list[Text]:
     """The texts with the hidden states of `model`, memory-mapped.
 
     Args:
+        top_k: how many of the tokens that it finds likeliest are kept for each learned one; 0 for none.
         path: the file to keep the states in; what it has of the same texts is not read again. None for a file that
             ends with this process.
         settings: what else the states depend on, as JSON has it.
@@ -43,29 +48,34 @@ def add_hidden_states(
         UnsupportedModelError: see `find_parts`.
     """
     width = find_parts(model).embedding(mx.zeros((1,), mx.int32)).shape[-1]
+    kind = row_dtype(width, top_k)
+    teacher = Teacher(model) if top_k else None
     groups = group_texts(texts)
     # (first row of each group, and after the last)
     starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
-    of = {"width": width, "texts": digest([text.ids.tolist() for text in texts]), **(settings or {})}
+    of = {"width": width, "texts": digest([[text.offset, *text.ids.tolist()] for text in texts]), **(settings or {})}
+    of |= {"top_k": top_k}
     try:
         with ExitStack() as stack:
             file = stack.enter_context(open_states(path, of))
-            rows = file.seek(0, 2) // (2 * width)
+            rows = file.seek(0, 2) // kind.itemsize
             done = max(number for number, start in enumerate(starts) if start <= rows)
-            file.truncate(file.seek(2 * width * starts[done]))
+            file.truncate(file.seek(kind.itemsize * starts[done]))
             n_done = sum(map(len, groups[:done]))
             with tqdm(total=len(texts), initial=n_done, desc="reading", disable=n_done == len(texts)) as bar:
                 for group in groups[done:]:
-                    file.write(read_group(model, [texts[i] for i in group]).tobytes())
+                    file.write(read_group(model, [texts[i] for i in group], kind, teacher).tobytes())
                     bar.update(len(group))
             file.flush()
-            states = np.memmap(file, np.float16, "r", shape=(starts[-1], width))
+            kept = np.memmap(file, kind, "r", shape=(starts[-1],))
     except OSError as error:
         place = path or "a temporary file"
         raise RedrafterError(f"cannot keep the hidden states in {place}: {one_line(error)}") from error
     found, row = list(texts), 0
     for i in (i for group in groups for i in group):
-        found[i] = texts[i]._replace(hidden=states[row : row + len(texts[i].ids) - 1])
+        own = kept[row : row + len(texts[i].ids) - 1]
+        likeliest = (own["ids"], own["probs"]) if top_k else None
+        found[i] = texts[i]._replace(hidden=own["hidden"], likeliest=likeliest)
         row += len(texts[i].ids) - 1
     return found
 
@@ -97,13 +107,33 @@ def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
     return path.open("r+b")
 
 
-def read_group(model: nn.Module, texts: Sequence[Text]) -> np.ndarray[Any, Any]:
-    """(rows, D) float16 hidden states of some texts, one text after the other."""
+def row_dtype(width: int, top_k: int) -> np.dtype[Any]:
+    """What is kept of a token: its hidden state and, with `top_k`, the likeliest tokens and their probabilities."""
+    likeliest = [("ids", "<i4", (top_k,)), ("probs", "<f2", (top_k,))] if top_k else []
+    return np.dtype([("hidden", "<f2", (width,)), *likeliest])
+
+
+def read_group(
+    model: nn.Module, texts: Sequence[Text], kind: np.dtype[Any], teacher: Teacher | None
+) -> np.ndarray[Any, Any]:
+    """(rows,) of `row_dtype`, some texts, one after the other.
+
+    Args:
+        teacher: of the likeliest tokens; None where none are kept.
+    """
     ids = np.zeros((len(texts), max(len(text.ids) for text in texts) - 1), np.int32)
     for row, text in enumerate(texts):
         ids[row, : len(text.ids) - 1] = text.ids[:-1]
-    hidden = read_states(model, mx.array(ids)).astype(mx.float16)
-    found = np.concatenate([np.array(hidden[row, : len(text.ids) - 1]) for row, text in enumerate(texts)])
-    if not np.isfinite(found).all():
+    hidden = read_states(model, mx.array(ids))
+    found = []
+    for row, text in enumerate(texts):
+        kept = np.zeros(len(text.ids) - 1, kind)
+        kept["hidden"] = np.array(hidden[row, : len(kept)].astype(mx.float16))
+        if teacher is not None and (first := max(text.offset - 1, 1)) < len(kept):
+            found_likeliest = find_likeliest(teacher, hidden[row, first : len(kept)], kind["ids"].shape[0])
+            kept["ids"][first:], kept["probs"][first:] = found_likeliest
+        found.append(kept)
+    rows = np.concatenate(found)
+    if not np.isfinite(rows["hidden"]).all():
         raise CheckpointError("the target's hidden states are not finite in 16 bits: it cannot be trained for")
-    return found
+    return rows

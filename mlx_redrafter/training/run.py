@@ -186,7 +186,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     unread = 0 if not left or files.states.exists() else n_read
     say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing, unread=unread))
     tokens = 0 if args.data else len(lengths) * args.max_tokens
-    check_disk(files.place, disk_bytes(sizes, tokens, n_read * round(sum(lengths) / len(lengths))))
+    check_disk(files.place, disk_bytes(sizes, args, tokens, n_read * round(sum(lengths) / len(lengths))))
     if dry_run:
         return 0
     with lock_file(files.lock):
@@ -197,7 +197,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             training, validation = texts[0], texts[1][:n_validation]
             if left:
                 read_by = {"model": args.model, "adapter_path": args.adapter_path}
-                read = add_hidden_states(model, [*training, *validation], files.states, read_by)
+                read = add_hidden_states(model, [*training, *validation], files.states, read_by, args.kept_top_k)
                 training, validation = read[: len(training)], read[len(training) :]
             drafter, teacher = make_new_drafter(args, model, sizes, training, say), Teacher(model, reads=False)
             del model  # nothing more is asked of it until the end

@@ -59,7 +59,7 @@ class TrainingArgs:
     dtype: str | None = setting(None, "dtype of the finished drafter; the target's when not given", choices=DTYPES)
     compute_dtype: str = setting("float32", "dtype of the drafter's forward and gradients", choices=DTYPES[1:])
     labels: str = setting("distribution", "what is learned to follow each token", choices=LABELS)
-    teacher_top_k: int = setting(0, "learn only this many of the target's likeliest tokens; 0 for all", 0)
+    teacher_top_k: int = setting(0, "learn only this many of the target's likeliest tokens, found once; 0 for all", 0)
     label_temp: float = setting(1.0, "temperature of labels that are drawn (--labels sampled)", 0)
     draft_depth: int = setting(5, "K, how many guesses are trained from each position", 1, MAX_DRAFT_DEPTH)
     depth_weights: tuple[float, ...] = setting(
@@ -155,6 +155,11 @@ class TrainingArgs:
     def is_measured(self) -> bool:
         """Whether the size is chosen by measuring."""
         return self.kind.MEASURED is not None and getattr(self, self.kind.MEASURED) is None
+
+    @property
+    def kept_top_k(self) -> int:
+        """How many of the target's likeliest tokens are kept when it reads the texts; 0 where all are learned."""
+        return self.teacher_top_k if self.labels == "distribution" else 0
 
     @property
     def mixed_dtype(self) -> mx.Dtype | None:

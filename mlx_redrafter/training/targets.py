@@ -28,11 +28,14 @@ class Batch(NamedTuple):
         ids: (B, T + 1) int32.
         positions: (N,) int32 indices into the first B * T tokens: what follows these is learned; -1 pads.
         hidden: (B, T, D) the target's hidden states after its final norm; None before it has read them.
+        likeliest: (N, M) int32 and (N, M) float16, the likeliest tokens and their probabilities, see `Text.likeliest`;
+            None where they were not kept.
     """
 
     ids: mx.array
     positions: mx.array
     hidden: mx.array | None = None
+    likeliest: tuple[mx.array, mx.array] | None = None
 
 
 class Teacher:
@@ -143,11 +146,17 @@ def compute_targets(
         return rows[ids]
 
     teacher, tokens = Teacher.of(target), batch.ids[:, :-1]
-    hidden = teacher.read(batch)
-    logits = teacher.logits(hidden.flatten(0, 1)[batch.positions])
-    choices = find_rows(mx.argmax(logits, axis=-1))
+    hidden, kept = teacher.read(batch), batch.likeliest
     columns = mx.where(batch.positions < 0, -1, batch.positions % tokens.shape[1])
+    if kept is None or args.labels == "sampled":
+        logits = teacher.logits(hidden.flatten(0, 1)[batch.positions])
+        choices = find_rows(mx.argmax(logits, axis=-1))
+    else:
+        choices = find_rows(kept[0][:, 0])
     states = tokens, hidden, teacher.embedding(tokens), batch.positions, columns, choices
+    if args.labels == "distribution" and kept is not None:
+        rows = find_rows(kept[0])
+        return TrainingTargets(*states, mx.where(rows >= 0, kept[1], 0).astype(mx.float32), mx.maximum(rows, 0))
     if args.labels == "distribution":
         return TrainingTargets(*states, *compute_probs(logits, draft_ids, args.teacher_top_k))
     wanted = choices
@@ -178,6 +187,22 @@ def compute_probs(logits: mx.array, draft_ids: mx.array | None, top_k: int) -> t
             parts.append((probs.astype(logits.dtype),))
     found = [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
     return found[0], found[1] if len(found) > 1 else None
+
+
+def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """((N, count) int32 tokens, (N, count) float16 probabilities) that follow hidden states (N, D), the likeliest
+    first."""
+    ids, probs = np.zeros((len(hidden), count), np.int32), np.zeros((len(hidden), count), np.float16)
+    least = min(count, teacher.vocab_size) - 1
+    for start in range(0, len(hidden), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        all_probs = mx.softmax(teacher.logits(hidden[rows]).astype(mx.float32), axis=-1)
+        likeliest = mx.argpartition(-all_probs, least, axis=-1)[:, : least + 1]
+        kept = mx.take_along_axis(all_probs, likeliest, axis=-1)
+        order = mx.argsort(-kept, axis=-1)
+        ids[rows, : least + 1] = np.array(mx.take_along_axis(likeliest, order, axis=-1))
+        probs[rows, : least + 1] = np.array(mx.take_along_axis(kept, order, axis=-1))
+    return ids, probs
 
 
 def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:

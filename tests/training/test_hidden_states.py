@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from families import make_family
-from small import small_drafter
+from small import partial_drafter, small_drafter
 
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedModelError
 from mlx_redrafter.training import hidden_states
@@ -51,6 +51,27 @@ def test_the_loss_is_that_of_texts_that_were_not_read(model: nn.Module, texts: l
         compute_targets(Teacher(model, reads=False), collate(texts[:3]), args)
 
 
+@pytest.mark.parametrize("draft_vocab", [None, 9])
+def test_the_loss_of_kept_likeliest_tokens_is_that_of_the_targets(
+    model: nn.Module, texts: list[Text], draft_vocab: int | None
+) -> None:
+    """All 23 of the vocabulary are kept here, so that nothing is left out; then 4, so that little is."""
+    drafter = small_drafter(hidden=16, vocab=23)
+    if draft_vocab:
+        drafter = partial_drafter(drafter, np.arange(0, 2 * draft_vocab, 2))
+    ids, losses, choices = drafter.get("draft_ids"), [], []
+    for top_k, kept in ((0, 0), (23, 30), (4, 0), (4, 4)):
+        args = TrainingArgs(teacher_top_k=top_k if top_k < 23 else 0)
+        batch = collate(add_hidden_states(model, texts, top_k=kept)[:3])
+        assert (batch.likeliest is not None) is bool(kept)
+        targets = compute_targets(Teacher(model, reads=False), batch, args, ids)
+        losses.append(draft_loss(drafter, targets, 3).loss.item())
+        choices.append(np.array(targets.choices)[np.array(batch.positions) >= 0].tolist())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert draft_vocab or losses[3] == pytest.approx(losses[2], rel=1e-3), "of the draft vocabulary others are left out"
+    assert choices[0] == choices[1] == choices[2] == choices[3]
+
+
 @pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("kept", [0.0, 0.4, 1.0])
 def test_a_killed_run_reads_only_the_rest(
@@ -62,9 +83,9 @@ def test_a_killed_run_reads_only_the_rest(
     path.write_bytes(data[: int(kept * len(data)) // 32 * 32 + (3 if kept < 1 else 0)])
     real = hidden_states.read_group
 
-    def count(model: nn.Module, group: list[Text]) -> Any:
+    def count(model: nn.Module, group: list[Text], *how: Any) -> Any:
         calls.append(len(group))
-        return real(model, group)
+        return real(model, group, *how)
 
     monkeypatch.setattr(hidden_states, "read_group", count)
     again = add_hidden_states(model, texts, path, SETTINGS)

@@ -214,9 +214,11 @@ def test_a_draft_vocabulary_and_given_texts(target: str, tmp_path: Path) -> None
     (tmp_path / "data" / "valid.jsonl").write_text("".join(rows[:4]))
     said: list[str] = []
     more: dict[str, Any] = {"prompts": None, "data": str(tmp_path / "data"), "draft_vocab_size": 300}
-    chosen = settings(tmp_path, target, dtype="float16", **more)
+    chosen = settings(tmp_path, target, dtype="float16", teacher_top_k=8, **more)
     assert run.train(chosen, say=said.append) == 0
     assert "draft vocabulary 300" in said[0]
+    states = tmp_path / "drafter" / "training" / "hidden_states.f16"
+    assert json.loads(states.with_suffix(".json").read_text())["top_k"] == 8
     model, tokenizer = load(target)
     drafter = load_drafter(tmp_path / "drafter", model)
     assert drafter.args.draft_vocab_size == 300 and drafter.lm_head[-1].weight.dtype == mx.float16
