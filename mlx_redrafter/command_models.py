@@ -49,7 +49,7 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
 
     Args:
         args: has `adapter_path`, `trust_remote_code` and, where the command has the flags, `quantize_activations`
-            and `dtype`.
+            and `model_dtype`.
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
 
@@ -82,12 +82,12 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
 
 
 def cast(model: nn.Module, args: Any) -> None:
-    """Casts a model's floating-point weights to the `dtype` of the flags, if any, as `mlx_lm.convert` does.
+    """Casts a model's floating-point weights to the `model_dtype` of the flags, if any, as `mlx_lm.convert` does.
 
     Raises:
         RedrafterError: one of them is too large for it.
     """
-    if (name := getattr(args, "dtype", None)) is None:
+    if (name := getattr(args, "model_dtype", None)) is None:
         return
     dtype: mx.Dtype = getattr(mx, name)
     may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)

@@ -14,9 +14,10 @@ from toys import make_tokenizer
 
 from mlx_redrafter.checkpoints import list_weights, save_drafter
 from mlx_redrafter.cli.arguments import make_parser
-from mlx_redrafter.command_models import load_pair
+from mlx_redrafter.command_models import load_pair, load_target
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.training.settings import TrainingArgs
 
 COPY = "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
 
@@ -100,3 +101,10 @@ def test_a_models_own_layer_is_asked_for_before_the_model_is_loaded() -> None:
     assert "'builtin' says how to get the model's own" in told
     with pytest.raises(CheckpointError, match="no/such-model"):
         load_pair(Namespace(**vars(flags), no_drafter=True), "no/such-model", "builtin")
+
+
+def test_the_dtype_of_a_drafter_to_train_is_not_its_targets(tmp_path: Path) -> None:
+    save_target(tmp_path, small_llama(), make_tokenizer()._tokenizer)
+    args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
+    model, _ = load_target(args, args.model)
+    assert {array.dtype for array in list_weights(model).values()} == {mx.float32}

@@ -27,7 +27,7 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
     drafters("--draft-model", help="a smaller model with the same tokenizer instead, as in mlx-lm")
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
-    add("--dtype", choices=DTYPES, help=DTYPE_HELP)
+    add("--dtype", dest="model_dtype", choices=DTYPES, help=DTYPE_HELP)
     add("--quantize-activations", "-qa", action="store_true", help="quantize activations as the layers are")
     return parser
 

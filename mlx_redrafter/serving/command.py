@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     add("--adapter-path", help="path of trained adapter weights and config")
     add("--pipeline", action="store_true", help="on several ranks: some layers for each, not a part of every layer")
     add("--trust-remote-code", action="store_true", help="trust remote code for the tokenizer and the model")
-    add("--dtype", choices=DTYPES, help=DTYPE_HELP)
+    add("--dtype", dest="model_dtype", choices=DTYPES, help=DTYPE_HELP)
     add("--served-model-name", nargs="+", metavar="NAME",
         help="names of the model in requests, * for any; the first is in replies (default: its own)")  # fmt: skip
     add("--chat-template", help="a chat template instead of the tokenizer's")
