@@ -53,6 +53,23 @@ def test_every_temperature_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
     assert temps == [(0.0, 3), (0.8, 2)]
 
 
+def test_prompts_of_about_the_same_length_are_answered_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = []
+
+    def write(model: Any, tokenizer: Any, group: Any, temp: float, max_tokens: int) -> list[list[int]]:
+        groups.append([len(prompt) for prompt in group])
+        return [[len(prompt)] for prompt in group]
+
+    monkeypatch.setattr(data, "generate_answers", write)
+    monkeypatch.setattr(data, "AT_ONCE", 2)
+    given = [[1] * size for size in (3, 9, 2, 8, 4)]
+    found = answer_file(tmp_path / "answers.jsonl", given).complete(None, None)  # type: ignore[arg-type]
+    assert groups == [[9, 8], [4, 3], [2]]
+    assert [text.ids.tolist() for text in found] == [[*prompt, len(prompt)] for prompt in given]
+
+
 def test_a_stopped_run_keeps_whole_groups(
     demo: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
