@@ -13,6 +13,7 @@ from mlx_redrafter.atomic_files import expand_path, why_not_writable
 COMMANDS = {
     "run": "run",
     "specbench": "specbench",
+    "smollm2": "smollm2",
     "sweep": "sweep",
     "synthetic": "synthetic",
     "predict": "predict",

