@@ -165,6 +165,10 @@ class Drafter(TrainableDrafter):
             y = block(y)
         return y
 
+    def imitate(self, axes: mx.array) -> None:
+        """In the axes that its output matrix begins with: such features give the target's own choice."""
+        self._axes = axes[:, : self.args.exit_dim]
+
     @property
     def output_layers(self) -> list[nn.Module]:
         """Its output matrix."""

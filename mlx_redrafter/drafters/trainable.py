@@ -114,6 +114,19 @@ class TrainableDrafter(Drafter):
         for layer in cast(list[Any], self.output_layers):
             layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
 
+    def imitate(self, axes: mx.array) -> None:
+        """Lets a new drafter learn the target's next hidden states, too, where its features can be them.
+
+        Args:
+            axes: (D, D) of the principal components of the target's embedding, the largest first.
+        """
+
+    @property
+    def axes(self) -> mx.array | None:
+        """(D, R) in which its first R features are to be the target's next hidden state; None where they are not."""
+        axes: mx.array | None = self.get("_axes")
+        return axes
+
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype its states are computed in."""

@@ -75,6 +75,8 @@ def draft_loss(
     depth: int,
     weights: Sequence[float] | None = None,
     *,
+    axes: mx.array | None = None,
+    regression_weight: float = 0.0,
     grad_checkpoint: bool = False,
     chunk: int | None = None,
 ) -> DraftLoss:
@@ -84,16 +86,22 @@ def draft_loss(
     guesses before it, of sum_v min(p_v, q_v), the share of a draft's tokens that speculative sampling accepts.
     Nothing flows back through these weights, nor into the targets.
 
+    With `axes` the loss has a second part: the squared distance of each guess's features from the target's hidden
+    state after the same tokens, as a share of that state's own square, weighed as the guess is. A few texts say more by
+    their states than by their tokens.
+
     Args:
         targets: T > depth.
         depth: K.
         weights: K numbers, the weight of each depth.
+        axes: (D, R) what features should be of a hidden state, see `TrainableDrafter.axes`.
+        regression_weight: of the second part.
         grad_checkpoint: compute the drafter's activations again for the gradient instead of keeping them.
         chunk: how many guesses have their logits in memory at a time; None for as many as `LOGITS_IN_MEMORY` allows.
             It changes nothing else.
 
     Source: arXiv 2403.09919, section 3.5; Apple's ml-recurrent-drafter, recurrent_drafting/train/loss.py. The
-    acceptance rate: arXiv 2211.17192, section 3.1.
+    acceptance rate: arXiv 2211.17192, section 3.1. Regression of the next hidden state: EAGLE, arXiv 2401.15077.
     """
     targets = TrainingTargets(*(mx.stop_gradient(array) for array in targets if array is not None))
     chunk = max(1, LOGITS_IN_MEMORY // drafter.args.n_guesses) if chunk is None else chunk
@@ -107,6 +115,11 @@ def draft_loss(
 
     step = nn.utils.checkpoint(drafter, read) if grad_checkpoint else read
     fixed = mx.ones((depth,)) if weights is None else mx.array(list(weights))
+    wanted: mx.array | None = None
+    if axes is not None and regression_weight:
+        wanted = hidden.flatten(0, 1)[targets.positions].astype(mx.float32) @ axes
+        is_learned = targets.columns >= 0
+        size = (is_learned * mx.square(wanted).sum(axis=-1)).sum() / mx.maximum(is_learned.sum(), 1) + 1e-6
     reached = mx.ones(tokens.size)
     state: State = None
     total, mass, ranks = mx.zeros(()), mx.zeros(()), []
@@ -124,6 +137,9 @@ def draft_loss(
             factors = mx.where(is_guess[k], mx.stop_gradient(overlap), 1.0)
             reached = mx.roll(reached.at[targets.positions].multiply(factors), 1)
         total, mass = total + loss, mass + each.sum()
+        if wanted is not None:
+            distance = mx.square(features[:, : wanted.shape[1]].astype(mx.float32) - wanted).sum(axis=-1)
+            total += regression_weight * (each * distance).sum() / size
         ranks.append(mx.where(is_guess[k], rank, -1))
     return DraftLoss(total / mx.maximum(mass, 1e-6), mx.stack(ranks))
 

@@ -65,6 +65,9 @@ class TrainingArgs:
     depth_weights: tuple[float, ...] = setting(
         (), "weight of each depth; by default of each guess, the chance that a draft gets there", type=float, nargs="+"
     )
+    regression_weight: float = setting(
+        3.0, "weight of how far features are from the target's next hidden states; 0 for none", 0
+    )
     iters: int = setting(1000, "iterations to train for", 1)
     batch_size: int = setting(4, "texts of an iteration", 1)
     grad_accumulation_steps: int = setting(1, "iterations before each update", 1)

@@ -208,8 +208,7 @@ def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.n
 def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
     """An untrained drafter that knows from the target's embedding which tokens are alike.
 
-    Output matrices are most of a drafter, and rare tokens seldom change them: so it learns faster at first. Of the
-    target's embedding only a few rows are in float32 at a time.
+    Output matrices are most of a drafter, and rare tokens seldom change them: so it learns faster at first.
 
     Args:
         ids: (V',) the tokens that it can guess, where `args` says that it cannot guess all.
@@ -218,15 +217,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
     if ids is not None:
         drafter.draft_ids = mx.array(ids.astype(np.int32))
     embedding = find_parts(model).embedding
-    guessed = mx.arange(args.vocab_size) if ids is None else drafter.draft_ids
-    mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
-    for part in split(guessed):
-        rows = embedding(part).astype(mx.float32)
-        mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
-        mx.eval(mean, square)
-    mean /= guessed.size  # what all tokens share does not tell them apart
-    _, axes = mx.linalg.eigh(square - guessed.size * mx.outer(mean, mean), stream=mx.cpu)
-    axes = axes[:, ::-1]
+    mean, axes = find_components(embedding, drafter)
 
     def project(tokens: mx.array, width: int | None) -> mx.array:
         rows = (embedding(part).astype(mx.float32) - mean for part in split(tokens))
@@ -234,7 +225,23 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
 
     drafter.share(model)
     drafter.start_from(project)
+    drafter.imitate(axes)
     return drafter
+
+
+def find_components(embedding: Any, drafter: TrainableDrafter) -> tuple[mx.array, mx.array]:
+    """((D,) mean, (D, D) axes of the principal components, the largest first) of the target's embedding of the tokens
+    that a drafter can guess. Only a few rows are in float32 at a time."""
+    args = drafter.args
+    guessed = drafter.draft_ids if "draft_ids" in drafter else mx.arange(args.vocab_size)
+    mean, square = mx.zeros((args.hidden_size,)), mx.zeros((args.hidden_size, args.hidden_size))
+    for part in split(guessed):
+        rows = embedding(part).astype(mx.float32)
+        mean, square = mean + rows.sum(axis=0), square + rows.T @ rows
+        mx.eval(mean, square)
+    mean /= guessed.size  # what all tokens share does not tell them apart
+    _, axes = mx.linalg.eigh(square - guessed.size * mx.outer(mean, mean), stream=mx.cpu)
+    return mean, axes[:, ::-1]
 
 
 def split(tokens: mx.array) -> list[mx.array]:

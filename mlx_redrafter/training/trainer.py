@@ -108,7 +108,15 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
         if dtype is not None:
             drafter.update(tree_map(lambda weight: weight.astype(dtype), weights))
         targets = TrainingTargets(*arrays)
-        found = draft_loss(drafter, targets, args.draft_depth, fixed, grad_checkpoint=args.grad_checkpoint)
+        found = draft_loss(
+            drafter,
+            targets,
+            args.draft_depth,
+            fixed,
+            axes=drafter.axes,  # as an update has left them: it replaces all of a drafter's arrays
+            regression_weight=args.regression_weight,
+            grad_checkpoint=args.grad_checkpoint,
+        )
         drafter.update(weights)
         return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": found.accuracy[-1]}
 

@@ -15,6 +15,7 @@ from mlx_redrafter.training.loss import TrainingTargets, draft_loss
 
 HIDDEN, VOCAB, TEXTS, LENGTH, DEPTH = 8, 11, 2, 7, 3
 LEARNED = [1, 3, 4, 5, 6, 9, 10, 11, 13, -1]  # of 2 x 7 positions; the last one pads
+REGRESSION = 3.0
 Arrays = dict[str, np.ndarray]
 
 
@@ -43,8 +44,8 @@ def silu(x: np.ndarray) -> np.ndarray:
     return np.asarray(x / (1 + np.exp(-x)))
 
 
-def guess(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int) -> np.ndarray:
-    """(V,) logits of the guess at `depth` of the draft from position `start`, with nothing of the package."""
+def features(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth: int) -> np.ndarray:
+    """(X,) of the guess at `depth` of the draft from position `start`, with nothing of the package."""
     hidden, embeddings = (np.array(array[row]).astype(np.float64) for array in targets[1:3])
     state = np.zeros(HIDDEN)
     for k in range(1, depth + 1):
@@ -56,7 +57,7 @@ def guess(weights: Arrays, targets: TrainingTargets, row: int, start: int, depth
     y = np.concatenate([hidden[start], state]) @ weights["input_proj.weight"].T + weights["input_proj.bias"]
     for n in range(2):
         y = y + silu(y @ weights[f"lm_head.{n}.linear.weight"].T + weights[f"lm_head.{n}.linear.bias"])
-    return np.asarray(y @ weights["lm_head.2.weight"].T)
+    return np.asarray(y)
 
 
 class Reference:
@@ -69,16 +70,20 @@ class Reference:
         depth: int,
         depth_weights: list[float] | None,
         frozen: dict[tuple[int, int], float] | None = None,
+        axes: np.ndarray | None = None,
     ) -> None:
         reached: dict[int, float] = {}
         self.weights = {} if frozen is None else frozen
         self.ranks = np.full((depth, len(LEARNED)), -1)
         total = 0.0
+        states = np.array(targets.hidden).reshape(-1, HIDDEN).astype(np.float64)
+        learned = [position for position in LEARNED if position >= 0]
         for k in range(1, depth + 1):
             for n, position in enumerate(LEARNED):
                 if position < 0 or position % LENGTH < k:
                     continue
-                logits = guess(weights, targets, position // LENGTH, position % LENGTH - k, k)
+                y = features(weights, targets, position // LENGTH, position % LENGTH - k, k)
+                logits = y @ weights["lm_head.2.weight"].T
                 q = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
                 p = np.zeros(VOCAB)
                 np.add.at(
@@ -88,6 +93,10 @@ class Reference:
                 if frozen is None:
                     self.weights[k, n] = reached.get(start, 1.0) if depth_weights is None else depth_weights[k - 1]
                 total += self.weights[k, n] * -(p * np.log(q)).sum()
+                if axes is not None:
+                    square = np.square(states[learned] @ axes).sum() / len(learned)
+                    distance = np.square(y[: axes.shape[1]] - states[position] @ axes).sum()
+                    total += REGRESSION * self.weights[k, n] * distance / square
                 reached[start] = reached.get(start, 1.0) * np.minimum(p, q).sum()
                 choice = int(np.array(targets.choices[n]))
                 self.ranks[k - 1, n] = VOCAB if choice < 0 else (logits > logits[choice]).sum()
@@ -108,6 +117,16 @@ def test_same_as_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] 
     assert np.allclose(np.array(found.accuracy), accuracy)
     shifted = targets._replace(hidden=mx.roll(targets.hidden, 1, 1))
     assert draft_loss(drafter, shifted, depth, weights).loss.item() != pytest.approx(wanted.loss, abs=1e-3)
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_features_are_compared_with_the_states_after_the_same_tokens(width: int) -> None:
+    drafter, targets = make()
+    axes = np.linalg.qr(np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)))[0][:, :width]
+    found = draft_loss(drafter, targets, DEPTH, axes=mx.array(axes, mx.float32), regression_weight=REGRESSION)
+    plain, wanted = (Reference(parameters(drafter), targets, DEPTH, None, axes=each) for each in (None, axes))
+    assert found.loss.item() == pytest.approx(wanted.loss, abs=1e-5) and wanted.loss > 1.1 * plain.loss
+    assert np.array_equal(np.array(found.ranks), wanted.ranks)
 
 
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])

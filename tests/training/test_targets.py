@@ -96,12 +96,14 @@ def test_adapters_are_part_of_the_target(model: Any, batch: Batch) -> None:
 @pytest.mark.parametrize("ids", [None, np.arange(18)])
 def test_a_new_head_has_the_embeddings_components(model: Any, exit_dim: int, ids: np.ndarray | None) -> None:
     count = None if ids is None else len(ids)
-    head = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids).lm_head[-1].weight
+    drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids)
+    head = drafter.output_layers[0].weight
     rows = model.model.embed_tokens.weight[: count or VOCAB]
     rows = rows - rows.mean(axis=0)
     components = head[:, : min(exit_dim, HIDDEN)]
     _, values, _ = mx.linalg.svd(rows, stream=mx.cpu)
     assert head.shape == (len(rows), exit_dim)
     assert mx.allclose(mx.linalg.norm(components, axis=0), values[: components.shape[1]], rtol=1e-2)
+    assert drafter.axes is not None and mx.allclose(components, rows @ drafter.axes, atol=1e-4)
     if exit_dim > HIDDEN:
         assert mx.allclose(components @ components.T, rows @ rows.T, atol=1e-4)
