@@ -14,7 +14,7 @@ from toys import make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.drafters.source import StepwiseSource
-from mlx_redrafter.planning import planner
+from mlx_redrafter.planning import history, planner
 
 VOCAB = 8  # so few that the text repeats itself
 PROMPT = make_prompt(7, vocab=VOCAB, seed=4)
@@ -59,7 +59,7 @@ def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
 @pytest.fixture
 def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets auto draft at once, whatever this machine takes, and however busy it is."""
-    monkeypatch.setattr(planner, "MAX_SLOWDOWN", 1.0)
+    monkeypatch.setattr(history, "MAX_SLOWDOWN", 1.0)
     monkeypatch.setattr(planner, "load_costs", lambda *pair, **how: make_costs())
 
 
