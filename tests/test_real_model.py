@@ -10,6 +10,7 @@ import pytest
 from benchmarks.smollm2 import make_model, read_package
 from mlx_redrafter import load, stream_generate
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.planning import history
 
 pytestmark = pytest.mark.package_index
 
@@ -28,17 +29,17 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_a_real_answer_is_the_same_with_and_without_drafts(real: tuple[Any, Any], temp: float) -> None:
+def test_a_real_answer_is_the_same_with_and_without_drafts(
+    real: tuple[Any, Any], temp: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MAX_SLOWDOWN", 1.0)  # it drafts however busy the machine is
     model, tokenizer = real
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
     texts, rounds = {}, {}
-    for name, options in {
-        "plain": {"plan": "off"},
-        "context": {},
-    }.items():
+    for name, options in {"plain": {"plan": "off"}, "context": {}}.items():
         responses = list(stream_generate(model, tokenizer, prompt, max_tokens=64, temp=temp, seed=1, **options))
         texts[name], rounds[name] = "".join(each.text for each in responses), responses[-1].tokens_per_round
     assert len(texts["plain"]) > 100 and set(texts.values()) == {texts["plain"]}
-    assert rounds["plain"] == 1 and rounds["context"] >= 1  # how often it drafts depends on the clock
+    assert rounds["plain"] == 1 and rounds["context"] > 1.05
     if not temp:
         assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=64) == texts["plain"]
