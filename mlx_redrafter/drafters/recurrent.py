@@ -165,7 +165,7 @@ class Drafter(TrainableDrafter):
             y = block(y)
         return y
 
-    def imitate(self, axes: mx.array) -> None:
+    def set_axes(self, axes: mx.array) -> None:
         """In the axes that its output matrix begins with: such features give the target's own choice."""
         self._axes = axes[:, : self.args.exit_dim]
 

@@ -114,7 +114,7 @@ class TrainableDrafter(Drafter):
         for layer in cast(list[Any], self.output_layers):
             layer.weight = fill_columns(layer.weight, project(guessed, layer.weight.shape[1]))
 
-    def imitate(self, axes: mx.array) -> None:
+    def set_axes(self, axes: mx.array) -> None:
         """Lets a new drafter learn the target's next hidden states, too, where its features can be them.
 
         Args:

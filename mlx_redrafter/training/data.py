@@ -345,8 +345,7 @@ def collate(texts: Sequence[Text]) -> Batch:
     positions: list[int] = []
     for row, text in enumerate(texts):
         ids[row, : len(text.ids)] = text.ids
-        first = max(text.offset - 1, 1)  # the first guess follows the second token
-        positions += range(row * (width - 1) + first, row * (width - 1) + len(text.ids) - 1)
+        positions += range(row * (width - 1) + text.first_learned, row * (width - 1) + len(text.ids) - 1)
     padded = np.full(pad(len(positions), PAD_POSITIONS_TO), -1, np.int32)
     padded[: len(positions)] = positions
     hidden: mx.array | None = None
@@ -359,10 +358,10 @@ def collate(texts: Sequence[Text]) -> Batch:
     likeliest: tuple[mx.array, mx.array] | None = None
     if texts[0].likeliest is not None:
         # Of learned positions alone, one text after the other, as in `positions`.
-        kept = [(text.likeliest, max(text.offset - 1, 1)) for text in texts]
-        parts = [np.concatenate([pair[i][first:] for pair, first in kept if pair is not None]) for i in (0, 1)]
-        ids_kept, probs = (mx.array(np.resize(part, (len(padded), part.shape[1]))) for part in parts)
-        likeliest = ids_kept, probs
+        found = [[column[text.first_learned :] for column in text.likeliest or ()] for text in texts]
+        columns = map(np.concatenate, zip(*found, strict=True))
+        tokens, probs = (mx.array(np.resize(column, (len(padded), column.shape[1]))) for column in columns)
+        likeliest = tokens, probs
     return Batch(mx.array(ids), mx.array(padded), hidden, likeliest)
 
 

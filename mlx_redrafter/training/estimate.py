@@ -90,13 +90,14 @@ def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
     """Seconds in which the target reads a text of this many tokens, among others."""
     length = min(length, args.max_seq_length)
     texts = max(1, TOKENS_AT_ONCE // length)
-    teacher, learned = Teacher(model), length if args.data else min(length, args.max_tokens)
+    teacher = Teacher(model) if args.kept_top_k else None
+    learned = length if args.data else min(length, args.max_tokens)
     tokens, times = mx.zeros((texts, length), mx.int32), list[float]()
     for _ in range(2):
         started = time.perf_counter()
         hidden = read_states(model, tokens)
         mx.eval(hidden)
-        if args.kept_top_k:
+        if teacher is not None:
             find_likeliest(teacher, hidden[:, -learned:].flatten(0, 1), args.kept_top_k)
         times.append(time.perf_counter() - started)
     return min(times) / texts

@@ -37,10 +37,10 @@ def add_hidden_states(
     """The texts with the hidden states of `model`, memory-mapped.
 
     Args:
-        top_k: how many of the tokens that it finds likeliest are kept for each learned one; 0 for none.
         path: the file to keep the states in; what it has of the same texts is not read again. None for a file that
             ends with this process.
         settings: what else the states depend on, as JSON has it.
+        top_k: how many of the tokens that it finds likeliest are kept for each learned one; 0 for none.
 
     Raises:
         RedrafterError: the file cannot be written.
@@ -129,9 +129,9 @@ def read_group(
     for row, text in enumerate(texts):
         kept = np.zeros(len(text.ids) - 1, kind)
         kept["hidden"] = np.array(hidden[row, : len(kept)].astype(mx.float16))
-        if teacher is not None and (first := max(text.offset - 1, 1)) < len(kept):
-            found_likeliest = find_likeliest(teacher, hidden[row, first : len(kept)], kind["ids"].shape[0])
-            kept["ids"][first:], kept["probs"][first:] = found_likeliest
+        if teacher is not None and (first := text.first_learned) < len(kept):
+            states = hidden[row, first : len(kept)]
+            kept["ids"][first:], kept["probs"][first:] = find_likeliest(teacher, states, kind["ids"].shape[0])
         found.append(kept)
     rows = np.concatenate(found)
     if not np.isfinite(rows["hidden"]).all():

@@ -181,27 +181,31 @@ def compute_probs(logits: mx.array, draft_ids: mx.array | None, top_k: int) -> t
         probs = mx.softmax(rows.astype(mx.float32), axis=-1)
         probs = probs if draft_ids is None else probs[:, draft_ids]
         if 0 < top_k < probs.shape[-1]:
-            likeliest = mx.argpartition(-probs, top_k - 1, axis=-1)[:, :top_k].astype(mx.int32)
-            parts.append((mx.take_along_axis(probs, likeliest, axis=-1), likeliest))
+            parts.append(take_likeliest(probs, top_k))
         else:
             parts.append((probs.astype(logits.dtype),))
     found = [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
     return found[0], found[1] if len(found) > 1 else None
 
 
+def take_likeliest(probs: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """((N, count) the largest of (N, V) probabilities in any order, (N, count) int32 their columns)."""
+    likeliest = mx.argpartition(-probs, count - 1, axis=-1)[:, :count].astype(mx.int32)
+    return mx.take_along_axis(probs, likeliest, axis=-1), likeliest
+
+
 def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
     """((N, count) int32 tokens, (N, count) float16 probabilities) that follow hidden states (N, D), the likeliest
     first."""
     ids, probs = np.zeros((len(hidden), count), np.int32), np.zeros((len(hidden), count), np.float16)
-    least = min(count, teacher.vocab_size) - 1
+    most = min(count, teacher.vocab_size)
     for start in range(0, len(hidden), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         all_probs = mx.softmax(teacher.logits(hidden[rows]).astype(mx.float32), axis=-1)
-        likeliest = mx.argpartition(-all_probs, least, axis=-1)[:, : least + 1]
-        kept = mx.take_along_axis(all_probs, likeliest, axis=-1)
+        kept, likeliest = take_likeliest(all_probs, most)
         order = mx.argsort(-kept, axis=-1)
-        ids[rows, : least + 1] = np.array(mx.take_along_axis(likeliest, order, axis=-1))
-        probs[rows, : least + 1] = np.array(mx.take_along_axis(kept, order, axis=-1))
+        ids[rows, :most] = np.array(mx.take_along_axis(likeliest, order, axis=-1))
+        probs[rows, :most] = np.array(mx.take_along_axis(kept, order, axis=-1))
     return ids, probs
 
 
@@ -225,7 +229,7 @@ def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = No
 
     drafter.share(model)
     drafter.start_from(project)
-    drafter.imitate(axes)
+    drafter.set_axes(axes)
     return drafter
 
 
