@@ -91,7 +91,7 @@ def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
     length = min(length, args.max_seq_length)
     texts = max(1, TOKENS_AT_ONCE // length)
     teacher = Teacher(model) if args.kept_top_k else None
-    learned = length if args.data else min(length, args.max_tokens)
+    learned = min(length, args.learned_tokens or length)
     tokens, times = mx.zeros((texts, length), mx.int32), list[float]()
     for _ in range(2):
         started = time.perf_counter()
@@ -110,7 +110,7 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, len
         count: of iterations, the last of which counts.
     """
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
-    prompt = 0 if args.data else max(0, length - args.max_tokens)
+    prompt = max(0, length - (args.learned_tokens or length))
     kept = np.zeros(length - 1, row_dtype(sizes.hidden_size, args.kept_top_k))
     likeliest = (kept["ids"], kept["probs"]) if args.kept_top_k else None
     text = Text(np.zeros(length, np.int32), prompt, hidden=kept["hidden"], likeliest=likeliest)

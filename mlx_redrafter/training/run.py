@@ -195,6 +195,8 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             if answers is not None:
                 texts = split_texts(args, answers.complete(model, tokenizer), [], say)
             training, validation = texts[0], texts[1][:n_validation]
+            if args.learn_prompts:
+                training = [text._replace(offset=0) for text in training]
             if left:
                 read_by = {"model": args.model, "adapter_path": args.adapter_path}
                 read = add_hidden_states(model, [*training, *validation], files.states, read_by, args.kept_top_k)

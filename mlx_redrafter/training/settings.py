@@ -45,6 +45,7 @@ class TrainingArgs:
     answers: str | None = setting(None, "folder of past answers (--answers of chat) to learn from")
     drafter: str | None = setting(None, "--answers: the drafter to go on from; --eval-only: the one to measure")
     minutes: float | None = setting(None, "--answers: how long it may take", 0.01, type=float)
+    learn_prompts: bool = setting(False, "learn what the target would say after each token of --prompts, too")
     max_prompts: int | None = setting(None, "answer only the first of the prompts; all when not given", 2)
     max_tokens: int = setting(256, "tokens of an answer at most", 1)
     temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
@@ -118,7 +119,9 @@ class TrainingArgs:
             raise RedrafterError(f"give either {given[0]} or {given[1]}, got both")
         check_demo_flags(self.model, self)
         if self.mask_prompt and not self.data:
-            raise RedrafterError("--mask-prompt needs --data: the prompts of answers are never learned")
+            raise RedrafterError("--mask-prompt needs --data: prompts are learned with --learn-prompts alone")
+        if self.learn_prompts and (self.data or self.answers):
+            raise RedrafterError("--learn-prompts goes with --prompts; texts of --data are learned whole")
         if self.data and self.max_prompts is not None:
             raise RedrafterError("--max-prompts does not go with --data, whose texts need no answers")
 
@@ -158,6 +161,11 @@ class TrainingArgs:
     def is_measured(self) -> bool:
         """Whether the size is chosen by measuring."""
         return self.kind.MEASURED is not None and getattr(self, self.kind.MEASURED) is None
+
+    @property
+    def learned_tokens(self) -> int | None:
+        """How many tokens of a text are learned at most, those at its end; None for all."""
+        return None if self.data or self.learn_prompts else self.max_tokens
 
     @property
     def kept_top_k(self) -> int:

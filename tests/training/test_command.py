@@ -58,6 +58,7 @@ def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
         (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--mask-prompt",), "--mask-prompt needs --data"),
+        (("--data", "x", "--learn-prompts"), "--learn-prompts goes with --prompts"),
         (("--data", "x", "--max-prompts", "9"), "--max-prompts does not go with --data"),
         (("--draft-vocab-size", "64"), "give --exit-dim with"),
         (("--inner-dim", "64"), "--inner-dim does not go with --drafter-type recurrent, which has --exit-dim and"),

@@ -234,6 +234,17 @@ def test_a_draft_vocabulary_and_given_texts(target: str, tmp_path: Path) -> None
         run.train(chosen, resume=True)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_prompts_are_learned_when_told_to(target: str, tmp_path: Path, learned: bool) -> None:
+    """The target, of random weights, answers no token of `def`."""
+    chosen = settings(tmp_path, target, learn_prompts=learned, draft_vocab_size=64, num_draft_layers=1)
+    said: list[str] = []
+    assert run.train(chosen, say=said.append) == 0
+    model, tokenizer = load(target)
+    ids = np.array(load_drafter(tmp_path / "drafter", model).draft_ids)
+    assert bool(np.isin(encode(tokenizer, "def"), ids).all()) is learned
+
+
 def test_early_stopping_keeps_the_best(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of equals is the best; resuming a run that has stopped for good only finishes it again."""
     scores, real = iter([1.5, 1.7, 1.7, 1.6]), run.validate
