@@ -115,3 +115,19 @@ def test_a_draft_that_failed_is_not_counted(calls: int) -> None:
     found = stream(drafter=source, plan=(1, 4), context=True, on_drafter_failure=lambda error: None)
     assert tokens(found) == tokens(stream(plan="off"))
     assert found[-1].drafted - found[-1].context_drafted == calls, "a call for each token of a chain"
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 5, 9])
+def test_a_state_that_cannot_be_had_is_a_failure_of_the_drafter(calls: int) -> None:
+    class Failing(StepwiseSource):
+        @property
+        def state(self) -> Any:
+            if next(left, None) is None:
+                raise Broken(f"state {calls}")
+            return super().state
+
+    left, errors = iter(range(calls)), list[Exception]()
+    source = Failing(small_drafter(hidden=64, vocab=VOCAB), make_model(vocab=VOCAB))
+    found = stream(drafter=source, plan=(1, 4), on_drafter_failure=errors.append)
+    assert tokens(found) == tokens(stream(plan="off"))
+    assert [str(error) for error in errors] == [f"state {calls}"]

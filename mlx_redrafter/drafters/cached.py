@@ -200,6 +200,7 @@ class CachedSource(StepwiseSource):
             if cache.keys is not None and cache.values is not None:
                 mine.keys, mine.values = mx.array(cache.keys), mx.array(cache.values)
             other._caches.append(mine)
+        mx.eval(other.state)  # the copy may be used by another thread
         return other
 
     @property

@@ -312,7 +312,7 @@ class Decoder:
             assert self._drafter is not None
             ordered = bool(self._chooser.processors)
             self._draft = Draft(self._drafter.propose(root, plan, adjust, ordered=ordered), draws)
-            mx.async_eval(self._draft)
+            mx.async_eval(self._draft, self._drafter.state)
         except Exception as error:
             self._drop_drafter(error)
 
@@ -386,7 +386,11 @@ class Decoder:
         mx.async_eval(outcome.packed, outcome.logprobs, more, self.target.pending(), self._drafter_state())
 
     def _drafter_state(self) -> Any:
-        return None if self._drafter is None else self._drafter.state
+        try:
+            return None if self._drafter is None else self._drafter.state
+        except Exception as error:
+            self._drop_drafter(error)
+            return None
 
     def _tell_drafter(self, what: Literal["read", "keep", "confirm", "rewind"], value: Any) -> None:
         if self._drafter is None:
