@@ -208,7 +208,8 @@ def stream_generate(
             if drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
                 warned = True
                 if step.stats.accepted == step.stats.context_accepted:
-                    warnings.warn(explain_useless(drafter, step.stats.drafter_rounds), stacklevel=2)
+                    what = explain_useless(drafter, step.stats.drafter_rounds, bool(parsed.logits_processors))
+                    warnings.warn(what, stacklevel=2)
             text = ""
             if step.token in tokenizer.eos_token_ids:
                 break
@@ -425,11 +426,14 @@ def decode_prompts(
     return PromptRuns(stats, tuple(texts), seconds)
 
 
-def explain_useless(drafter: Drafter | Source, rounds: int) -> str:
+def explain_useless(drafter: Drafter | Source, rounds: int, has_processors: bool = False) -> str:
     """What may be wrong with a drafter that has guessed nothing right in `rounds` rounds."""
     weights = drafter.drafter if isinstance(drafter, Source) else drafter
     assert weights is not None
-    return f"the drafter has guessed no token right in {rounds} rounds. {weights.args.explain_useless()}"
+    text = f"the drafter has guessed no token right in {rounds} rounds. "
+    if has_processors:
+        return f"{text}Do the logits processors leave the model's own choices? Only a draft model's guesses follow them"
+    return text + weights.args.explain_useless()
 
 
 class _CallableModule(ModuleType):

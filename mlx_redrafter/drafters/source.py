@@ -15,13 +15,14 @@ wrongly. No token depends on what a source guesses; the tree's shape must be tru
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine import beam_search
+from ..engine.beam_search import Adjust as Adjust
 from ..engine.beam_search import Advance
 from ..engine.model_parts import StateName, find_parts
 from ..engine.plan import Plan
@@ -30,10 +31,6 @@ from ..engine.types import Kept, Tree
 
 if TYPE_CHECKING:
     from .protocol import Drafter
-
-Adjust = Callable[[mx.array, int], mx.array]
-"""(logits (W, V) of the tokens at depth d + 1, d) -> the same with the target's own filters and noise."""
-
 
 SHARPNESS = 1.25
 """What a drafter's logits are multiplied by where no token is sampled: beams are to hold the target's likeliest token,
@@ -94,8 +91,8 @@ class Source:
         Args:
             root: () int32, the token that is chosen and in no forward yet.
             plan: how many nodes, in which shape.
-            adjust: where tokens are sampled: hypotheses are ranked by what it returns, so that they guess the draw
-                itself rather than the likeliest token.
+            adjust: applies the target's own logits processors, filters and noise; hypotheses are ranked by what it
+                returns, so that they guess the draw itself rather than the likeliest token. None where there are none.
             ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
 
         Returns:
@@ -130,7 +127,7 @@ def draft(advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adju
     """The tree that a beam search over `advance` finds; see `Source.propose`."""
     if plan.width == 1:
         return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
-    adjust = adjust or (lambda logits, level: SHARPNESS * logits)
+    adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
     beams = beam_search.search(advance, root, plan.width, plan.depth, adjust=adjust)
     tree = grow(root, beams)
     return tree if ordered else prune(tree, beams, plan.size)

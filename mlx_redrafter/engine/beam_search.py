@@ -21,6 +21,9 @@ Leaves that are no arrays, as the depth of the draft, are the same for all rows.
 Advance = Callable[[mx.array, State], tuple[mx.array, State]]
 """(tokens (W,), state or None) -> (logits (W, V) float32 of what follows them, the state after them)."""
 
+Adjust = Callable[[mx.array, int, mx.array], mx.array]
+"""(logits (W, V), level 0..K-1, the hypotheses (W, 1 + level) int32 that they follow, the root first) -> logits."""
+
 
 def top_w(values: mx.array, width: int) -> mx.array:
     """(width,) int32 indices of the largest entries of `values` (M,), largest first, without sorting M entries.
@@ -52,17 +55,15 @@ def take_rows(state: State, rows: mx.array) -> State:
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, mx.array) else leaf, state)
 
 
-def draft_chain(
-    advance: Advance, token: mx.array, depth: int, *, adjust: Callable[[mx.array, int], mx.array] | None = None
-) -> mx.array:
+def draft_chain(advance: Advance, token: mx.array, depth: int, *, adjust: Adjust | None = None) -> mx.array:
     """(depth,) int32: the likeliest token, over and over; what a beam search of width 1 finds, without its scores."""
-    tokens, state = [token.reshape(1)], None
+    tokens, state = [token.reshape(1).astype(mx.int32)], None
     for level in range(depth):
         logits, state = advance(tokens[-1], state)
         if adjust is not None:
-            logits = adjust(logits, level)
-        tokens.append(mx.argmax(logits, axis=-1))
-    return mx.concatenate(tokens[1:]).astype(mx.int32)
+            logits = adjust(logits, level, mx.concatenate(tokens)[None])
+        tokens.append(mx.argmax(logits, axis=-1).astype(mx.int32))
+    return mx.concatenate(tokens[1:])
 
 
 def search(
@@ -71,7 +72,7 @@ def search(
     width: int,
     depth: int,
     *,
-    adjust: Callable[[mx.array, int], mx.array] | None = None,
+    adjust: Adjust | None = None,
 ) -> Beams:
     """The `width` most likely continuations of `depth` tokens, as beams.
 
@@ -80,21 +81,23 @@ def search(
         token: () the root.
         width: W.
         depth: K.
-        adjust: (logits (W, V), level 0..K-1) -> logits to rank by; None ranks by the drafter's own.
+        adjust: gives the logits to rank by; None ranks by the drafter's own.
 
     Source: arXiv 2403.09919, section 3.2; back-pointers as in EAGLE's cnets.py::topK_genrate.
     """
     tokens, state = token.reshape(1).astype(mx.int32), None
+    paths = tokens[:, None]
     total = mx.zeros((1,), mx.float32)
     levels: list[tuple[mx.array, mx.array, mx.array]] = []
     for level in range(depth):
         logits, state = advance(tokens, state)
         if adjust is not None:
-            logits = adjust(logits, level)
+            logits = adjust(logits, level, paths)
         joint = (logits + (total - mx.logsumexp(logits, axis=-1))[:, None]).reshape(-1)
         best = top_w(joint, width)
         size = logits.shape[-1]
         tokens, parents = best % size, best // size
+        paths = mx.concatenate([paths[parents], tokens[:, None]], axis=1)
         # Rounding could lift a nearly certain child above its parent, and a drafter may overflow: pruning must never
         # see a child that is likelier than its parent, nor a score that is not a number.
         total = mx.minimum(joint[best], total[parents])

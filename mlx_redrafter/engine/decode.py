@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from .. import ranks
 from .plan import CONTEXT_ONLY, MAX_REPLAY, Plan
-from .round import Draft, Outcome, TokenChooser, extend, step, verify
+from .round import Draft, Outcome, TokenChooser, extend, process_rows, step, verify
 from .target import Target
 from .tree import merge
 from .types import Kept, Tree
@@ -304,15 +304,25 @@ class Decoder:
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
-        """The drafter's tree below `root`, after which the token at `position` is chosen."""
-        sampler = self._chooser.sampler
+        """The drafter's tree below `root`, after which the token at `position` is chosen.
+
+        A drafter that waits knows the text, and is a language model: processors change its logits as the target's. Of
+        a head's, whose zero and scale are others, penalties make worse guesses.
+        """
+        sampler, drafter = self._chooser.sampler, self._drafter
+        assert drafter is not None
+        processors = self._chooser.processors if drafter.waits else ()
         draws = sampler.draws(position, plan.depth + 1, self._vocab_size)
-        adjust = None if draws is None else lambda logits, level: sampler.adjust(logits, draws, level)
+
+        def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
+            if processors:
+                logits = process_rows(processors, self._seen, list(paths), logits)
+            return logits if draws is None else sampler.adjust(logits, draws, level)
+
         try:
-            assert self._drafter is not None
-            ordered = bool(self._chooser.processors)
-            self._draft = Draft(self._drafter.propose(root, plan, adjust, ordered=ordered), draws)
-            mx.async_eval(self._draft, self._drafter.state)
+            ordered, adjusts = bool(self._chooser.processors), processors or draws is not None
+            self._draft = Draft(drafter.propose(root, plan, adjust if adjusts else None, ordered=ordered), draws)
+            mx.async_eval(self._draft, drafter.state)
         except Exception as error:
             self._drop_drafter(error)
 

@@ -144,6 +144,19 @@ def _append(first: mx.array, second: mx.array) -> mx.array:
     return mx.concatenate([first, second])
 
 
+def process_rows(
+    processors: tuple[Processor, ...], history: mx.array | None, paths: list[mx.array], logits: mx.array
+) -> mx.array:
+    """Logits (N, V) after the processors, each row with its own history.
+
+    Args:
+        history: (T,) tokens that all rows share; None for none.
+        paths: N times the tokens after them.
+    """
+    rows = [_process(processors, extend(history, path), logits[i : i + 1]) for i, path in enumerate(paths)]
+    return mx.concatenate(rows)
+
+
 def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
     for processor in processors:
         row = processor(history, row)
@@ -155,9 +168,8 @@ def _process_nodes(
 ) -> mx.array:
     """Logits (N, V) after the processors, each node with the tokens on its own path as history."""
     ancestors_first = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1), axis=1)
-    rows = []
+    paths = []
     for node in range(plan.rows):
         depth = 0 if node == 0 else (node - 1) // plan.width + 1
-        path = tree.tokens[ancestors_first[node, : depth + 1]]
-        rows.append(_process(processors, extend(history, path), logits[node : node + 1]))
-    return mx.concatenate(rows)
+        paths.append(tree.tokens[ancestors_first[node, : depth + 1]])
+    return process_rows(processors, history, paths, logits)

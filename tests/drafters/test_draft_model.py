@@ -76,6 +76,23 @@ def vocab_of(model: nn.Module) -> int:
     return min(64, model(mx.zeros((1, 1), mx.int32)).shape[-1])
 
 
+def ban_repeats(history: mx.array, logits: mx.array) -> mx.array:
+    """A processor that lets none of the last eight tokens come again."""
+    logits[:, history[-8:]] = -100.0
+    return logits
+
+
+@pytest.mark.parametrize("plan", [(1, 4), (2, 3)], ids=str)
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> None:
+    model, prompt = make_model(vocab=40), make_prompt(9, vocab=40)
+    options: dict[str, Any] = {"max_tokens": 30, "temp": temp, "seed": 1, "logits_processors": [ban_repeats]}
+    steps = run(model, prompt, DraftModel(model), plan=plan, context=False, **options)
+    assert_same_steps(steps, run(model, prompt, **options), tolerance=2e-3)
+    stats = steps[-1].stats
+    assert stats.tokens_per_round == pytest.approx(plan[1] + 1, abs=0.5), "a model guesses its own choices"
+
+
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_target_itself_is_nearly_always_right(name: str, temp: float) -> None:

@@ -55,7 +55,7 @@ def draft(
         state = drafter.advance(embedding[tokens], state)
         return drafter.logits(hidden, state), state
 
-    adjust = None if top is None else lambda logits, level: keep_top(logits, top)
+    adjust = None if top is None else lambda logits, level, paths: keep_top(logits, top)
     return search(advance, token, width, depth, adjust=adjust)
 
 

@@ -65,7 +65,8 @@ def test_a_beam_of_one_is_greedy(seed: int) -> None:
 def test_logits_are_adjusted_before_they_are_ranked() -> None:
     advance, forced = random_advance(0, 50), [3, 1, 4, 1]
 
-    def adjust(logits: mx.array, level: int) -> mx.array:
+    def adjust(logits: mx.array, level: int, paths: mx.array) -> mx.array:
+        assert paths.shape[1] == level + 1 and paths[0].tolist() == [5, *forced[:level]]
         return mx.where(mx.arange(50) == forced[level], 100.0, logits)
 
     assert hypotheses(search(advance, mx.array(5), 3, 4, adjust=adjust))[0] == forced
