@@ -157,7 +157,7 @@ def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
     drafter keeps for each token)."""
     source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
 
-    def record(logits: mx.array, level: int) -> mx.array:
+    def record(logits: mx.array, level: int, paths: mx.array) -> mx.array:
         guesses.append(mx.maximum(logits, 0))  # a token that is never guessed may have -inf
         return logits
 

@@ -25,6 +25,7 @@ from ..command_models import find_drafter_name
 from ..decoding import draw_seed
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
+from ..engine.cached_tokens import find_tokens
 from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, is_text, stream_generate, summary
@@ -73,6 +74,8 @@ def run() -> int:
     model, tokenizer, drafter = load_models(args, tokenizer_config, verbose=args.verbose)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
+    if args.prompt_cache_file is not None and args.context is not False and args.plan != OFF:
+        options["history"] = find_tokens(model, options["prompt_cache"]) or ()
     options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)

@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from ..errors import RedrafterError
 from . import kv_cache
@@ -57,14 +57,14 @@ def check_request(
         max_kv_size: most rows of a new one.
 
     Raises:
-        RedrafterError: rings to be quantized, token ids outside the vocabulary, a cache of another model, or a KV group
-            size that does not divide the head size.
+        RedrafterError: rings to be quantized, token ids outside the vocabulary, a cache of another model or of another
+            quantization, or a KV group size that does not divide the head size.
     """
     probe = make_prompt_cache(model, max_kv_size)
     if quantization.bits is not None and kv_cache.has_ring(probe if cache is None else cache):
         raise RedrafterError("kv_bits needs caches that keep every row: mlx-lm cannot quantize a RotatingKVCache")
     if cache is not None:
-        _check_cache(cache, probe)
+        _check_cache(cache, probe, quantization)
     vocab_size: int = model(mx.zeros((1, 1), mx.int32), cache=probe).shape[-1]
     ids = cast(list[int], tokens.tolist())
     if wrong := [i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size]:
@@ -77,7 +77,7 @@ def check_request(
     return vocab_size
 
 
-def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache) -> None:
+def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache, quantization: KVQuantization) -> None:
     if len(cache) != len(probe):
         raise RedrafterError(f"the prompt cache must have {len(probe)} layers as the model has, got {len(cache)}")
     if odd := [c for c in cache if not hasattr(c, "update_and_fetch") and not hasattr(c, "state")]:
@@ -85,3 +85,8 @@ def _check_cache(cache: kv_cache.Cache, probe: kv_cache.Cache) -> None:
     own = tuple({type(c) for c in kv_cache.leaves(probe)})
     if unknown := kv_cache.unknown_types(cache, (*kv_cache.KNOWN, *own)):
         raise RedrafterError(f"the prompt cache must be of mlx-lm's own caches, got {', '.join(unknown)}")
+    asked = (quantization.bits, quantization.group_size)
+    for c in kv_cache.leaves(cache):
+        if isinstance(c, QuantizedKVCache) and asked[0] is not None and asked != (c.bits, c.group_size):
+            what = f"the prompt cache is quantized with kv_bits {c.bits} and kv_group_size {c.group_size}"
+            raise RedrafterError("{}, got {} and {}".format(what, *asked))

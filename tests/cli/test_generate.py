@@ -12,11 +12,11 @@ from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from small import make_byte_tokenizer, save_target, small_llama
 
-from mlx_redrafter import GenerationResponse, generate_step, load
+from mlx_redrafter import GenerationResponse, generate_step, load, load_demo
 from mlx_redrafter.checkpoints import list_weights
 from mlx_redrafter.cli import generate as command
 from mlx_redrafter.cli.generate import judge_difference, make_parser
-from mlx_redrafter.demo import demo_prompts
+from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.engine.blas import MANY_PARAMETERS
 from mlx_redrafter.options import OPTION_FLAGS, Options
 
@@ -223,6 +223,17 @@ def test_a_prompt_cache_file_replaces_the_prompts_beginning(pair: Pair, run: Run
     assert run(*flags, "--drafter", pair[1], "--beam-width", "2") == whole
     status, _, err = run(*flags, "--model", pair[1])
     assert status == 1 and "was made with" in err
+
+
+def test_what_a_prompt_cache_file_holds_is_drafted_from(run: Run, tmp_path: Path) -> None:
+    """Tokens are read off the cache, as mlx-lm's files do not name them."""
+    model, tokenizer, _ = load_demo()
+    edit, cache = tokenizer.encode(demo_prompts("edits")[0]), make_prompt_cache(model)
+    next(generate_step(edit[:-20], model, prompt_cache=cache, max_tokens=0), None)
+    file, rest = str(tmp_path / "cache.safetensors"), tokenizer.decode(edit[-20:])
+    save_prompt_cache(file, cache, {"model": str(DIRECTORY / "target"), "tokenizer_config": "{}"})
+    status, out, _ = run("generate", "--prompt-cache-file", file, "--prompt", rest, "-m", "60", "--json")
+    assert status == 0 and json.loads(out)["context_accepted"] > 30
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 from small import randomised, small_drafter, small_llama
 
@@ -47,6 +47,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**XTC, "xtc_special_tokens": [64]}, "xtc_special_tokens must be token ids from 0 to 63, got 64"),
     ({"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 0}, "kv_group_size must divide the head size 16"),
     ({"prompt_cache": [RotatingKVCache(12)] * 2, "kv_bits": 8}, "mlx-lm cannot quantize a RotatingKVCache"),
+    (
+        {"prompt_cache": [QuantizedKVCache(32)] * 2, "kv_bits": 4, "kv_group_size": 32},
+        "is quantized with kv_bits 8 and",
+    ),
     ({"prompt_cache": [KVCache(), Foreign()]}, "the prompt cache must be of mlx-lm's own caches, got Foreign"),
     ({"prompt_cache": [KVCache()]}, "the prompt cache must have 2 layers as the model has, got 1"),
     ({"prompt_cache": ["a", "b"]}, "prompt[_ ]cache must"),

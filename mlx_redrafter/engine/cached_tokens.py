@@ -1,0 +1,71 @@
+"""Which tokens a prompt cache holds, read off its first layer: mlx-lm's files do not say.
+
+The first layer's values are made of a token alone, before any attention: they are compared with those of every token of
+the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+
+from . import kv_cache
+
+AT_ONCE = 2048
+"""Tokens of the vocabulary, or of the text, that are in memory at a time."""
+
+WIDTH = 64
+"""Values are compared by so many random projections."""
+
+MAX_DISTANCE = 0.25
+"""How far a token's values may be from the cached ones, relative to those: 4 bits move them by 0.1."""
+
+
+def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
+    """The tokens that a prompt cache holds; None where the first layer does not tell.
+
+    In a quantized cache one may be taken for another: it is for drafts alone, which are verified.
+    """
+    first = cache[0]
+    most = first.max_size if isinstance(first, RotatingKVCache) else math.inf
+    if not isinstance(first, (KVCache, QuantizedKVCache, RotatingKVCache)) or not 0 < first.offset <= most:
+        return None
+    values: Any = first.values
+    if isinstance(first, QuantizedKVCache):
+        packed, scales, biases = values
+        values = mx.dequantize(packed, scales, biases, group_size=first.group_size, bits=first.bits)
+    rows = _flatten(values[..., : first.offset, :])
+    projection = mx.random.normal((rows.shape[1], WIDTH), key=mx.random.key(0))
+    table = mx.concatenate([part @ projection for part in _tabulate(model, rows.shape[1])])
+    lengths, tokens = mx.square(table).sum(axis=1), list[int]()
+    for start in range(0, len(rows), AT_ONCE):
+        own = rows[start : start + AT_ONCE] @ projection
+        distances = lengths - 2 * own @ table.T
+        nearest = mx.argmin(distances, axis=1)
+        off = mx.square(own - table[nearest]).sum(axis=1) > MAX_DISTANCE**2 * mx.square(own).sum(axis=1)
+        if cast(float, off.mean().item()) > 0.5:
+            return None
+        tokens += cast(list[int], nearest.tolist())
+    return tokens
+
+
+def _tabulate(model: nn.Module, width: int) -> Iterator[mx.array]:
+    """(AT_ONCE, width) the first layer's values of every token; the rest of the forward is never evaluated."""
+    size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+    for start in range(0, size, AT_ONCE):
+        cache = make_prompt_cache(model)
+        model(mx.arange(start, min(start + AT_ONCE, size))[:, None], cache=cache)
+        part = cache[0].values[:, :, :1]
+        part = part.reshape(len(part), width)
+        mx.eval(part)
+        yield part.astype(mx.float32)
+
+
+def _flatten(values: mx.array) -> mx.array:
+    """(T, heads * head_dim) float32 of values (1, heads, T, head_dim)."""
+    return values[0].swapaxes(0, 1).flatten(1).astype(mx.float32)

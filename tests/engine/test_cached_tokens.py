@@ -1,0 +1,40 @@
+"""The tokens of a prompt cache, read off its first layer."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from families import make_family
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from toys import make_prompt
+
+from mlx_redrafter.engine.cached_tokens import find_tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "gemma3_text"])
+def test_a_models_own_cache_tells_its_tokens(name: str) -> None:
+    model, text = make_family(name), make_prompt(6, vocab=50)
+    cache = make_prompt_cache(model)
+    assert find_tokens(model, cache) is None, "an empty one"
+    model(mx.array(text)[None], cache=cache)
+    assert find_tokens(model, cache) == text
+    assert cache[0].offset == len(text)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_cache_tells_most_of_them(bits: int) -> None:
+    model, text = make_family("qwen3"), make_prompt(60, vocab=50)
+    cache = make_prompt_cache(model)
+    model(mx.array(text)[None], cache=cache)
+    quantized: list[QuantizedKVCache] = [layer.to_quantized(group_size=32, bits=bits) for layer in cache]
+    found = find_tokens(model, quantized)
+    assert found is not None and sum(map(int.__eq__, found, text)) >= 57
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba2", "deepseek_v3"])
+def test_where_values_are_of_more_than_a_token_nothing_is_told(name: str) -> None:
+    """Positions are added to gpt2's embedding; a state or a latent is kept elsewhere."""
+    model, text = make_family(name), make_prompt(60, vocab=50)
+    cache = make_prompt_cache(model)
+    model(mx.array(text)[None], cache=cache)
+    assert find_tokens(model, cache) is None
