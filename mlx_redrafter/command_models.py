@@ -48,8 +48,8 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
     """(model, tokenizer) as a command's flags say.
 
     Args:
-        args: has `adapter_path`, `trust_remote_code` and, where the command has the flags, `quantize_activations`
-            and `model_dtype`.
+        args: has `adapter_path`, `trust_remote_code` and, where the command has the flags, `quantize_activations`,
+            `model_dtype` and `use_default_chat_template`.
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
 
@@ -78,6 +78,8 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
             trust_remote_code=args.trust_remote_code,
         )
     cast(model, args)
+    if getattr(args, "use_default_chat_template", False) and tokenizer.chat_template is None:
+        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)  # newer tokenizers have none
     return model, tokenizer
 
 

@@ -12,6 +12,7 @@ from mlx_lm.models import llama
 from small import save_target, small_drafter, small_llama
 from toys import make_tokenizer
 
+from mlx_redrafter import command_models
 from mlx_redrafter.checkpoints import list_weights, save_drafter
 from mlx_redrafter.cli.arguments import make_parser
 from mlx_redrafter.command_models import load_pair, load_target
@@ -108,3 +109,15 @@ def test_the_dtype_of_a_drafter_to_train_is_not_its_targets(tmp_path: Path) -> N
     args = TrainingArgs(model=str(tmp_path), prompts="prompts.jsonl", dtype="float16")
     model, _ = load_target(args, args.model)
     assert {array.dtype for array in list_weights(model).values()} == {mx.float32}
+
+
+@pytest.mark.parametrize("own", [None, "{{ messages }}"])
+def test_a_tokenizers_default_chat_template_is_used_where_it_has_none(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older tokenizers have one: one of these is put in place of the loader's."""
+    tokenizer = Namespace(chat_template=own, default_chat_template="default")
+    monkeypatch.setattr(command_models, "load", lambda name, **options: (small_llama(), tokenizer))
+    for asked, expected in ((False, own), (True, own or "default")):
+        args = Namespace(adapter_path=None, trust_remote_code=False, use_default_chat_template=asked)
+        assert load_target(args, "some/model")[1].chat_template == expected

@@ -118,6 +118,7 @@ def make_parser() -> Parser:
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
+    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template where it has none")
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")

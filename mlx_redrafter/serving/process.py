@@ -54,8 +54,6 @@ def load_service(args: argparse.Namespace) -> Service:
     """
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
-    if args.use_default_chat_template and tokenizer.chat_template is None:  # newer tokenizers have no default
-        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)
     options = replace(args.options, answers=open_answers(args.answers, tokenizer))
     limits = {name: getattr(args, name) for name in LIMITS}
     engine = Engine(model, tokenizer, drafter, options=options, **limits)

@@ -35,7 +35,7 @@ def run_json(run: Run, *flags: str) -> dict[str, Any]:
 
 def test_flags_have_mlx_lms_names_and_defaults() -> None:
     ours, theirs = vars(make_parser().parse_args([])), vars(setup_arg_parser().parse_args([]))
-    missing = {"num_draft_tokens", "image", "use_default_chat_template"}  # the first one sets draft_depth
+    missing = {"num_draft_tokens", "image"}  # the first one sets draft_depth
     assert missing == set(theirs) - set(ours)
     assert {name: ours[name] for name in ours if name in theirs} == {
         name: theirs[name] for name in theirs if name in ours
