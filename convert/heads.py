@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, is_converted, medusa, mtp, recurrent
-from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args, is_count
+from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, is_count
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
 from mlx_redrafter.errors import CheckpointError, one_line
@@ -143,7 +143,7 @@ def make_recurrent(parts: Parts, source: Source) -> Found:
     for name in shapes:
         if name.endswith(".weight"):
             need_matrix(shapes, name, where)
-    args = derive_args(recurrent.DrafterArgs, shapes, config, where)
+    args = recurrent.DrafterArgs.derive(shapes, config, where)
     drafter, notes = fill(recurrent.Drafter(args), parts, where), []
     size = config.get("vocab_size")
     padding = args.n_guesses - size if source.has_ranks and type(size) is int and size > 0 else 0
@@ -177,7 +177,7 @@ def make_medusa(parts: Parts, config: dict[str, Any], where: str, model: nn.Modu
         "num_layers": 1 + find_last(parts, r"blocks\.0\.(\d+)\..*"),
         "tie_output": tied or config.get("original_lm_head") is True,
     }
-    drafter = medusa.Drafter(derive_args(medusa.DrafterArgs, shapes, config | sizes, where))
+    drafter = medusa.Drafter(medusa.DrafterArgs.derive(shapes, config | sizes, where))
     if tied and model is not None:
         drafter.check_fit(model, where)
     if not any(name.endswith(".bias") for name in parts):  # vLLM's layout may have none
@@ -207,7 +207,7 @@ def make_speculator(kind: str, parts: Parts, config: dict[str, Any], where: str)
         "inner_dim": projection[0] // (len(arctic_lstm.GATES) if kind == arctic_lstm.MODEL_TYPE else 1),
     }
     drafter_class, args_class = KINDS[kind]
-    return fill(drafter_class(derive_args(args_class, shapes, config | sizes, where)), parts, where)
+    return fill(drafter_class(args_class.derive(shapes, config | sizes, where)), parts, where)
 
 
 def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
@@ -237,7 +237,7 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         "capture_layers": find_capture_layers(config, where) if version == 3 else None,
     }
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
-    args = derive_args(eagle.DrafterArgs, shapes, config | sizes, where)
+    args = eagle.DrafterArgs.derive(shapes, config | sizes, where)
     try:
         drafter = eagle.Drafter(args)
     except (KeyError, TypeError, ValueError) as error:  # what mlx-lm makes of a rotation that it does not have
@@ -256,7 +256,7 @@ def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) 
     if layers.n_layers > 1:
         notes.append(f"of {layers.n_layers} multi-token-prediction layers the first is used, again and again")
     sizes = said | {"hidden_size": need_matrix(shapes, "fc.weight", where)[0], "hidden_state": AFTER_NORM}
-    drafter = mtp.Drafter(derive_args(mtp.DrafterArgs, shapes, sizes, where))
+    drafter = mtp.Drafter(mtp.DrafterArgs.derive(shapes, sizes, where))
     return Found(fill(drafter, parts, where), notes=tuple(notes))
 
 
@@ -303,7 +303,7 @@ def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, mode
         }
     drafter_class, args_class = KINDS[kind]
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
-    args = derive_args(args_class, shapes, config | sizes, where)
+    args = args_class.derive(shapes, config | sizes, where)
     drafter = fill(drafter_class(args), parts, where, given)
     notes += compare_published(args, config)
     if any(array.dtype == mx.float16 for array in list_weights(drafter).values()):

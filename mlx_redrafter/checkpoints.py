@@ -23,7 +23,7 @@ from mlx_lm.utils import _download, load_model
 from . import ranks
 from .atomic_files import replace_file
 from .drafters import find_kind, is_converted
-from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config, derive_args
+from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
 from .engine import kv_cache
@@ -168,7 +168,10 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
         tensors: Arrays = {}
         for file in path.glob(WEIGHTS):
             tensors |= cast(Arrays, mx.load(str(file)))
-        args = derive_args(args_class, {name: array.shape for name, array in tensors.items()}, config, f"{path}")
+        shapes = {name: array.shape for name, array in tensors.items()}
+        if scalar := next((name for name, shape in shapes.items() if not shape), None):
+            raise CheckpointError(f"{path}: expected {scalar} to be an array, got a single number")
+        args = args_class.derive(shapes, config, f"{path}")
         for difference in compare_config(vars(args), config):
             raise CheckpointError(f"{path / 'config.json'} {difference}")
         loaded, _ = load_model(

@@ -85,12 +85,15 @@ DAMAGE: dict[str, tuple[Change, str]] = {
         tensor("rnn_w.weight", mx.where(mx.eye(32) * mx.arange(32) == 7, mx.nan, 0)),
         "DIR: rnn_w.weight holds NaN or infinity",
     ),
-    "draft depth 0": (config(draft_depth=0), r"DIR/config.json: draft_depth must be from 1 to 256, got 0"),
+    "draft depth 0": (config(draft_depth=0), r"DIR/config.json: expected draft_depth from 1 to 256, got 0"),
     "another hidden state": (
         config(hidden_state="inner"),
-        r"DIR/config.json: hidden_state must be after_norm or before_norm, got 'inner'",
+        r"DIR/config.json: expected hidden_state to be after_norm or before_norm, got 'inner'",
     ),
-    "acceptance above 1": (config(acceptance=[[1.5]]), r"DIR/config.json: acceptance must be a row of shares .*"),
+    "acceptance above 1": (
+        config(acceptance=[[1.5]]),
+        r"DIR/config.json: expected acceptance to be a row of shares .*",
+    ),
     "another hidden size": (config(hidden_size=33), "DIR/config.json says hidden_size 33, its tensors say 32"),
 }
 

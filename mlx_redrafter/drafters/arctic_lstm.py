@@ -20,6 +20,7 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from . import mlp_speculator
+from .config import flag
 from .mlp_speculator import BiasedRMSNorm, find_part
 from .protocol import Embed
 from .trainable import Project, TrainableDrafter, fill_columns, scale_components
@@ -34,7 +35,7 @@ GATES = ("forget", "input", "output", "cell")
 class DrafterArgs(mlp_speculator.DrafterArgs):
     """What the `config.json` of an Arctic LSTM says: as an MLP speculator's; its weights are always tied."""
 
-    tie_weights: bool = True
+    tie_weights: bool = flag(True)
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES = ("inner_dim",)

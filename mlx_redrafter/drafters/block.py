@@ -17,9 +17,9 @@ Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +32,7 @@ from ..engine.beam_search import Advance, State
 from ..engine.model_parts import compute_dtype, find_head, model_name
 from ..errors import CheckpointError
 from .cached import CachedSource
-from .config import MAX_COUNT, LayerArgs, is_list_of, is_positive, read_optional
+from .config import MAX_COUNT, LayerArgs, count, declare, flag, is_list_of, number, size
 from .protocol import Drafter, Head
 from .source import Source
 
@@ -58,50 +58,43 @@ class BlockArgs(LayerArgs):
         final_logit_softcapping: what they are capped at afterwards; None for nothing.
     """
 
-    num_layers: int
-    block_size: int
-    mask_token_id: int
+    num_layers: int = count()
+    block_size: int = count()
+    mask_token_id: int = size(least=0)
     _: KW_ONLY
-    from_anchor: bool = False
-    own_embedding: bool = False
-    own_head: bool = False
-    layer_windows: list[int] | None = None
-    layer_causal: list[bool] | None = None
-    embedding_scale: float | None = None
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
+    from_anchor: bool = flag(False)
+    own_embedding: bool = flag(False)
+    own_head: bool = flag(False)
+    layer_windows: list[int] | None = declare(None, lambda value: is_list_of(int, value), "as numbers of positions")
+    layer_causal: list[bool] | None = declare(None, lambda value: is_list_of(bool, value), "as a list of true or false")
+    embedding_scale: float | None = number(None)
+    output_multiplier: float = number(1.0)
+    final_logit_softcapping: float | None = number(None)
 
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from the config; see `DrafterArgs.derive`."""
-        args = super().derive(shapes, config, where)
-        given = read_optional(
-            config, ("embedding_scale", "final_logit_softcapping"), is_positive, "a number above 0", where
-        )
-        for name, kind in (("layer_windows", int), ("layer_causal", bool)):
-
-            def fits(value: Any, kind: Any = kind) -> bool:
-                return is_list_of(kind, value) and len(value) == args.num_layers
-
-            given |= read_optional(config, (name,), fits, f"one for each of {args.num_layers} layers", where)
-        if not args.capture_layers:
+    def check(self, where: str) -> None:
+        """See `DrafterArgs.check`."""
+        super().check(where)
+        for name in ("layer_windows", "layer_causal"):
+            if (given := getattr(self, name)) is not None and len(given) != self.num_layers:
+                expected = f"{name} to be one for each of {self.num_layers} layers"
+                raise CheckpointError(f"{where}/config.json: expected {expected}, got {given!r:.40}")
+        if not self.capture_layers:
             raise CheckpointError(f"{where}/config.json does not say capture_layers, the layers whose outputs it reads")
-        if args.max_depth < 1 or args.block_size > MAX_COUNT:
+        if self.max_depth < 1:
             raise CheckpointError(
-                f"{where}/config.json: expected block_size from 2 to {MAX_COUNT}, got {args.block_size}"
+                f"{where}/config.json: expected block_size from 2 to {MAX_COUNT}, got {self.block_size}"
             )
-        if args.mask_token_id >= args.vocab_size:
+        if self.mask_token_id >= self.vocab_size:
             raise CheckpointError(
-                f"{where}/config.json: expected mask_token_id below {args.vocab_size}, got {args.mask_token_id}"
+                f"{where}/config.json: expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
             )
-        if args.draft_vocab_size is not None and not args.own_head:
+        if self.draft_vocab_size is not None and not self.own_head:
             raise CheckpointError(f"half a drafter: {where} can guess some tokens alone, and holds no lm_head.weight")
-        if args.width != args.hidden_size and not (args.own_embedding and args.own_head):
+        if self.width != self.hidden_size and not (self.own_embedding and self.own_head):
             raise CheckpointError(
-                f"{where}: a head of width {args.width} needs an embedding and an output matrix of its own for a "
-                f"target of width {args.hidden_size}"
+                f"{where}: a head of width {self.width} needs an embedding and an output matrix of its own for a "
+                f"target of width {self.hidden_size}"
             )
-        return replace(args, **given)
 
     @property
     def max_depth(self) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,65 @@ MAX_SIZE, MAX_COUNT = 2**24, 256
 
 DRAFT_IDS = "draft_ids"
 """The tensor that names the tokens a drafter can guess."""
+
+
+def declare(default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+    """A field of a config, None where that is its default; `expected` says what is valid, for errors."""
+    return field(default=default, metadata={"is_valid": is_valid, "expected": expected})
+
+
+def size(default: Any = MISSING, *, least: int = 1, most: int = MAX_SIZE) -> Any:
+    """A whole number: a width, a vocabulary, a token id."""
+    return declare(default, lambda value: type(value) is int and least <= value <= most, f"from {least} to {most}")
+
+
+def count(default: Any = MISSING, *, least: int = 1) -> Any:
+    """A whole number of layers, heads or guesses."""
+    return size(default, least=least, most=MAX_COUNT)
+
+
+def number(default: Any = MISSING) -> Any:
+    """A number above 0."""
+    return declare(default, is_positive, "to be a number above 0")
+
+
+def flag(default: bool) -> Any:
+    """true or false."""
+    return declare(default, lambda value: type(value) is bool, "true or false")
+
+
+def layer_numbers() -> Any:
+    """A list of layers of the target, from 0; None by default."""
+    return declare(None, lambda value: is_list_of(int, value), "as layer numbers")
+
+
+def nested(default: Any = None) -> Any:
+    """An object."""
+    return declare(default, lambda value: isinstance(value, dict), "to be an object")
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0."""
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a size."""
+    return type(value) is int and 0 < value <= MAX_SIZE
+
+
+def is_list_of(kind: Any, value: Any) -> bool:
+    """Whether a value is a list of such items, none of them negative."""
+    return isinstance(value, list) and all(type(item) is kind and item >= 0 for item in value)
+
+
+def is_acceptance(value: Any) -> bool:
+    """Whether a value is rows of shares, all of one length."""
+    try:
+        shares = np.array(value)
+    except ValueError:  # rows of different lengths
+        return False
+    return shares.ndim == 2 and shares.size > 0 and shares.dtype.kind in "fi" and bool((abs(shares - 0.5) <= 0.5).all())
 
 
 @dataclass(frozen=True)
@@ -38,15 +97,19 @@ class DrafterArgs:
             any guess is right.
     """
 
-    hidden_size: int
-    vocab_size: int
+    hidden_size: int = size()
+    vocab_size: int = size()
     _: KW_ONLY
     model_type: str
-    draft_depth: int | None = None
-    base_model: str | None = None
+    draft_depth: int | None = size(None, most=MAX_DRAFT_DEPTH)
+    base_model: str | None = declare(None, lambda value: isinstance(value, str) and value.isprintable(), "to be a name")
     draft_vocab_size: int | None = None
-    acceptance: list[list[float]] | None = None
-    hidden_state: str | None = None
+    acceptance: list[list[float]] | None = declare(
+        None, is_acceptance, "to be a row of shares from 0 to 1 for each depth"
+    )
+    hidden_state: str | None = declare(
+        None, lambda value: value in (AFTER_NORM, BEFORE_NORM), f"to be {AFTER_NORM} or {BEFORE_NORM}"
+    )
 
     @property
     def n_guesses(self) -> int:
@@ -109,66 +172,33 @@ class DrafterArgs:
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from a config and from the shapes of its tensors, which its weights are compared with.
+        """The declared fields of a config, and what the shapes of its tensors say.
 
         Args:
             where: the checkpoint's name, for errors.
 
         Raises:
-            CheckpointError: a size is missing or none.
+            CheckpointError: a field is missing, or it is not what is expected; see `check`.
         """
-        sizes = {}
-        for field in fields(cls):
-            value = config.get(field.name, field.default)
-            if value is MISSING or (value is None and field.default is MISSING):
-                raise CheckpointError(f"{where} has no config.json that says {field.name}")
-            if field.type == "bool" and type(value) is not bool:
-                raise CheckpointError(f"{where}/config.json: expected {field.name} true or false, got {value!r:.40}")
-            least = 0 if field.name.endswith("_id") else 1
-            most = MAX_SIZE if field.name.endswith(("_size", "_dim", "_id", "width", "rank")) else MAX_COUNT
-            if field.type == "int" and not (type(value) is int and least <= value <= most):
-                raise CheckpointError(
-                    f"{where}/config.json: expected {field.name} from {least} to {most}, got {value!r:.40}"
-                )
-            if field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise CheckpointError(
-                    f"{where}/config.json: expected {field.name} to be a number above 0, got {value!r:.40}"
-                )
-            if field.type in ("int", "bool", "float"):
-                sizes[field.name] = value
+        found: dict[str, Any] = {}
+        for each in fields(cls):
+            value = config.get(each.name)
+            if not each.metadata or (value is None and each.default is not MISSING):
+                continue
+            if value is None:
+                raise CheckpointError(f"{where} has no config.json that says {each.name}")
+            if not each.metadata["is_valid"](value):
+                expected = f"{each.name} {each.metadata['expected']}"
+                raise CheckpointError(f"{where}/config.json: expected {expected}, got {_shorten(value)}")
+            found[each.name] = value
         if DRAFT_IDS in shapes:
-            sizes["draft_vocab_size"] = shapes[DRAFT_IDS][0]
-        return cls(**sizes)
+            found["draft_vocab_size"] = shapes[DRAFT_IDS][0]
+        args = cls(**found)
+        args.check(where)
+        return args
 
-
-def read_optional(
-    config: dict[str, Any], names: Sequence[str], is_valid: Callable[[Any], bool], expected: str, where: str
-) -> dict[str, Any]:
-    """The values of keys that a config need not have, None without one.
-
-    Raises:
-        CheckpointError: a value is not what is expected.
-    """
-    found = {name: config.get(name) for name in names}
-    for name, value in found.items():
-        if value is not None and not is_valid(value):
-            raise CheckpointError(f"{where}/config.json: expected {name} to be {expected}, got {value!r:.40}")
-    return found
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0."""
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is a size."""
-    return type(value) is int and 0 < value <= MAX_SIZE
-
-
-def is_list_of(kind: Any, value: Any) -> bool:
-    """Whether a value is a list of such items, none of them negative."""
-    return isinstance(value, list) and all(type(item) is kind and item >= 0 for item in value)
+    def check(self, where: str) -> None:
+        """Compares what is declared with each other, see `derive`."""
 
 
 @dataclass(frozen=True)
@@ -182,31 +212,23 @@ class LayerArgs(DrafterArgs):
         capture_layers: the layers whose outputs it reads, in this order, from 0; None for what the kind's default is.
     """
 
-    width: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    width: int = size()
+    intermediate_size: int = size()
+    num_attention_heads: int = count()
+    num_key_value_heads: int = count()
+    head_dim: int = size()
     _: KW_ONLY
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_traditional: bool = False
-    rope_scaling: dict[str, Any] | None = None
-    capture_layers: list[int] | None = None
+    rms_norm_eps: float = number(1e-6)
+    rope_theta: float = number(10000.0)
+    rope_traditional: bool = flag(False)
+    rope_scaling: dict[str, Any] | None = nested()
+    capture_layers: list[int] | None = layer_numbers()
 
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from the config; see `DrafterArgs.derive`."""
-        args = super().derive(shapes, config, where)
-        scaling, layers = config.get("rope_scaling"), config.get("capture_layers")
-        if args.num_attention_heads % args.num_key_value_heads:
-            heads = f"{args.num_attention_heads} heads, {args.num_key_value_heads} of keys and values"
+    def check(self, where: str) -> None:
+        """See `DrafterArgs.check`."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            heads = f"{self.num_attention_heads} heads, {self.num_key_value_heads} of keys and values"
             raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
-        if scaling is not None and not isinstance(scaling, dict):
-            raise CheckpointError(f"{where}/config.json: expected rope_scaling to be an object, got {scaling!r:.40}")
-        if layers is not None and not is_list_of(int, layers):
-            raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
-        return replace(args, rope_scaling=scaling, capture_layers=layers)
 
     @property
     def min_layers(self) -> int:
@@ -239,45 +261,6 @@ class LayerArgs(DrafterArgs):
         names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
         own = {name: getattr(self, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
         return own | {"hidden_size": self.width, "vocab_size": self.vocab_size, "num_hidden_layers": 1}
-
-
-Args = TypeVar("Args", bound=DrafterArgs)
-
-
-def derive_args(kind: type[Args], shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Args:
-    """A drafter's sizes, see `DrafterArgs.derive`, and its defaults, from the config.
-
-    Args:
-        kind: the arguments of the kind of drafter that it must be.
-        where: the checkpoint's name, for errors.
-
-    Raises:
-        CheckpointError: not a drafter of this kind, or a default out of its range.
-    """
-    for name, shape in shapes.items():
-        if not shape:
-            raise CheckpointError(f"{where}: expected {name} to be an array, got a single number")
-    defaults: dict[str, Any] = {
-        name: config.get(name) for name in ("draft_depth", "base_model", "acceptance", "hidden_state")
-    }
-    depth, base, acceptance, hidden_state = defaults.values()
-    for name, valid, expected in (
-        ("draft_depth", type(depth) is int and 1 <= depth <= MAX_DRAFT_DEPTH, f"from 1 to {MAX_DRAFT_DEPTH}"),
-        ("base_model", isinstance(base, str) and base.isprintable(), "a name"),
-        ("acceptance", _is_acceptance(acceptance), "a row of shares from 0 to 1 for each depth"),
-        ("hidden_state", hidden_state in (AFTER_NORM, BEFORE_NORM), f"{AFTER_NORM} or {BEFORE_NORM}"),
-    ):
-        if not valid and config.get(name) is not None:
-            raise CheckpointError(f"{where}/config.json: {name} must be {expected}, got {_shorten(config[name])}")
-    return replace(kind.derive(shapes, config, where), **defaults)
-
-
-def _is_acceptance(value: Any) -> bool:
-    try:
-        shares = np.array(value)
-    except ValueError:  # rows of different lengths
-        return False
-    return shares.ndim == 2 and shares.size > 0 and shares.dtype.kind in "fi" and bool((abs(shares - 0.5) <= 0.5).all())
 
 
 def _shorten(value: object) -> str:

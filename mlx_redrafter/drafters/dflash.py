@@ -18,9 +18,9 @@ Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036. Tensors are called as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +28,7 @@ import mlx.nn as nn
 from ..engine.beam_search import top_w
 from ..errors import CheckpointError
 from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer
-from .config import MAX_SIZE, is_count, read_optional
+from .config import size
 from .protocol import Head
 
 MODEL_TYPE = "dflash"
@@ -45,28 +45,24 @@ class DrafterArgs(BlockArgs):
     """
 
     _: KW_ONLY
-    conv_kernel_size: int | None = None
-    conv_group_size: int | None = None
-    selector_rank: int | None = None
-    selector_top_k: int | None = None
+    conv_kernel_size: int | None = size(None)
+    conv_group_size: int | None = size(None)
+    selector_rank: int | None = size(None)
+    selector_top_k: int | None = size(None)
     model_type: str = field(default=MODEL_TYPE)
 
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from the config; see `DrafterArgs.derive`."""
-        args = super().derive(shapes, config, where)
-        pairs = (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k"))
-        given = read_optional(config, [*pairs[0], *pairs[1]], is_count, f"a number from 1 to {MAX_SIZE}", where)
-        for first, second in pairs:
-            if (given[first] is None) != (given[second] is None):
+    def check(self, where: str) -> None:
+        """See `DrafterArgs.check`."""
+        super().check(where)
+        for first, second in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+            if (getattr(self, first) is None) != (getattr(self, second) is None):
                 raise CheckpointError(f"{where}/config.json: expected both {first} and {second}, or none")
-        if args.width % (given["conv_group_size"] or 1):
-            got = given["conv_group_size"]
-            raise CheckpointError(f"{where}/config.json: expected conv_group_size to divide {args.width}, got {got}")
-        if (given["selector_top_k"] or 1) > args.n_guesses:
-            most, got = f"from 1 to the {args.n_guesses} tokens that it can guess", given["selector_top_k"]
+        if self.width % (self.conv_group_size or 1):
+            got = self.conv_group_size
+            raise CheckpointError(f"{where}/config.json: expected conv_group_size to divide {self.width}, got {got}")
+        if (self.selector_top_k or 1) > self.n_guesses:
+            most, got = f"from 1 to the {self.n_guesses} tokens that it can guess", self.selector_top_k
             raise CheckpointError(f"{where}/config.json: expected selector_top_k {most}, got {got}")
-        return replace(args, **given)
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""

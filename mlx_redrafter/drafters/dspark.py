@@ -17,15 +17,14 @@ Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/; arXiv 2607.05147. Tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .block import Attend, Attention, BlockArgs, BlockDrafter, Guess, Layer
-from .config import MAX_SIZE, is_count, read_optional
+from .config import flag, size
 from .protocol import Head
 
 MODEL_TYPE = "dspark"
@@ -41,17 +40,9 @@ class DrafterArgs(BlockArgs):
     """
 
     _: KW_ONLY
-    markov_rank: int | None = None
-    gemma: bool = False
+    markov_rank: int | None = size(None)
+    gemma: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE)
-
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from the config; see `DrafterArgs.derive`."""
-        args = super().derive(shapes, config, where)
-        return replace(
-            args, **read_optional(config, ("markov_rank",), is_count, f"a number from 1 to {MAX_SIZE}", where)
-        )
 
 
 class GemmaAttention(Attention):

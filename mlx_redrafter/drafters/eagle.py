@@ -18,8 +18,8 @@ its own: SpecForge. Tensors are called as there, but for the one layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, field, replace
 from typing import Any, Self, cast
 
 import mlx.core as mx
@@ -30,7 +30,7 @@ from ..engine.beam_search import State
 from ..engine.model_parts import find_output_matrix
 from ..errors import CheckpointError, RedrafterError
 from .cached import LayerCache, PairSource
-from .config import LayerArgs
+from .config import LayerArgs, declare, flag
 from .protocol import Embed, Head, PairDrafter
 from .source import Source
 from .trainable import Project, TrainableArgs, TrainableDrafter
@@ -53,13 +53,13 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         norm_before_residual: whether the normed state, not the state, is what attention adds to.
     """
 
-    version: int
+    version: int = declare(MISSING, lambda value: value in (1, 3), "1 or 3")
     _: KW_ONLY
-    qkv_bias: bool = False
-    fc_bias: bool = False
-    own_embedding: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
+    qkv_bias: bool = flag(False)
+    fc_bias: bool = flag(False)
+    own_embedding: bool = flag(False)
+    fc_norm: bool = flag(False)
+    norm_before_residual: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE)
 
     SIZES = ("intermediate_size",)
@@ -76,22 +76,18 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         head_dim = hidden_size // heads
         return cls(hidden_size, vocab_size, hidden_size, inner, heads, heads, head_dim, version=1, fc_bias=True)
 
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from the config; see `DrafterArgs.derive`."""
-        args = super().derive(shapes, config, where)
-        if args.version not in (1, 3):
-            raise CheckpointError(f"{where}/config.json: expected version 1 or 3, got {args.version}")
-        if args.version == 3 and len(args.capture_layers or [0] * N_TAPS) != N_TAPS:
+    def check(self, where: str) -> None:
+        """See `DrafterArgs.check`."""
+        super().check(where)
+        if self.version == 3 and len(self.capture_layers or [0] * N_TAPS) != N_TAPS:
             raise CheckpointError(
-                f"{where}/config.json: expected {N_TAPS} capture_layers, got {len(args.capture_layers or [])}"
+                f"{where}/config.json: expected {N_TAPS} capture_layers, got {len(self.capture_layers or [])}"
             )
-        if args.width != args.hidden_size and not args.own_embedding:
+        if self.width != self.hidden_size and not self.own_embedding:
             raise CheckpointError(
-                f"{where}: a head of width {args.width} needs an embedding of its own for a target of width "
-                f"{args.hidden_size}, it has none"
+                f"{where}: a head of width {self.width} needs an embedding of its own for a target of width "
+                f"{self.hidden_size}, it has none"
             )
-        return args
 
     @property
     def min_layers(self) -> int:

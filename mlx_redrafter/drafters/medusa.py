@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
+from .config import count, flag
 from .protocol import Embed
 from .recurrent import ResidualBlock
 from .trainable import Project, TrainableArgs, TrainableDrafter, scale_components
@@ -35,9 +36,9 @@ class DrafterArgs(TrainableArgs):
         tie_output: whether all heads share one output matrix, as where they use the target's.
     """
 
-    num_heads: int
-    num_layers: int
-    tie_output: bool = False
+    num_heads: int = count()
+    num_layers: int = count()
+    tie_output: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES = ("num_draft_layers", "untied")

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
+from .config import count, flag, size
 from .protocol import Embed
 from .trainable import Project, TrainableArgs, TrainableDrafter, fill_columns, scale_components
 
@@ -41,10 +42,10 @@ class DrafterArgs(TrainableArgs):
         scale_input: whether the hidden state is normed and scaled first.
     """
 
-    inner_dim: int
-    n_predict: int
-    tie_weights: bool = False
-    scale_input: bool = False
+    inner_dim: int = size()
+    n_predict: int = count()
+    tie_weights: bool = flag(False)
+    scale_input: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES: ClassVar[tuple[str, ...]] = ("inner_dim", "untied")

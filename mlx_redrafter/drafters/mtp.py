@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from importlib import import_module
-from typing import Any, Self
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +28,7 @@ from ..engine.model_parts import StateName
 from ..errors import CheckpointError, RedrafterError, one_line
 from .cached import LayerCache, PairSource
 from .config import DrafterArgs as BaseArgs
+from .config import nested
 from .protocol import Embed, Head, PairDrafter
 from .source import Source
 
@@ -62,26 +63,23 @@ class DrafterArgs(BaseArgs):
             `LAYERS`.
     """
 
-    layer_config: dict[str, Any] = field(default_factory=dict)
+    layer_config: dict[str, Any] = nested(MISSING)
     _: KW_ONLY
     model_type: str = field(default=MODEL_TYPE)
 
-    @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
-        """Its sizes, from the config; see `DrafterArgs.derive`."""
-        args = replace(super().derive(shapes, config, where), layer_config=config["layer_config"])
-        place, own = f"{where}/config.json", args.layer_config
-        if not isinstance(own, dict) or own.get("model_type") not in LAYERS:
-            got = own.get("model_type") if isinstance(own, dict) else own
+    def check(self, where: str) -> None:
+        """See `DrafterArgs.check`."""
+        place, own = f"{where}/config.json", self.layer_config
+        if own.get("model_type") not in LAYERS:
+            got = own.get("model_type")
             raise CheckpointError(f"{place}: expected layer_config of {', '.join(LAYERS)}, got {got!r:.40}")
-        if own.get("hidden_size") != args.hidden_size:
+        if own.get("hidden_size") != self.hidden_size:
             got = own.get("hidden_size")
-            raise CheckpointError(f"{place}: expected hidden_size {args.hidden_size} in layer_config, got {got!r:.40}")
+            raise CheckpointError(f"{place}: expected hidden_size {self.hidden_size} in layer_config, got {got!r:.40}")
         try:
             make_layer(own)
         except Exception as error:  # whatever a class makes of sizes that it cannot have
             raise CheckpointError(f"{place}: mlx-lm makes no layer of layer_config: {one_line(error)}") from error
-        return args
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""

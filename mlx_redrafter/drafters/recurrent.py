@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from ..errors import CheckpointError
-from .config import MAX_SIZE
+from .config import DRAFT_IDS, count, flag, is_count, size
 from .protocol import Embed
 from .trainable import TrainableArgs, TrainableDrafter
 
@@ -39,9 +39,9 @@ class DrafterArgs(TrainableArgs):
         rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
     """
 
-    exit_dim: int
-    num_draft_layers: int
-    rnn: bool = True
+    exit_dim: int = size()
+    num_draft_layers: int = count(least=0)
+    rnn: bool = flag(True)
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES, MEASURED = ("exit_dim", "num_draft_layers"), "exit_dim"
@@ -97,14 +97,15 @@ class DrafterArgs(TrainableArgs):
             hidden_size = shapes["rnn_w.weight"][0]
         else:
             hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
-        args = cls(hidden_size, head[0], exit_dim, layers, rnn)
-        if "draft_ids" in shapes:  # the head has fewer rows than the target has tokens: no tensor gives that number
+        vocab_size: Any = head[0]
+        if DRAFT_IDS in shapes:  # the head has fewer rows than the target has tokens: no tensor gives that number
             vocab_size = config.get("vocab_size")
-            if type(vocab_size) is not int or not head[0] <= vocab_size <= MAX_SIZE:
+            if not is_count(vocab_size) or vocab_size < head[0]:
                 got = f"at least {head[0]}, got {vocab_size!r:.40}"
                 raise CheckpointError(f"{where}: with draft_ids, config.json must say vocab_size, {got}")
-            args = replace(args, vocab_size=vocab_size, draft_vocab_size=head[0])
-        return args
+        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "exit_dim": exit_dim, "num_draft_layers": layers}
+        args = super().derive(shapes, config | sizes | {"rnn": rnn}, where)
+        return replace(args, draft_vocab_size=head[0] if DRAFT_IDS in shapes else None)
 
 
 class ResidualBlock(nn.Module):

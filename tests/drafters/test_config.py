@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.drafters import dflash, dspark, eagle
-from mlx_redrafter.drafters.config import DrafterArgs, derive_args
+from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.errors import CheckpointError
 
 LAYER: dict[str, Any] = {
@@ -37,7 +37,7 @@ PUBLISHED: dict[str, DrafterArgs] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_are_read_from_a_config(name: str) -> None:
     args = PUBLISHED[name]
-    assert derive_args(type(args), {}, args.to_dict(), "it") == args
+    assert type(args).derive({}, args.to_dict(), "it") == args
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_published_sizes_are_read_from_a_config(name: str) -> None:
 def test_what_no_layer_has_is_refused(wrong: dict[str, Any], pattern: str) -> None:
     args = PUBLISHED["eagle 3"]
     with pytest.raises(CheckpointError, match=pattern):
-        derive_args(type(args), {}, args.to_dict() | wrong, "it")
+        type(args).derive({}, args.to_dict() | wrong, "it")
