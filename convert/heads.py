@@ -17,12 +17,12 @@ import mlx.nn as nn
 
 from mlx_redrafter.checkpoints import list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, is_converted, medusa, mtp, recurrent
-from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, is_count
+from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, is_count, is_list_of
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, find_output_matrix, model_sizes
 from mlx_redrafter.errors import CheckpointError, one_line
 
-from .block_configs import DEFAULT_BLOCK, get_object, read_block_config, read_rope
+from .block_configs import DEFAULT_BLOCK, flatten, get_object, read_block_config, read_rope
 from .layouts import NEEDED, find_drafter
 from .mtp import Layers, find_layers, read_layer
 from .sources import Source, describe_base, describe_missing, find_source
@@ -216,14 +216,19 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
     if others := sorted(name for name in parts if name.startswith("layers.")):
         raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
     version = 3 if {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"} & parts.keys() else 1
-    fc = need_matrix(shapes, "fc.weight", where)
-    width, hidden_size = fc[0], fc[1] // (2 if version == 1 else eagle.N_TAPS)
+    config = read_eagle_config(config, where)
+    layers = config["capture_layers"] if version == 3 else None
+    width, n_inputs = need_matrix(shapes, "fc.weight", where)
+    n_states = 2 if version == 1 else len(layers or [0] * (config.get("num_aux_hidden_states") or eagle.N_TAPS))
+    known: list[Any] = [config.get("target_hidden_size"), None if "embed_tokens.weight" in parts else width]
+    for size in filter(is_count, known if version == 3 else ()):
+        if n_inputs % size == 0 and n_inputs // size != n_states:
+            raise CheckpointError(f"{where}/config.json: expected {n_inputs // size} capture_layers, got {n_states}")
+    hidden_size = n_inputs // n_states
     vocab_size = find_vocab_size(shapes, config)
     if version == 1:
         parts.pop("embed_tokens.weight", None)
     given = read_draft_ids(parts, vocab_size, where)
-    if config.get("norm_output") is not None:
-        notes.append("config.json says norm_output, which projects read differently: it is ignored")
     sizes = read_layer_sizes(config, shapes, "layer", where) | {
         "width": width,
         "hidden_size": hidden_size,
@@ -232,9 +237,11 @@ def make_eagle(parts: Parts, config: dict[str, Any], where: str) -> Found:
         "qkv_bias": "layer.self_attn.q_proj.bias" in parts,
         "fc_bias": "fc.bias" in parts,
         "own_embedding": "embed_tokens.weight" in parts,
+        "o_bias": "layer.self_attn.o_proj.bias" in parts,
+        "qk_norm": "layer.self_attn.q_norm.weight" in parts,
         "fc_norm": "fc_norm.0.weight" in parts,
-        "norm_before_residual": config.get("norm_before_residual") is True,
-        "capture_layers": find_capture_layers(config, where) if version == 3 else None,
+        "norm_before_fc": "input_norm.weight" in parts,
+        "capture_layers": layers,
     }
     shapes = join_shapes(parts, where) | {name: array.shape for name, array in given.items()}
     args = eagle.DrafterArgs.derive(shapes, config | sizes, where)
@@ -364,10 +371,33 @@ def read_draft_ids(parts: Parts, vocab_size: Any, where: str) -> dict[str, mx.ar
     return {DRAFT_IDS: mx.arange(len(offsets), dtype=mx.int32) + offsets}
 
 
-def find_capture_layers(config: dict[str, Any], where: str) -> list[int] | None:
-    """The layers whose outputs an EAGLE-3 head reads, as SpecForge and SGLang mean the key; None without the key."""
-    layers: list[int] | None = get_object(config, "eagle_config", where).get("eagle_aux_hidden_state_layer_ids")
-    return layers if layers is not None else config.get("eagle_aux_hidden_state_layer_ids")
+def read_eagle_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The config of an EAGLE head, flat, with `capture_layers`: the layers whose outputs it reads, or None.
+
+    Speculators and NVIDIA count what enters a layer. Of others SGLang takes a list that begins with 1 for outputs, and
+    any other for what enters. What is not said is false, as in the class of speculators' config.
+
+    Raises:
+        CheckpointError: a kind of head that is not supported.
+    """
+    own, said = get_object(config, "eagle_config", where), flatten(config, where)
+    said = said | {key: value for key, value in own.items() if value is not None}
+    if said.get("speculators_model_type", "eagle3") != "eagle3":
+        raise CheckpointError(
+            f"{where} is a {said['speculators_model_type']!s:.40}: of speculators' heads EAGLE-3 is read"
+        )
+    for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
+        if said.get(key, expected) != expected:
+            got = f"{expected}, got {said[key]!r:.40}"
+            raise CheckpointError(f"{where}/config.json: expected {key} of an EAGLE head to be {got}")
+    layers = said.get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None and not (is_list_of(int, layers) and layers):
+        raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
+    enters = "speculators_model_type" in said or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
+    if layers is not None and enters:
+        layers = [layer - 1 for layer in layers]
+    base = get_object(get_object(config, "speculators_config", where), "verifier", where).get("name_or_path")
+    return said | {"capture_layers": layers, "base_model": base or said.get("base_model")}
 
 
 def read_layer_sizes(

@@ -65,7 +65,7 @@ ARCTIC_LSTM: Renames = (
 EAGLE: Renames = (
     (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
     (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # which `make_eagle` refuses
-    (r"fc\.(?:weight|bias)|norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
+    (r"fc\.(?:weight|bias)|(?:input_)?norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
     ("d2t", DRAFT_IDS),
     (r"t2d|(?:layer\.|layers\.0\.|midlayer\.)?.*\.rotary_emb\.inv_freq", ""),
 )

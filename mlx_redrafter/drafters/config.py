@@ -260,7 +260,8 @@ class LayerArgs(DrafterArgs):
         """The keys of a config that mlx-lm's layer classes ask for."""
         names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
         own = {name: getattr(self, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
-        return own | {"hidden_size": self.width, "vocab_size": self.vocab_size, "num_hidden_layers": 1}
+        fixed = {"num_hidden_layers": 1, "max_position_embeddings": MAX_SIZE, "tie_word_embeddings": False}
+        return own | fixed | {"hidden_size": self.width, "vocab_size": self.vocab_size}
 
 
 def _shorten(value: object) -> str:

@@ -6,14 +6,16 @@ A pair is the state f_i at a position and the token t_(i+1) after it; e = embedd
               x = x + attention(x)
               feature = x + mlp(norm(x))         logits = U feature, U: the target's output matrix
 
-    EAGLE-3   f = fc([a ; b ; c])                a, b, c: the outputs of three layers; fc_norm: each normed first
+    EAGLE-3   f = fc([a ; b ; c])                a, b, c: the outputs of three layers, or of another number
               x = f + attention([norm(e) ; norm(f)])
               feature = x + mlp(norm(x))         logits = lm_head(norm(feature))
 
-In a draft the feature stands for the state f of the next position. Norms are RMS norms.
+In a draft the feature stands for the state f of the next position. Norms are RMS norms. Heads of EAGLE-3 differ in what
+is normed: each of a, b, c alone (fc_norm) or side by side (norm_before_fc), queries and keys (qk_norm), what attention
+adds to (norm_before_residual), and the feature that stands for the next state (norm_output).
 
 Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm` and a `head_dim` of
-its own: SpecForge. Tensors are called as there, but for the one layer.
+its own: SpecForge; the other norms: vllm-project/speculators. Tensors are called as there, but for the one layer.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen3
 
 from ..engine.beam_search import State
 from ..engine.model_parts import find_output_matrix
@@ -38,7 +40,7 @@ from .trainable import Project, TrainableArgs, TrainableDrafter
 MODEL_TYPE = "eagle"
 
 N_TAPS = 3
-"""How many layers EAGLE-3 reads."""
+"""How many layers EAGLE-3 reads where its config does not say which."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,13 @@ class DrafterArgs(LayerArgs, TrainableArgs):
 
     Attributes:
         version: 1, also for EAGLE-2, whose heads are the same; or 3.
-        qkv_bias, fc_bias: whether these layers have a bias.
+        qkv_bias, o_bias, fc_bias: whether these layers have a bias.
         own_embedding: whether it has an embedding of its own; if not, it reads the target's.
-        fc_norm: whether each of the three states is normed before `fc`.
+        fc_norm: whether each of the states is normed before `fc`.
+        norm_before_fc: whether they are normed together, side by side.
+        qk_norm: whether each head's queries and keys are normed.
         norm_before_residual: whether the normed state, not the state, is what attention adds to.
+        norm_output: whether the normed feature stands for the state of the next position.
     """
 
     version: int = declare(MISSING, lambda value: value in (1, 3), "1 or 3")
@@ -58,8 +63,12 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     qkv_bias: bool = flag(False)
     fc_bias: bool = flag(False)
     own_embedding: bool = flag(False)
+    o_bias: bool = flag(False)
     fc_norm: bool = flag(False)
+    norm_before_fc: bool = flag(False)
+    qk_norm: bool = flag(False)
     norm_before_residual: bool = flag(False)
+    norm_output: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE)
 
     SIZES = ("intermediate_size",)
@@ -79,15 +88,18 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     def check(self, where: str) -> None:
         """See `DrafterArgs.check`."""
         super().check(where)
-        if self.version == 3 and len(self.capture_layers or [0] * N_TAPS) != N_TAPS:
-            raise CheckpointError(
-                f"{where}/config.json: expected {N_TAPS} capture_layers, got {len(self.capture_layers or [])}"
-            )
+        if self.fc_norm and self.norm_before_fc:
+            raise CheckpointError(f"{where}/config.json: expected fc_norm or norm_before_fc, got both")
         if self.width != self.hidden_size and not self.own_embedding:
             raise CheckpointError(
                 f"{where}: a head of width {self.width} needs an embedding of its own for a target of width "
                 f"{self.hidden_size}, it has none"
             )
+
+    @property
+    def n_taps(self) -> int:
+        """How many layers EAGLE-3 reads."""
+        return len(self.capture_layers or [0] * N_TAPS)
 
     @property
     def min_layers(self) -> int:
@@ -104,7 +116,12 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         """See `DrafterArgs.try_others`."""
         if self.version == 3 and self.capture_layers is None:
             return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
-        return super().try_others(n_layers)
+        others = super().try_others(n_layers)
+        if self.version == 3:  # what projects read otherwise where a config does not say it
+            for name in ("norm_before_residual", "norm_output"):
+                other: dict[str, Any] = {name: not getattr(self, name)}
+                others[f"{name} {str(other[name]).lower()}"] = replace(self, **other)
+        return others
 
     def explain_fixed(self) -> str | None:
         """See `TrainableArgs.explain_fixed`."""
@@ -127,15 +144,17 @@ class Layer(nn.Module):
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
-        own = llama.ModelArgs.from_dict(args.for_mlx_lm() | {"model_type": "llama"})
+        home: Any = qwen3 if args.qk_norm else llama
+        own = home.ModelArgs.from_dict(args.for_mlx_lm() | {"model_type": "llama"})
         n_inputs, bias = args.width * (2 if args.version == 3 else 1), args.qkv_bias
-        self.self_attn, self.mlp = llama.Attention(own), llama.MLP(own)
+        self.self_attn, self.mlp = home.Attention(own), qwen3.MLP(args.width, args.intermediate_size)
         for name, heads in (
             ("q_proj", args.num_attention_heads),
             ("k_proj", args.num_key_value_heads),
             ("v_proj", args.num_key_value_heads),
         ):
             self.self_attn[name] = nn.Linear(n_inputs, heads * args.head_dim, bias=bias)
+        self.self_attn.o_proj = nn.Linear(args.num_attention_heads * args.head_dim, args.width, bias=args.o_bias)
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
         if args.version == 3:
             self.input_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
@@ -159,7 +178,9 @@ class Drafter(PairDrafter, TrainableDrafter):
         if args.own_embedding:
             self.embed_tokens = nn.Embedding(args.vocab_size, args.width)
         if args.fc_norm:
-            self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(N_TAPS)]
+            self.fc_norm = [nn.RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(args.n_taps)]
+        if args.norm_before_fc:
+            self.input_norm = nn.RMSNorm(n_inputs, args.rms_norm_eps)
         if args.version == 3:
             self.norm = nn.RMSNorm(args.width, args.rms_norm_eps)
             self.lm_head = nn.Linear(args.width, args.n_guesses, bias=False)
@@ -168,7 +189,7 @@ class Drafter(PairDrafter, TrainableDrafter):
     @property
     def n_inputs(self) -> int:
         """See `PairDrafter.n_inputs`."""
-        return self.args.hidden_size * (1 if self.args.version == 1 else N_TAPS)
+        return self.args.hidden_size * (1 if self.args.version == 1 else self.args.n_taps)
 
     def open(self, model: nn.Module) -> Source:
         """See `Drafter.open`."""
@@ -182,8 +203,10 @@ class Drafter(PairDrafter, TrainableDrafter):
         if self.args.version == 1:
             return states
         if "fc_norm" in self:
-            parts = mx.split(states, N_TAPS, axis=-1)
+            parts = mx.split(states, self.args.n_taps, axis=-1)
             states = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        elif "input_norm" in self:
+            states = self.input_norm(states)
         return self.fc(states)
 
     def read_pairs(
@@ -199,13 +222,14 @@ class Drafter(PairDrafter, TrainableDrafter):
             x = mx.concatenate([layer.input_layernorm(embedded), normed], axis=-1)
             residual = normed if self.args.norm_before_residual else features
         x = residual + layer.self_attn(x[None], cast(Any, mask), cache)[0]
-        return x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x) if self.args.norm_output else x
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
         """See `PairDrafter.guess`."""
         if head is not None:
             return head(features).astype(mx.float32)
-        return self.scatter(self.lm_head(self.norm(features)))
+        return self.scatter(self.lm_head(features if self.args.norm_output else self.norm(features)))
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import make_target, publish, read_golden, tell
+from cached import GOLDEN, make_target, publish, read_golden, tell
 from checkpoints import refused
 
 from mlx_redrafter.checkpoints import load_drafter
@@ -17,7 +17,7 @@ from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
 
-PAIRS = ("eagle1", "eagle1_qkvbias", "eagle3", "eagle3_fcnorm", "eagle3_headdim")
+PAIRS = tuple(sorted(file.stem for file in GOLDEN.glob("eagle*.safetensors")))
 MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp", "deepseek_v3_mtp")
 
 
@@ -71,6 +71,51 @@ def test_layers_are_read_from_the_config(tmp_path: Path) -> None:
         r".*expected 3 capture_layers, got 2",
         tmp_path / "two-out",
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "captured"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 10]}}, (1, 5, 9)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
+        ({"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 6, 12]}}, (0, 5, 11)),
+        ({"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 6, 12]}, (0, 5, 11)),
+        ({}, (1, 5, 8)),
+    ],
+)
+def test_layers_are_counted_as_their_projects_do(config: dict[str, Any], captured: tuple[int], tmp_path: Path) -> None:
+    drafter = load_golden("eagle3", tmp_path, **config)
+    assert drafter.open(make_target("eagle3", drafter)).capture == captured
+
+
+@pytest.mark.parametrize("name", ["eagle3_speculators", "eagle3_speculators_31"])
+def test_what_a_config_need_not_say_can_be_tried_otherwise(name: str, tmp_path: Path) -> None:
+    drafter = load_drafter(publish(name, tmp_path / "in"))
+    for what, args in drafter.args.try_others(12).items():
+        drafter.args = args
+        source: Any = drafter.open(make_target(name, drafter))
+        golden = read_golden(name)[1]
+        tell(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
+        guess, state = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
+        guess, _ = source.begin(golden["context_tokens"][-1])(golden["step_tokens"][:1], state)
+        same = np.allclose(guess[0, drafter.draft_ids], golden["step_logits"][0], atol=1e-3)
+        assert same is what.startswith("capture_layers"), what
+    silent = load_drafter(publish(name, tmp_path / "silent", norm_before_residual=None, norm_output=None))
+    assert (silent.args.norm_before_residual, silent.args.norm_output) == (False, False)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ".*expected use_aux_hidden_state .* True, got False"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, ".*expected use_mtp_layernorm .* False, got True"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ".*expected parallel_draft_step .* 1, got 4"),
+        ({"speculators_model_type": "peagle"}, ".* is a peagle: of speculators' heads EAGLE-3 is read"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, "5", 9]}, ".*expected capture_layers as layer numbers, got .*"),
+    ],
+)
+def test_heads_of_other_kinds_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refused(publish("eagle3", tmp_path / "in", **config), message, tmp_path / "out")
 
 
 def test_damaged_heads_are_refused(tmp_path: Path) -> None:
