@@ -9,7 +9,8 @@ import sys
 from mlx_redrafter.checkpoints import DTYPES
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM
 
-from .conversion import MODES, Conversion, convert
+from .conversion import Conversion, convert
+from .tensors import MODES
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -34,9 +34,7 @@ from mlx_redrafter.trial import try_drafter
 from .heads import read_checkpoint
 from .output import check_destination, make_card, new_directory, upload
 from .sources import find_base, find_source
-
-MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
-"""mode -> mlx-lm's default (group size, bits)."""
+from .tensors import MODES
 
 NEW_TOKENS = 64
 """Of each prompt that tokens per round are measured on."""

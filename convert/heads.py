@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.checkpoints import list_weights, load_drafter
+from mlx_redrafter.checkpoints import find_not_finite, list_weights, load_drafter
 from mlx_redrafter.drafters import KINDS, arctic_lstm, dflash, dspark, eagle, is_converted, medusa, mtp, recurrent
 from mlx_redrafter.drafters.config import DRAFT_IDS, check_draft_ids, compare_config, is_count, is_list_of
 from mlx_redrafter.drafters.protocol import Drafter
@@ -26,7 +26,7 @@ from .block_configs import DEFAULT_BLOCK, flatten, get_object, read_block_config
 from .layouts import NEEDED, find_drafter
 from .mtp import Layers, find_layers, read_layer
 from .sources import Source, describe_base, describe_missing, find_source
-from .tensors import Tensor, join_tensors, read_file
+from .tensors import Packed, Tensor, join_packed, join_tensors, read_file
 
 Parts = dict[str, list[Tensor]]
 """Our name of a tensor -> what it is joined of."""
@@ -94,23 +94,27 @@ def read_checkpoint(source: Source, model: nn.Module | None = None) -> Found:
         return make_mtp(stored, layers, config, where)
     if source.is_base:
         raise CheckpointError(describe_missing(where))
-    kind, parts = find_drafter(stored, config, where)
+    kind, parts, names = find_drafter(stored, config, where)
     count = len(source.files) if source.has_ranks else 1
     for name, slices in parts.items():
         if len(slices) != count:
             raise CheckpointError(f"{where}: {count - len(slices)} of {count} ranks have no {name}")
+    parts = join_packed(parts, names, config, where)
     if source.files == (source.path,) and kind not in NEEDED and said not in KINDS and "medusa_num_heads" not in config:
         source, config = source._replace(config={}), {}  # that of a base model beside the file
     if kind == recurrent.MODEL_TYPE:
         return make_recurrent(parts, source)
     config = config | {"base_model": config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
+    is_packed = any(isinstance(slices[0], Packed) for slices in parts.values())
     if kind == medusa.MODEL_TYPE:
-        return Found(make_medusa(parts, config, where, model))
-    if kind == eagle.MODEL_TYPE:
-        return make_eagle(parts, config, where)
-    if kind in (dflash.MODEL_TYPE, dspark.MODEL_TYPE):
-        return make_block(kind, parts, config, where, model)
-    return Found(make_speculator(kind, parts, config, where))
+        found = Found(make_medusa(parts, config, where, model))
+    elif kind == eagle.MODEL_TYPE:
+        found = make_eagle(parts, config, where)
+    elif kind in (dflash.MODEL_TYPE, dspark.MODEL_TYPE):
+        found = make_block(kind, parts, config, where, model)
+    else:
+        found = Found(make_speculator(kind, parts, config, where))
+    return found._replace(is_quantized=is_packed)
 
 
 def join_files(source: Source) -> Parts:
@@ -288,6 +292,7 @@ def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, mode
         "vocab_size": vocab_size,
         "own_embedding": "embed_tokens.weight" in parts,
         "own_head": "lm_head.weight" in parts,
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in parts,
     }
     sizes |= read_layer_sizes(config, shapes, "layers.0", where)
     if kind == dspark.MODEL_TYPE:
@@ -467,11 +472,21 @@ def fill(drafter: Any, parts: Parts, where: str, given: Mapping[str, mx.array] |
         if shapes[name] != expected.get(name):
             wanted, got = expected.get(name), shapes[name]
             raise CheckpointError(f"half a drafter: {where}: expected {name} of shape {wanted}, got {got}")
+    packed = {
+        name.removesuffix(".weight"): slices[0] for name, slices in parts.items() if isinstance(slices[0], Packed)
+    }
+    nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
     for name, slices in parts.items():
-        arrays[name] = join_tensors(name, slices, where, integers=name == DRAFT_IDS)
+        if (layer := name.removesuffix(".weight")) in packed:
+            arrays |= {f"{layer}.{part}": array for part, array in packed[layer].arrays.items()}
+        else:
+            arrays[name] = join_tensors(name, slices, where, integers=name == DRAFT_IDS)
     if DRAFT_IDS in arrays:
         check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, where)
     drafter.load_weights(list(arrays.items()))
+    scales = {name: array for name, array in arrays.items() if name.endswith((".scales", ".biases"))}
+    if (odd := find_not_finite({k: x for k, x in scales.items() if mx.issubdtype(x.dtype, mx.floating)})) is not None:
+        raise CheckpointError(f"{where}: {odd} holds NaN or infinity")
     return drafter
 
 

@@ -91,6 +91,9 @@ BLOCK_NAME = re.compile(
 )
 """What a block drafter may have, and no other kind: EAGLE's norm of this name is in its layer."""
 
+PACKED_PARTS = ("scales", "biases")
+"""What a layer that MLX has quantized has beside its weight."""
+
 EAGLE_NAME = re.compile(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight")
 
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -111,8 +114,10 @@ OTHER_KINDS = (
 """(a tensor that tells what else it is, what to say); the first that fits."""
 
 
-def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -> tuple[str, dict[str, T]]:
-    """(`model_type`, tensors by our names) of the drafter in a checkpoint.
+def find_drafter(
+    tensors: Mapping[str, T], config: dict[str, Any], where: str
+) -> tuple[str, dict[str, T], dict[str, str]]:
+    """(`model_type`, tensors by our names, what each is called in the files) of the drafter in a checkpoint.
 
     Args:
         tensors: by the names in the files.
@@ -136,7 +141,11 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
         raise CheckpointError(f"{where} holds no drafter: its tensors are {sorted(tails)}")
     names: dict[str, str] = {}
     for name, tail in sorted(tails.items()):
-        ours = rename(tail, renames)
+        layer, _, part = tail.rpartition(".")
+        is_packed = part in PACKED_PARTS and f"{layer}.weight" in tails.values()
+        ours = rename(f"{layer}.weight" if is_packed else tail, renames)
+        if ours and is_packed:
+            ours = f"{ours.removesuffix('weight')}{part}"
         if ours is None:
             raise CheckpointError(f"{where} holds a tensor that no {model_type} has: {name!r}")
         if ours == HEAD and model_type == recurrent.MODEL_TYPE:
@@ -148,7 +157,7 @@ def find_drafter(tensors: Mapping[str, T], config: dict[str, Any], where: str) -
     for ours in NEEDED.get(model_type, ()):
         if ours not in names:
             raise CheckpointError(f"half a drafter: {where} is of kind {model_type}, and has no {ours}")
-    return model_type, {ours: tensors[name] for ours, name in names.items()}
+    return model_type, {ours: tensors[name] for ours, name in names.items()}, names
 
 
 def find_kind(names: Collection[str], config: dict[str, Any], where: str) -> tuple[str, Renames]:

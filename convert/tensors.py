@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,9 @@ from mlx_redrafter.errors import CheckpointError, one_line
 Tensor = Any
 """A tensor in a file: an array of MLX that is not read yet, or a tensor of torch."""
 
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+"""mode -> mlx-lm's default (group size, bits)."""
+
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes a drafter may be stored in. float64, which only pickles may have, is read as float32."""
 
@@ -25,6 +28,68 @@ INTEGERS = ("int64", "int32")
 
 NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 """Keys under which a pickled checkpoint keeps its tensors."""
+
+
+class Packed(NamedTuple):
+    """A matrix, or several, that MLX has quantized.
+
+    Attributes:
+        arrays: `weight`, `scales` and, in the affine mode, `biases`.
+        group_size, bits, mode: how.
+    """
+
+    arrays: dict[str, mx.array]
+    group_size: int
+    bits: int
+    mode: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what it stands for."""
+        *rows, words = self.arrays["weight"].shape
+        return (*rows, words * 32 // self.bits)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments of MLX's quantization."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+def join_packed(
+    parts: Mapping[str, list[Tensor]], names: Mapping[str, str], config: Mapping[str, Any], where: str
+) -> dict[str, list[Tensor]]:
+    """The same parts, with one `Packed` for the tensors of each quantized layer.
+
+    Args:
+        names: what each part is called in the files: layers may have settings of their own under that name.
+        config: says how layers are quantized.
+
+    Raises:
+        CheckpointError: it does not say it, or otherwise than the shapes.
+    """
+    said = config.get("quantization") or config.get("quantization_config")
+    said, found = said if isinstance(said, dict) else {}, dict(parts)
+    for layer in [name.removesuffix(".scales") for name in parts if name.endswith(".scales")]:
+        arrays = {
+            part: found.pop(f"{layer}.{part}")[0]
+            for part in ("weight", "scales", "biases")
+            if f"{layer}.{part}" in parts
+        }
+        own = said.get(names[f"{layer}.scales"].removesuffix(".scales"))
+        how = own if isinstance(own, dict) else said
+        mode = how.get("mode", "affine")
+        if mode not in MODES or "weight" not in arrays:
+            got = f"mode {mode!r:.40}" if "weight" in arrays else "scales alone"
+            raise CheckpointError(f"{where}: expected {layer} quantized in mode {', '.join(MODES)}, got {got}")
+        sizes = [how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)]
+        words, groups = arrays["weight"].shape[-1], arrays["scales"].shape[-1]
+        is_sound = all(type(size) is int and size > 0 for size in sizes)
+        if not is_sound or 32 * words != sizes[0] * sizes[1] * groups or (mode == "affine") != ("biases" in arrays):
+            expected = f"{sizes[1]} bits in groups of {sizes[0]}, mode {mode}"
+            got = f"{words} words, {groups} scales and {'' if 'biases' in arrays else 'no '}biases in a row"
+            raise CheckpointError(f"{where}/config.json says {expected} of {layer}, which has {got}")
+        found[f"{layer}.weight"] = [Packed(arrays, sizes[0], sizes[1], mode)]
+    return found
 
 
 def read_file(path: Path) -> dict[str, Tensor]:

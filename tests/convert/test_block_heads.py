@@ -21,14 +21,16 @@ from mlx_redrafter.errors import CheckpointError
 
 BLOCKS = sorted(file.stem for file in GOLDEN.glob("d[fs]*.safetensors"))
 
+QUANTIZED = ("dflash_mlx",)
+
 NOTHING_SAID = {"dflash_assistant": {"vocab_size": 97}}
 """What a config does not say, and a target would."""
 
 
 def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
-    """The head of a golden file, converted and loaded."""
+    """The head of a golden file, converted and loaded; one that is quantized as it is."""
     source = publish(name, directory / "in", **NOTHING_SAID.get(name, {}) | config)
-    return load_drafter(convert(source, directory / "out").path)
+    return load_drafter(source if name in QUANTIZED else convert(source, directory / "out").path)
 
 
 def tell_all(source: Any, states: mx.array, position: int) -> None:
@@ -229,7 +231,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     refused(broken, r".* holds a tensor that no dflash has: 'gru\.weight_ih_l0'", tmp_path / "more-out")
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", sorted({*BLOCKS} - {*QUANTIZED}))
 def test_sizes_that_a_config_says_otherwise_are_noted(name: str, tmp_path: Path) -> None:
     """And those of the published configs are not."""
     said = NOTHING_SAID.get(name, {})

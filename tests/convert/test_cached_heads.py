@@ -18,12 +18,14 @@ from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
 
 PAIRS = tuple(sorted(file.stem for file in GOLDEN.glob("eagle*.safetensors")))
+QUANTIZED = ("eagle3_mlx",)
 MTP = ("qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp", "deepseek_v3_mtp")
 
 
 def load_golden(name: str, directory: Path, **config: Any) -> Drafter:
-    """The head of a golden file, converted and loaded."""
-    return load_drafter(convert(publish(name, directory / "in", **config), directory / "out").path)
+    """The head of a golden file, converted and loaded; one that is quantized as it is."""
+    source = publish(name, directory / "in", **config)
+    return load_drafter(source if name in QUANTIZED else convert(source, directory / "out").path)
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *MTP])
@@ -71,6 +73,55 @@ def test_layers_are_read_from_the_config(tmp_path: Path) -> None:
         r".*expected 3 capture_layers, got 2",
         tmp_path / "two-out",
     )
+
+
+@pytest.mark.parametrize("name", ["eagle3_mlx", "dflash_mlx"])
+def test_heads_that_others_have_quantized_stay_as_they_are(name: str, tmp_path: Path) -> None:
+    source = publish(name, tmp_path / "in")
+    drafter, said = load_drafter(source), read_golden(name)[2]["quantization"]
+    layers = {key: layer for key, layer in drafter.named_modules() if hasattr(layer, "bits")}
+    assert {layer.bits for layer in layers.values()} >= {said["bits"]} and "fc" in layers
+    own = [entry["bits"] for entry in said.values() if isinstance(entry, dict)]
+    assert sorted(layer.bits for layer in layers.values() if layer.bits != said["bits"]) == sorted(own)
+    refused(source, ".* is quantized already: --drafter reads it, -d dequantizes it", tmp_path / "result")
+    plain = load_drafter(convert(source, tmp_path / "plain", dequantize=True).path)
+    assert not [layer for _, layer in plain.named_modules() if hasattr(layer, "bits")]
+    assert mx.allclose(plain.sample_logits(), drafter.sample_logits(), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 8}, r".*says 8 bits in groups of 32, mode affine of .*, which has \d+ words, .*"),
+        ({"mode": "nf4"}, ".*expected .* quantized in mode affine, mxfp4, nvfp4, mxfp8, got mode 'nf4'"),
+        ({"mode": "mxfp4"}, ".*says 4 bits in groups of 32, mode mxfp4 of .* and biases in a row"),
+        ({"group_size": "32"}, ".*says 4 bits in groups of 32, .*"),
+    ],
+)
+def test_a_quantization_that_the_tensors_do_not_have_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    said = read_golden("eagle3_mlx")[2]["quantization"] | change
+    refused(publish("eagle3_mlx", tmp_path / "in", quantization=said), message, tmp_path / "out")
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_every_mode_of_mlx_is_read(mode: str, tmp_path: Path) -> None:
+    weights, bits, group_size = (
+        read_golden("eagle3_fcnorm")[0],
+        8 if mode == "mxfp8" else 4,
+        16 if mode == "nvfp4" else 32,
+    )
+    packed = dict(weights)
+    for name, array in weights.items():
+        if array.ndim == 2 and array.dtype == mx.float32 and array.shape[1] % group_size == 0:
+            codes, scales = mx.quantize(array, group_size=group_size, bits=bits, mode=mode)
+            packed |= {name: codes, name.replace(".weight", ".scales"): scales}
+    said = {"group_size": group_size, "bits": bits, "mode": mode}
+    source = publish("eagle3_fcnorm", tmp_path / "in", arrays=packed, quantization_config=said)
+    plain = load_drafter(publish("eagle3_fcnorm", tmp_path / "plain")).sample_logits()
+    found = load_drafter(source).sample_logits()
+    assert 0 < mx.abs(found - plain).max().item() < 0.7 * mx.abs(plain).max().item()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +198,7 @@ def test_sizes_that_a_config_says_otherwise_are_noted(name: str, tmp_path: Path)
     assert len(done.notes) == len(wrong)
 
 
-@pytest.mark.parametrize("name", [*PAIRS, *MTP])
+@pytest.mark.parametrize("name", sorted({*PAIRS, *MTP} - {*QUANTIZED}))
 def test_configs_that_agree_with_the_tensors_give_no_note(name: str, tmp_path: Path) -> None:
     assert convert(publish(name, tmp_path / "in"), tmp_path / "out").notes == ()
 
