@@ -26,7 +26,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..engine.beam_search import Advance, State
 from ..engine.model_parts import compute_dtype, find_head, model_name
@@ -49,6 +49,7 @@ class BlockArgs(LayerArgs):
         block_size: B, the most rows of a block, the root's included.
         mask_token_id: whose embedding stands for a token that is not known.
         from_anchor: whether row j guesses the token at position p + j + 1, the root's row too; else that at p + j.
+        attention_bias: whether the projections of attention have biases.
         own_embedding, own_head: whether it has an embedding and an output matrix; if not, it uses the target's.
         layer_windows: for each layer, how many positions a row sees, its own included; 0, or None for all layers, for
             all of them.
@@ -63,6 +64,7 @@ class BlockArgs(LayerArgs):
     mask_token_id: int = size(least=0)
     _: KW_ONLY
     from_anchor: bool = flag(False)
+    attention_bias: bool = flag(False)
     own_embedding: bool = flag(False)
     own_head: bool = flag(False)
     layer_windows: list[int] | None = declare(None, lambda value: is_list_of(int, value), "as numbers of positions")
@@ -112,20 +114,38 @@ class BlockArgs(LayerArgs):
         return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
 
 
+def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any] | None) -> Any:
+    """mlx-lm's rotation; of YaRN also with bounds that are not rounded, as gpt-oss has it.
+
+    Source: transformers, modeling_rope_utils.py::_compute_yarn_parameters; arXiv 2309.00071, section 3.
+    """
+    rope: Any = initialize_rope(dims, base, traditional, scaling)
+    if isinstance(rope, YarnRoPE) and scaling is not None and scaling.get("truncate") is False:
+        length = scaling["original_max_position_embeddings"]
+        low, high = (
+            dims * math.log(length / (2 * math.pi * scaling.get(key, turns))) / (2 * math.log(base))
+            for key, turns in (("beta_fast", 32), ("beta_slow", 1))
+        )
+        low, high = max(low, 0), min(high, dims - 1)
+        ramp = mx.clip((mx.arange(dims // 2) - low) / max(high - low, 1e-3), 0, 1)
+        rope._freqs = base ** (mx.arange(0, dims, 2) / dims) / (1 - ramp + ramp / scaling["factor"])
+    return rope
+
+
 class Attention(nn.Module):
     """Attention of a block's rows to the text's and each other, in one KV cache."""
 
     def __init__(self, args: BlockArgs) -> None:
         super().__init__()
-        width, head_dim = args.width, args.head_dim
+        width, head_dim, bias = args.width, args.head_dim, args.attention_bias
         self.head_dim, self.scale = head_dim, head_dim**-0.5
-        self.q_proj = nn.Linear(width, args.num_attention_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(args.num_attention_heads * head_dim, width, bias=False)
+        self.q_proj = nn.Linear(width, args.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, args.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(args.num_attention_heads * head_dim, width, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, args.rms_norm_eps)
-        self.rope = initialize_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
+        self.rope = make_rope(head_dim, args.rope_theta, args.rope_traditional, args.rope_scaling)
 
     def append(self, rows: mx.array, position: mx.array | int, cache: KVCache) -> tuple[mx.array, mx.array]:
         """Appends the keys and values of rows (R, H), the first at `position`, and returns all of the cache's."""
