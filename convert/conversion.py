@@ -133,7 +133,7 @@ def convert(
         raise RedrafterError(f"the range of float16 is too small for a {drafter.args.model_type}: give bfloat16")
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
-    if is_quantized and not dequantize:
+    if is_quantized and not dequantize and (quantize or from_base is None):
         raise CheckpointError(f"{source.path} is quantized already: --drafter reads it, -d dequantizes it")
 
     recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
@@ -144,7 +144,9 @@ def convert(
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
-    drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
+    stays = is_quantized and not dequantize  # a layer that is taken out of a quantized model
+    if not stays:
+        drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
         ids = trim_vocabulary(drafter, read_frequent_tokens(token_counts, draft_vocab_size, args.vocab_size))
         before, args = (before[0][:, ids], before[1]), drafter.args
@@ -160,6 +162,8 @@ def convert(
         notes += skipped
         if quantization:
             config |= {"quantization": quantization, "quantization_config": quantization}
+    if stays:
+        config |= dict.fromkeys(("quantization", "quantization_config"), describe_quantization(drafter))
     bytes_after = count_bytes(drafter)
 
     with new_directory(place) as stage:
@@ -269,6 +273,17 @@ def quantize_layers(
     nn.quantize(drafter, class_predicate=choose)
     is_quantized = any(hasattr(layer, "bits") for _, layer in drafter.named_modules())
     return entry if is_quantized else {}, tuple(notes)
+
+
+def describe_quantization(drafter: Drafter) -> dict[str, Any]:
+    """The config's entry, in mlx-lm's form, of a drafter some of whose layers are quantized."""
+    layers = {
+        name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        for name, layer in drafter.named_modules()
+        if hasattr(layer, "bits")
+    }
+    common = max(layers.values(), key=list(layers.values()).count)
+    return common | {name: how for name, how in layers.items() if how != common}
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:

@@ -268,7 +268,8 @@ def make_mtp(stored: Parts, layers: Layers, config: dict[str, Any], where: str) 
         notes.append(f"of {layers.n_layers} multi-token-prediction layers the first is used, again and again")
     sizes = said | {"hidden_size": need_matrix(shapes, "fc.weight", where)[0], "hidden_state": AFTER_NORM}
     drafter = mtp.Drafter(mtp.DrafterArgs.derive(shapes, sizes, where))
-    return Found(fill(drafter, parts, where), notes=tuple(notes))
+    is_packed = any(isinstance(array, Packed) for array in arrays.values())
+    return Found(fill(drafter, parts, where), is_packed, tuple(notes))
 
 
 def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, model: nn.Module | None) -> Found:

@@ -1,6 +1,7 @@
 """Multi-token-prediction layers among the tensors of a checkpoint, and what they become in mlx-lm's layers.
 
-Two layouts are published: Qwen's, all names under `mtp.`, and DeepSeek's, one more of the model's numbered layers.
+Authors publish two layouts: Qwen's, all names under `mtp.`, and DeepSeek's, one more of the model's numbered layers. In
+folders of MLX the first stays in the model's shards or is in a file of its own, or mlx-vlm has split off the layer.
 """
 
 from __future__ import annotations
@@ -15,17 +16,32 @@ from mlx_redrafter.drafters import mtp
 from mlx_redrafter.errors import CheckpointError
 
 from .layouts import Renames, rename
-from .tensors import Tensor, join_tensors, name_dtype
+from .tensors import Packed, Tensor, join_packed, join_tensors, name_dtype
 
 NAMES: Renames = (
     (r"(?:fc|eh_proj)\.weight", "fc.weight"),
     (r"(?:pre_fc_norm_embedding|enorm)\.weight", "norm_embedding.weight"),
     (r"(?:pre_fc_norm_hidden|hnorm)\.weight", "norm_hidden.weight"),
-    (r"(?:shared_head\.)?norm\.weight", "norm.weight"),
-    (r"(?:layers\.0\.)?((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*)", r"layer.\1"),
-    (r"(?:shared_head\.head|embed_tokens)\.weight|.*\.rotary_emb\.inv_freq", ""),  # copies of the target's
+    (r"(?:shared_head[._])?norm\.weight", "norm.weight"),
+    (r"(?:layers\.0\.|mtp_block\.)?((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*)", r"layer.\1"),
+    (r"(?:shared_head\.head|lm_head|embed_tokens)\..*|.*\.rotary_emb\.inv_freq", ""),  # copies of the target's
 )
-"""Qwen's names and DeepSeek's."""
+"""Qwen's names, DeepSeek's and mlx-vlm's."""
+
+SPLIT = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
+"""What tells a layer that was split off by mlx-vlm: nothing stands before its names."""
+
+FOLLOWS = {
+    "norm_embedding.weight": "layer.input_layernorm.weight",
+    "norm_hidden.weight": "layer.input_layernorm.weight",
+}
+"""Norms whose own mean does not tell whether their weights are stored less 1 -> the one that does."""
+
+OWN_QUANTIZATION = "mtplx_mtp_quantization"
+"""MTPLX's key for how the layer is quantized, where it is another way than the model."""
+
+MIDDLE = 0.5
+"""Weights of norms whose mean is below are stored less 1: those of layers have means near 0 then, else near 1."""
 
 SCALE = "_scale_inv"
 """What the name of an FP8 tensor's scales ends with."""
@@ -41,11 +57,13 @@ class Layers(NamedTuple):
         names: what the first one's tensors are called, without what stands before all of them -> in the files.
         n_layers: how many there are.
         has_model: whether layers of the model itself are beside them.
+        is_split: whether it was split off by mlx-vlm.
     """
 
     names: dict[str, str]
     n_layers: int
     has_model: bool
+    is_split: bool = False
 
 
 def find_layers(names: Collection[str]) -> Layers | None:
@@ -56,6 +74,8 @@ def find_layers(names: Collection[str]) -> Layers | None:
         later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
         first = {tail: name for name, tail in tails.items() if not later.get(name)}
         return Layers(first, 1 + max(later.values(), default=0), bool(numbered.keys() - tails.keys()))
+    if any(map(SPLIT.fullmatch, names)):
+        return Layers({name.removeprefix("model."): name for name in names}, 1, False, is_split=True)
     numbers = {int(found[1]) for found in numbered.values() if found[2].startswith("eh_proj.")}
     if not numbers:
         return None
@@ -65,7 +85,7 @@ def find_layers(names: Collection[str]) -> Layers | None:
 
 def read_layer(
     stored: Mapping[str, Sequence[Tensor]], layers: Layers, config: Mapping[str, Any], where: str
-) -> tuple[dict[str, mx.array], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors by our names, what the drafter's config says of its sizes) of the first layer. None is read yet.
 
     Args:
@@ -77,34 +97,37 @@ def read_layer(
         CheckpointError: the layer of another model, quantized otherwise than in blocks of FP8, or not whole.
     """
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    said = str(config.get("model_type"))
-    model_type = said.removesuffix("_text").removesuffix("_moe")
+    said = str(text.get("model_type") if layers.is_split else config.get("model_type"))
+    model_type = said.removesuffix("_mtp").removesuffix("_text").removesuffix("_moe")
     if model_type not in mtp.LAYERS:
         supported = ", ".join(mtp.LAYERS)
         raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {supported}, got {said!r:.40}")
     if text.get("mtp_use_dedicated_embeddings"):
         raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
-    if packed := next((name for tail, name in layers.names.items() if re.fullmatch(PACKED, tail)), None):
+    if (own := config.get(OWN_QUANTIZATION)) is not None:
+        config = {**config, "quantization": own}
+    parts = join_packed({tail: [*stored[name]] for tail, name in layers.names.items()}, layers.names, config, where)
+    tensors = {tail: slices[0] for tail, slices in parts.items()}
+    if packed := next((layers.names[tail] for tail in tensors if re.fullmatch(PACKED, tail)), None):
         advice = "convert the repository that it was made from, and quantize with -q"
         raise CheckpointError(f"{where} is quantized, in a form that is not read ({packed}): {advice}")
-    arrays: dict[str, mx.array] = {}
-    for tail, array in dequantize({tail: stored[name][0] for tail, name in layers.names.items()}, config, where):
+    arrays: dict[str, Any] = {}
+    for tail, array in dequantize(tensors, config, where):
         ours = rename(tail, NAMES)
         if ours is None or ours in arrays:
             raise CheckpointError(f"{where} holds a tensor that no multi-token-prediction layer has: {tail!r}")
         if ours:
             arrays[ours] = array
     arrays = stack_experts(arrays, where)
-    if model_type.startswith("qwen"):  # whose norms' weights are stored as what they differ from one by
-        norms = (name for name, array in arrays.items() if array.ndim == 1 and name.endswith(".weight"))
-        arrays |= {name: arrays[name] + 1 for name in norms}
+    if model_type.startswith("qwen"):
+        arrays |= {} if layers.is_split else add_ones(arrays)
     else:
         arrays = split_latent(arrays, text, where)
     layer_config = mtp.select_layer_config(text, model_type)
     return arrays, {"vocab_size": text.get("vocab_size"), "layer_config": layer_config}
 
 
-def dequantize(tensors: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Iterable[tuple[str, mx.array]]:
+def dequantize(tensors: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Iterable[tuple[str, Any]]:
     """(name, array) of each tensor; one in FP8 as bfloat16, times its blocks' scales.
 
     Raises:
@@ -117,10 +140,17 @@ def dequantize(tensors: Mapping[str, Tensor], config: Mapping[str, Any], where: 
             if name.removesuffix(SCALE) not in tensors:
                 raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE)} beside {name}, it has none")
             continue
-        array = tensor if isinstance(tensor, mx.array) else join_tensors(name, [tensor], where)
+        array: Any = tensor if isinstance(tensor, (mx.array, Packed)) else join_tensors(name, [tensor], where)
         if name + SCALE in tensors:
             array = multiply_blocks(array, tensors[name + SCALE], block, f"{where}: {name}")
         yield name, array
+
+
+def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
+    """The norms of Qwen's layer whose weights are stored less 1, with the 1; in MLX folders some or all have it."""
+    norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in FOLLOWS}
+    means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
+    return {name: array + 1 for name, array in norms.items() if means.get(FOLLOWS.get(name, name), 0) < MIDDLE}
 
 
 def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
@@ -175,6 +205,7 @@ def split_latent(arrays: Mapping[str, mx.array], config: Mapping[str, Any], wher
     made, at = dict(arrays), "layer.self_attn."
     if (matrix := made.pop(f"{at}kv_b_proj.weight", None)) is None:
         return made
+    matrix = matrix.dequantize() if isinstance(matrix, Packed) else matrix
     heads, n_keys, n_values = (config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
     sizes_known = all(type(size) is int and size > 0 for size in (heads, n_keys, n_values))
     if not sizes_known or matrix.ndim != 2 or matrix.shape[0] != heads * (n_keys + n_values):  # type: ignore[operator]

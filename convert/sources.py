@@ -21,6 +21,9 @@ from .mtp import Layers, find_layers
 INDEX = "model.safetensors.index.json"
 """Which file holds which tensor."""
 
+SIDECAR = "mtp.safetensors"
+"""A file that the index of an MLX folder does not name, with the multi-token-prediction layer."""
+
 RANK = r"rank\d+\.safetensors"
 """One of TensorRT-LLM's files, each with a slice of every tensor."""
 
@@ -126,6 +129,8 @@ def choose_base_files(path: Path, present: Iterable[str], name: str) -> list[str
     if INDEX not in present:
         return choose_files(present, name)
     found, placed = read_index(path)
+    if found is None and SIDECAR in present:
+        return [SIDECAR]
     if found is None:
         raise CheckpointError(describe_missing(name))
     return sorted({placed[tensor] for tensor in found.names.values()})

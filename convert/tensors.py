@@ -49,6 +49,12 @@ class Packed(NamedTuple):
         *rows, words = self.arrays["weight"].shape
         return (*rows, words * 32 // self.bits)
 
+    def dequantize(self) -> mx.array:
+        """What it stands for."""
+        weight, scales, biases = map(self.arrays.get, ("weight", "scales", "biases"))
+        assert weight is not None and scales is not None
+        return mx.dequantize(weight, scales, biases, **self.how)
+
     @property
     def how(self) -> dict[str, Any]:
         """The arguments of MLX's quantization."""
@@ -69,7 +75,8 @@ def join_packed(
     """
     said = config.get("quantization") or config.get("quantization_config")
     said, found = said if isinstance(said, dict) else {}, dict(parts)
-    for layer in [name.removesuffix(".scales") for name in parts if name.endswith(".scales")]:
+    scaled = [name.removesuffix(".scales") for name in parts if name.endswith(".scales")]
+    for layer in [layer for layer in scaled if name_dtype(parts.get(f"{layer}.weight", [mx.zeros(())])[0]) == "uint32"]:
         arrays = {
             part: found.pop(f"{layer}.{part}")[0]
             for part in ("weight", "scales", "biases")
@@ -78,9 +85,9 @@ def join_packed(
         own = said.get(names[f"{layer}.scales"].removesuffix(".scales"))
         how = own if isinstance(own, dict) else said
         mode = how.get("mode", "affine")
-        if mode not in MODES or "weight" not in arrays:
-            got = f"mode {mode!r:.40}" if "weight" in arrays else "scales alone"
-            raise CheckpointError(f"{where}: expected {layer} quantized in mode {', '.join(MODES)}, got {got}")
+        if mode not in MODES:
+            got = f"{', '.join(MODES)}, got mode {mode!r:.40}"
+            raise CheckpointError(f"{where}: expected {layer} quantized in mode {got}")
         sizes = [how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)]
         words, groups = arrays["weight"].shape[-1], arrays["scales"].shape[-1]
         is_sound = all(type(size) is int and size > 0 for size in sizes)

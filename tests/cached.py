@@ -54,7 +54,8 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
     model = small_llama(
         hidden=drafter.args.hidden_size, vocab=drafter.args.vocab_size, layers=layers, tie_word_embeddings=False
     )
-    given = weights | {key.removeprefix("target."): array for key, array in golden.items()}
+    given = {key.removeprefix("target."): array for key, array in golden.items()}
+    given |= {key: array.astype(mx.float32) for key, array in weights.items() if key not in given}
     if embedding := next((name for name in given if name.endswith("embed_tokens.weight")), None):
         model.model.embed_tokens.weight = given[embedding]
     if "lm_head.weight" in given and given["lm_head.weight"].shape == model.lm_head.weight.shape:

@@ -38,6 +38,7 @@ LAYERS = {
     "qwen3_next": ("Qwen3NextDecoderLayer", "ModelArgs"),
     "qwen3_5": ("DecoderLayer", "TextModelArgs"),
     "deepseek_v3": ("DeepseekV3DecoderLayer", "ModelArgs"),
+    "glm4_moe_lite": ("Glm4MoeLiteDecoderLayer", "ModelArgs"),
 }
 """Module of mlx-lm -> the names of its layer's class and of that of the layer's arguments."""
 

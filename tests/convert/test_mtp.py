@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "another model": (
         "mtp deepseek_v3",
         lambda _, config: config.update(model_type="glm4_moe"),
-        "IN: expected the multi-token-prediction layer of qwen3_next, qwen3_5, deepseek_v3, got 'glm4_moe'",
+        f"IN: expected the multi-token-prediction layer of {', '.join(mtp.LAYERS)}, got 'glm4_moe'",
     ),
     "an embedding of its own": (
         "mtp qwen3_5",
