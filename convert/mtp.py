@@ -19,14 +19,15 @@ from .layouts import Renames, rename
 from .tensors import Packed, Tensor, join_packed, join_tensors, name_dtype
 
 NAMES: Renames = (
-    (r"(?:fc|eh_proj)\.weight", "fc.weight"),
-    (r"(?:pre_fc_norm_embedding|enorm)\.weight", "norm_embedding.weight"),
-    (r"(?:pre_fc_norm_hidden|hnorm)\.weight", "norm_hidden.weight"),
-    (r"(?:shared_head[._])?norm\.weight", "norm.weight"),
+    (r"(?:layers\.0\.)?(?:fc|eh_proj|input_proj|mtp_linear_proj)\.weight", "fc.weight"),
+    (r"(?:layers\.0\.)?(?:pre_fc_norm_embedding|enorm|token_layernorm|mtp_emb_norm)\.weight", "norm_embedding.weight"),
+    (r"(?:layers\.0\.)?(?:pre_fc_norm_hidden|hnorm|hidden_layernorm|mtp_hidden_norm)\.weight", "norm_hidden.weight"),
+    (r"(?:shared_head[._])?norm\.weight|(?:layers\.\d\.)?final_layernorm\.weight", "norm.weight"),
     (r"(?:layers\.0\.|mtp_block\.)?((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*)", r"layer.\1"),
+    (r"layers\.(\d\.(?:norm|mixer)\..*)", r"layer.blocks.\1"),
     (r"(?:shared_head\.head|lm_head|embed_tokens)\..*|.*\.rotary_emb\.inv_freq", ""),  # copies of the target's
 )
-"""Qwen's names, DeepSeek's and mlx-vlm's."""
+"""Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's."""
 
 SPLIT = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
 """What tells a layer that was split off by mlx-vlm: nothing stands before its names."""
@@ -42,6 +43,9 @@ OWN_QUANTIZATION = "mtplx_mtp_quantization"
 
 MIDDLE = 0.5
 """Weights of norms whose mean is below are stored less 1: those of layers have means near 0 then, else near 1."""
+
+EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
+"""What mlx-lm calls the matrices of Nemotron-H's experts."""
 
 SCALE = "_scale_inv"
 """What the name of an FP8 tensor's scales ends with."""
@@ -70,6 +74,19 @@ def find_layers(names: Collection[str]) -> Layers | None:
     """The multi-token-prediction layers among tensors of these names; None for none."""
     tails = {name: found[1] for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name))}
     numbered = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))}
+    mimo = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", name))}
+    ernie = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?(mtp_\w+)\.(\d+)\.(.+)", name))}
+    others = numbered.keys() - tails.keys() - mimo.keys() - ernie.keys()
+    if mimo:
+        first = {found[2]: name for name, found in mimo.items() if int(found[1]) == 0}
+        return Layers(first, 1 + max(int(found[1]) for found in mimo.values()), bool(others))
+    if ernie:  # which ends with the norm of the target
+        first = {f"{found[1]}.{found[3]}": name for name, found in ernie.items() if int(found[2]) == 0}
+        if norm := next((name for name in names if name.endswith("model.norm.weight")), None):
+            first["norm.weight"] = norm
+        return Layers(first, 1 + max(int(found[2]) for found in ernie.values()), bool(others))
+    if "layers.0.eh_proj.weight" in tails.values():  # of Nemotron-H's, all of whose blocks are one layer
+        return Layers({tail: name for name, tail in tails.items()}, 1, bool(others))
     if tails:
         later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
         first = {tail: name for name, tail in tails.items() if not later.get(name)}
@@ -98,10 +115,11 @@ def read_layer(
     """
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     said = str(text.get("model_type") if layers.is_split else config.get("model_type"))
-    model_type = said.removesuffix("_mtp").removesuffix("_text").removesuffix("_moe")
-    if model_type not in mtp.LAYERS:
+    model_type = said.removesuffix("_mtp").removesuffix("_text")
+    if model_type not in mtp.LAYERS and model_type.removesuffix("_moe") not in mtp.LAYERS:
         supported = ", ".join(mtp.LAYERS)
         raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {supported}, got {said!r:.40}")
+    model_type = model_type if model_type in mtp.LAYERS else model_type.removesuffix("_moe")
     if text.get("mtp_use_dedicated_embeddings"):
         raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
     if (own := config.get(OWN_QUANTIZATION)) is not None:
@@ -119,6 +137,8 @@ def read_layer(
         if ours:
             arrays[ours] = array
     arrays = stack_experts(arrays, where)
+    if model_type == "ernie4_5" and arrays["fc.weight"].shape[0] > arrays["fc.weight"].shape[1]:
+        arrays["fc.weight"] = arrays["fc.weight"].T  # as its first files had it
     if model_type.startswith("qwen"):
         arrays |= {} if layers.is_split else add_ones(arrays)
     else:
@@ -182,8 +202,9 @@ def stack_experts(arrays: Mapping[str, mx.array], where: str) -> dict[str, mx.ar
     made = dict(arrays)
     experts: dict[str, dict[int, mx.array]] = {}
     for name in arrays:
-        if found := re.fullmatch(r"layer\.mlp\.experts\.(\d+)\.(\w+\.weight)", name):
-            experts.setdefault(f"layer.mlp.switch_mlp.{found[2]}", {})[int(found[1])] = made.pop(name)
+        if found := re.fullmatch(r"(layer\..*)\.experts\.(\d+)\.(\w+)\.weight", name):
+            ours = EXPERTS.get(found[3], found[3]) if ".mixer" in found[1] else found[3]
+            experts.setdefault(f"{found[1]}.switch_mlp.{ours}.weight", {})[int(found[2])] = made.pop(name)
     for name, each in experts.items():
         if missing := set(range(len(each))) - each.keys():
             raise CheckpointError(f"half a drafter: {where} holds {len(each)} experts, without {min(missing)}")

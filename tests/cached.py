@@ -56,9 +56,12 @@ def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
     )
     given = {key.removeprefix("target."): array for key, array in golden.items()}
     given |= {key: array.astype(mx.float32) for key, array in weights.items() if key not in given}
-    if embedding := next((name for name in given if name.endswith("embed_tokens.weight")), None):
+    ends = ("embed_tokens.weight", "embeddings.weight")
+    shape = model.lm_head.weight.shape
+    if embedding := next((name for name in given if name.endswith(ends) and given[name].shape == shape), None):
         model.model.embed_tokens.weight = given[embedding]
-    if "lm_head.weight" in given and given["lm_head.weight"].shape == model.lm_head.weight.shape:
+        given.setdefault("lm_head.weight", given[embedding])
+    if "lm_head.weight" in given and given["lm_head.weight"].shape == shape:
         model.lm_head.weight = given["lm_head.weight"]
     return model
 

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from cached import GOLDEN, make_target, publish, read_golden, tell
 from checkpoints import INDEX, base, refused, save
+from toys import assert_same_steps, make_prompt, run
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
 PAIRS = tuple(sorted(file.stem for file in GOLDEN.glob("eagle*.safetensors")))
 QUANTIZED = ("eagle3_mlx", "qwen3_5_mtp_mlxvlm_4bit", "qwen3_5_mtp_mlx_inline", "qwen3_5_mtp_mlx_mixed")
@@ -59,6 +62,28 @@ def test_drafts_are_those_of_the_original(name: str, tmp_path: Path) -> None:
     tell(source, golden["context_hidden"][2:], tokens[2:n], 2)
     logits, _ = source.begin(tokens[n])(tokens[n:], None)
     assert not np.allclose(logits[0, guessed], golden["context_logits"][-1], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *MTP])
+def test_text_is_that_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    drafter = load_golden(name, tmp_path)
+    model, prompt = make_target(name, drafter), make_prompt(9, vocab=90)
+    plain = run(model, prompt, max_tokens=12)
+    for plan in ((1, 3), (2, 3)):
+        steps = run(model, prompt, drafter, max_tokens=12, plan=plan, context=False)
+        assert_same_steps(steps, plain, tolerance=2e-3)
+        assert steps[-1].stats.drafted
+
+
+def test_of_ernie_both_ends_can_be_tried(tmp_path: Path) -> None:
+    """Baidu's own server norms the feature with the target's norm, others do not."""
+    drafter, golden = load_golden("ernie4_5_mtp", tmp_path), read_golden("ernie4_5_mtp")[1]
+    others = drafter.args.try_others(12)
+    drafter.args = others["norm_output false"]
+    source: Any = drafter.open(make_target("ernie4_5_mtp", drafter))
+    tell(source, golden["context_hidden"], golden["context_tokens"][:-1], 0)
+    logits, _ = source.begin(golden["context_tokens"][-1])(golden["context_tokens"][-1:], None)
+    np.testing.assert_allclose(logits[0], golden["unnormed.context_logits"][-1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3_fcnorm"])  # whose rows are multiples of 32

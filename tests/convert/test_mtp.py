@@ -211,8 +211,8 @@ Change = Callable[[Arrays, dict[str, Any]], Any]
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "another model": (
         "mtp deepseek_v3",
-        lambda _, config: config.update(model_type="glm4_moe"),
-        f"IN: expected the multi-token-prediction layer of {', '.join(mtp.LAYERS)}, got 'glm4_moe'",
+        lambda _, config: config.update(model_type="step3p5"),
+        f"IN: expected the multi-token-prediction layer of {', '.join(mtp.LAYERS)}, got 'step3p5'",
     ),
     "an embedding of its own": (
         "mtp qwen3_5",
