@@ -109,7 +109,10 @@ OTHER_KINDS = (
         "is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
     ),
     (r".*hydra.*", "holds Hydra heads, which are not supported"),
-    (r"(.*\.)?(embed_tokens\.weight|layers\.\d+\.(self_attn|mlp|input_layernorm)\..*)", "is {model}, not a drafter"),
+    (
+        r"(.*\.)?(embed_tokens\.weight|layers\.\d+\.(self_attn|mlp|input_layernorm)\..*)",
+        "is {model}, not a drafter: a smaller language model is given as --draft-model",
+    ),
 )
 """(a tensor that tells what else it is, what to say); the first that fits."""
 

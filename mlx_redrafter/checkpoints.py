@@ -232,10 +232,17 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
         tokenizer: the target's; None does not compare it.
 
     Raises:
-        CheckpointError: see `load`; or its vocabulary is another one.
+        CheckpointError: see `load`; it is a head; or its vocabulary is another one.
         UnsupportedModelError: see `DraftModel`.
     """
-    loaded, own = load(path_or_hf_repo)
+    try:
+        loaded, own = load(path_or_hf_repo)
+    except CheckpointError as error:
+        try:
+            load_drafter(path_or_hf_repo)
+        except CheckpointError:
+            raise error from None
+        raise CheckpointError(f"{path_or_hf_repo} is a drafter, no language model: give it as --drafter") from None
     set_blas_threads(model)  # which has more to compute
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"

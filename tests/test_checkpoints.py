@@ -67,7 +67,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "config a list": (file(CONFIG, b"[1]"), "DIR/config.json must hold an object, got list"),
     "a base model": (
         lambda path: save_target(path, small_llama(), make_tokenizer()._tokenizer),
-        "DIR is a llama, not a drafter",
+        "DIR is a llama, not a drafter: a smaller language model is given as --draft-model",
     ),
     "no weights": (file(WEIGHTS, None), r"no model\*.safetensors in DIR"),
     "last byte cut off": (

@@ -117,7 +117,10 @@ REFUSED: dict[str, tuple[Write, str]] = {
         holding(lambda _: {"fc.weight": mx.ones((4, 8)), "layers.0.self_attn.q_proj.weight": mx.ones((4, 4))}),
         "half a drafter: IN holds no layer.self_attn.o_proj.weight; .*",
     ),
-    "a llama": (holding(lambda _: base(), {"model_type": "llama"}), "IN is a llama, not a drafter"),
+    "a llama": (
+        holding(lambda _: base(), {"model_type": "llama"}),
+        "IN is a llama, not a drafter: .* is given as --draft-model",
+    ),
     "ModelOpt's quantized weights": (
         holding(lambda sound: prefixed("drafter.", sound | {"rnn_w.weight_scale": mx.ones((24,))}) | base()),
         "IN is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",

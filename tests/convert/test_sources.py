@@ -247,13 +247,13 @@ def test_a_model_without_a_drafter_is_not_downloaded(hub: Hub, tmp_path: Path) -
     place = hub.root / "some" / "model" / "main"
     shard(place, base(), 2, index=True)
     configure(place, model_type="llama")
-    refused("some/model", "some/model is a llama, not a drafter", tmp_path / "result")
-    with pytest.raises(CheckpointError, match=r"^some/model is a llama, not a drafter$"):
+    refused("some/model", "some/model is a llama, not a drafter: .* as --draft-model", tmp_path / "result")
+    with pytest.raises(CheckpointError, match=r"^some/model is a llama, not a drafter: .* as --draft-model$"):
         load_drafter("some/model", make_model())
     assert hub.ever_downloaded == {CONFIG, INDEX}
     # An index that names other files than those that are there says nothing about them.
     (place / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "other.safetensors")}))
-    refused("some/model", ".* is a llama, not a drafter", tmp_path / "result")
+    refused("some/model", ".* is a llama, not a drafter: .* as --draft-model", tmp_path / "result")
     assert len(hub.ever_downloaded) == 4
 
 

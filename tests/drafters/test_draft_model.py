@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cached import publish
 from cost_curves import make_costs
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
@@ -302,6 +303,16 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
         load_draft_model(tmp_path / "other", target, make_tokenizer(vocab=53))
     with pytest.raises(CheckpointError, match="same cannot draft: it has a vocabulary of 53 tokens, the target"):
         load_draft_model(tmp_path / "same", small_llama(vocab=2000))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_head_that_is_given_for_a_draft_model_is_named(name: str, tmp_path: Path) -> None:
+    head = publish(name, tmp_path / "head")
+    with pytest.raises(CheckpointError, match=r"head is a drafter, no language model: give it as --drafter$"):
+        load_draft_model(head, make_model(), make_tokenizer())
+    (head / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"^no config\.json in .*head$"):
+        load_draft_model(head, make_model(), make_tokenizer())
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba", "gemma3_text"])
