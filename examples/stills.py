@@ -1,6 +1,7 @@
-"""Makes the pictures of the README: the race page and the chat, both on the packaged demo, in headless Chromium.
+"""Makes the pictures of the README in headless Chromium: the race page and the chat, of a model or the packaged demo.
 
-    python -m examples.stills --output docs/stills
+    python -m examples.stills
+    python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct --drafter smollm2 --prompt "Name three ..."
 
 Needs the `dev` and `server` extras, and Debian's `chromium` and `chromium-driver` or Chrome.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlencode
 
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
@@ -32,6 +34,7 @@ RACE_SECONDS, RACE_HEIGHT = 120.0, 900
 CHAT_COLUMNS, CHAT_HEIGHT = 100, 650
 CHAT_SECONDS = 60.0
 CHAT_LINE, CHAT_PROMPT = "class Stack:", "\u203a"
+MAX_TOKENS = 112
 
 
 def open_browser(height: int) -> webdriver.Chrome:
@@ -54,15 +57,20 @@ def save_page(browser: webdriver.Chrome, output: Path) -> None:
     browser.save_screenshot(str(output))
 
 
-def picture_race(output: Path) -> None:
-    """The race page after both sides have decoded the page's own prompt, greedily."""
-    command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT)]
+def picture_race(output: Path, models: list[str], prompt: str | None) -> None:
+    """The race page after both sides have decoded a prompt, or the page's own, greedily.
+
+    Args:
+        models: the flags that name them.
+    """
+    command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT), *models]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     browser = open_browser(RACE_HEIGHT)
     try:
         url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
-        browser.get(f"{url}?temp=0&go=1")
+        asked = {"temp": 0, "go": 1} | ({"prompt": prompt, "max": MAX_TOKENS} if prompt else {})
+        browser.get(f"{url}?{urlencode(asked)}")
         WebDriverWait(browser, RACE_SECONDS).until(
             lambda _: browser.execute_script("return document.body.dataset.done")
         )
@@ -73,10 +81,10 @@ def picture_race(output: Path) -> None:
         server.wait()
 
 
-def picture_chat(output: Path) -> None:
-    """A turn of the chat, with the accepted tokens tinted by what had drafted them."""
+def picture_chat(output: Path, models: list[str], line: str) -> None:
+    """A turn of the chat, with the accepted tokens tinted by what had drafted them; `models` as for the race."""
     screen = Console(record=True, width=CHAT_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-    screen.print(Text.from_ansi(run_chat()))
+    screen.print(Text.from_ansi(run_chat(models, line)))
     page = output.with_suffix(".html")
     screen.save_html(str(page), theme=SVG_EXPORT_THEME)
     browser = open_browser(CHAT_HEIGHT)
@@ -89,9 +97,9 @@ def picture_chat(output: Path) -> None:
         page.unlink()
 
 
-def run_chat() -> str:
+def run_chat(models: list[str], line: str) -> str:
     """What the chat prints in a terminal, its control sequences included."""
-    flags = ["--show-accepted", "--max-tokens", "112", "--temp", "0.8", "--seed", "1"]
+    flags = ["--show-accepted", "--max-tokens", str(MAX_TOKENS), "--temp", "0.8", "--seed", "1", *models]
     main, side = pty.openpty()
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
     process = subprocess.Popen(
@@ -108,7 +116,7 @@ def run_chat() -> str:
         if select.select([main], [], [], 1.0)[0]:
             text += os.read(main, 4096).decode("utf-8", errors="replace")
         if not asked and CHAT_PROMPT in text:
-            os.write(main, f"{CHAT_LINE}\n".encode())
+            os.write(main, f"{line}\n".encode())
             asked = True
     process.kill()
     process.wait()
@@ -119,10 +127,15 @@ def main() -> None:
     """Writes race.png and chat.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/stills"), help="a folder (default: %(default)s)")
-    output = parser.parse_args().output
+    parser.add_argument("--model", help="the target (default: the packaged demo)")
+    parser.add_argument("--drafter", help="its drafter")
+    parser.add_argument("--prompt", help="what it is asked (default: the demo's own)")
+    args = parser.parse_args()
+    output, given = args.output, {"--model": args.model, "--drafter": args.drafter}
+    models = [part for flag, name in given.items() if name for part in (flag, name)]
     output.mkdir(parents=True, exist_ok=True)
-    picture_race(output / "race.png")
-    picture_chat(output / "chat.png")
+    picture_race(output / "race.png", models, args.prompt)
+    picture_chat(output / "chat.png", models, args.prompt or CHAT_LINE)
 
 
 if __name__ == "__main__":
