@@ -36,8 +36,11 @@ WEIGHTS = "model*.safetensors"
 BUILTIN = "builtin"
 """What may be given for a drafter to mean the model's own multi-token-prediction layer."""
 
+PACKAGED = {"smollm2": Path(__file__).parent / "demo" / "smollm2"}
+"""Drafters that the package brings along, by name: for SmolLM2-135M-Instruct."""
+
 DRAFTER_HELP = (
-    "directory or Hugging Face repo of its drafter; "
+    "directory or Hugging Face repo of its drafter; 'smollm2' for the packaged one of SmolLM2-135M-Instruct; "
     f"{BUILTIN!r} says how to get the model's own multi-token-prediction layer"
 )
 """What commands say of `--drafter`."""
@@ -151,7 +154,7 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     """A drafter, plain or quantized, with its weights evaluated. A head as it was published is converted in memory.
 
     Args:
-        path_or_hf_repo: a local directory or a hub id, as docs/checkpoints.md describes it.
+        path_or_hf_repo: a local directory, a hub id, as docs/checkpoints.md describes it, or a name in `PACKAGED`.
         model: the target it is for; sizes are checked against it, and its arrays are evaluated.
 
     Raises:
@@ -187,7 +190,8 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     if DRAFT_IDS in drafter:
         check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
     if model is not None:
-        drafter.check_fit(model, f"{path}")
+        base = args.base_model
+        drafter.check_fit(model, f"{path_or_hf_repo}" + (f", trained for {base}," if base else ""))
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
     return drafter
 
@@ -302,6 +306,8 @@ def find_model(path_or_hf_repo: str | Path, files: list[str] | None = None) -> P
     path = os.path.expanduser(name)
     if name and os.path.exists(path):
         return Path(path)
+    if name in PACKAGED:
+        return PACKAGED[name]
     try:
         validate_repo_id(name)
         return Path(_download(name, allow_patterns=files))

@@ -199,3 +199,11 @@ def test_model_unknown_or_without_tokenizer_is_refused(tmp_path: Path) -> None:
     config(model_type="no_such_model")(tmp_path)
     with pytest.raises(CheckpointError, match=r"^cannot load the model in .*no_such_model.*$"):
         load(tmp_path)
+
+
+def test_the_packaged_drafter_says_for_which_model_it_is() -> None:
+    drafter = load_drafter("smollm2")
+    assert (drafter.args.hidden_size, drafter.args.vocab_size) == (576, 49152)
+    assert (checkpoints.PACKAGED["smollm2"] / WEIGHTS).stat().st_size < 8e6
+    with pytest.raises(CheckpointError, match="smollm2, trained for SmolLM2-135M-Instruct, expects hidden size 576"):
+        load_drafter("smollm2", small_llama())
