@@ -232,7 +232,7 @@ def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
     source = DraftModel(draft).open(model)
     source.read(prompt)
     found: list[mx.array] = []
-    source.propose(mx.array(prompt[-1]), decoding.Plan(2, 2, 5), lambda x, _: found.append(x) or x, ordered=True)
+    source.propose(mx.array(prompt[-1]), decoding.Plan(2, 2, 5), lambda x, *_: found.append(x) or x, ordered=True)
     own = draft(mx.minimum(mx.array(prompt), vocab - 1)[None])[0, -1:]
     assert [row.shape[-1] for row in found] == [40, 40]
     assert mx.allclose(found[0][:, : min(vocab, 40)], own[:, :40], rtol=1e-3, atol=1e-3)
