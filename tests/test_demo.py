@@ -59,9 +59,11 @@ def test_the_shown_edit_is_done(demo: tuple[Any, Any, Any]) -> None:
     model, tokenizer, drafter = demo
     shown = json.loads((DIRECTORY / "edits.json").read_text(encoding="utf-8"))[0]
     assert shown["text"] == demo_prompts("edits")[0] == demo_prompts()[0]
-    responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400))
-    assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
-    assert responses[-1].tokens_per_round > 2, "most of it is copied"
+    fixed: dict[str, Any] = {"plan": (1, 3), "context": True}  # as auto drafts less on a busy machine
+    for options in ({}, fixed):
+        responses = list(stream_generate(model, tokenizer, shown["text"], drafter=drafter, max_tokens=400, **options))
+        assert "".join(each.text for each in responses) == shown["answer"] and responses[-1].finish_reason == "stop"
+    assert responses[-1].tokens_per_round > 4, "most of it is copied"
 
 
 def test_the_demo_is_small_and_in_eight_bits() -> None:
