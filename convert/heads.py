@@ -300,6 +300,7 @@ def make_block(kind: str, parts: Parts, config: dict[str, Any], where: str, mode
         sizes["markov_rank"] = shapes.get("markov_w1.weight", (0, None))[1]
         if config["gemma"]:
             sizes["embedding_scale"] = math.sqrt(fc[0])
+            sizes["own_values"] = "layers.0.self_attn.v_proj.weight" in parts
     else:
         kernel = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
         groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (kernel[1] or 1))

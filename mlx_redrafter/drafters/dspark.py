@@ -6,8 +6,8 @@
 Row j guesses the token at p + j + 1; where the config says that the root's row is not used, row j >= 1 that at p + j.
 The correction is added after multiplier and cap. A head without W1 and W2 guesses like DFlash, one position later.
 
-Those for Gemma 4 have its layers: values are the keys before their norm, normed without a weight; attention and MLP are
-normed after it, too; embeddings are multiplied by the root of the width.
+Those for Gemma 4 have its layers: values are the keys before their norm, or have a projection, and are normed without a
+weight; attention and MLP are normed after it, too; embeddings are multiplied by the root of the width.
 
 Published heads also estimate how likely each row is right, to end a draft early. That is left out: how long a draft is
 follows from the plan, before anything is computed.
@@ -37,11 +37,13 @@ class DrafterArgs(BlockArgs):
     Attributes:
         markov_rank: of W1 and W2; None without them.
         gemma: whether its layers are Gemma 4's.
+        own_values: whether those have a projection of values; if not, values are made of the keys.
     """
 
     _: KW_ONLY
     markov_rank: int | None = size(None)
     gemma: bool = flag(False)
+    own_values: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE)
 
 
@@ -50,12 +52,14 @@ class GemmaAttention(Attention):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        del self.v_proj
+        if not args.own_values:
+            del self.v_proj
         self.scale = 1.0
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
         """See `Attention.make_values`."""
-        return mx.fast.rms_norm(keys, None, self.k_norm.eps)
+        values = super().make_values(rows, keys) if "v_proj" in self else keys
+        return mx.fast.rms_norm(values, None, self.k_norm.eps)
 
 
 class GemmaMLP(nn.Module):

@@ -167,6 +167,16 @@ def test_older_names_are_read(tmp_path: Path) -> None:
         assert mx.array_equal(again.sample_logits(), drafter.sample_logits())
 
 
+def test_gemmas_values_may_have_a_projection(tmp_path: Path) -> None:
+    """With that of the keys it makes the same, with another one something else."""
+    weights, sound = read_golden("dspark_gemma4")[0], load_golden("dspark_gemma4", tmp_path).sample_logits()
+    keys = {name: array for name, array in weights.items() if name.endswith("k_proj.weight")}
+    for factor, is_same in ((2.0, True), (None, False)):
+        values = {name.replace("k_proj", "v_proj"): x * factor if factor else x[::-1] for name, x in keys.items()}
+        head = publish("dspark_gemma4", tmp_path / f"{factor}", arrays=weights | values, attention_k_eq_v=False)
+        assert mx.allclose(load_drafter(head).sample_logits(), sound, atol=1e-3).item() is is_same
+
+
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [
