@@ -171,11 +171,12 @@ class DrafterArgs:
         return cls(**{key: value for key, value in config.items() if key in names})
 
     @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
         """The declared fields of a config, and what the shapes of its tensors say.
 
         Args:
             where: the checkpoint's name, for errors.
+            sizes: fields that its tensors tell; the config is not asked for them.
 
         Raises:
             CheckpointError: a field is missing, or it is not what is expected; see `check`.
@@ -183,7 +184,7 @@ class DrafterArgs:
         found: dict[str, Any] = {}
         for each in fields(cls):
             value = config.get(each.name)
-            if not each.metadata or (value is None and each.default is not MISSING):
+            if not each.metadata or each.name in sizes or (value is None and each.default is not MISSING):
                 continue
             if value is None:
                 raise CheckpointError(f"{where} has no config.json that says {each.name}")
@@ -193,7 +194,7 @@ class DrafterArgs:
             found[each.name] = value
         if DRAFT_IDS in shapes:
             found["draft_vocab_size"] = shapes[DRAFT_IDS][0]
-        args = cls(**found)
+        args = cls(**found, **sizes)
         args.check(where)
         return args
 

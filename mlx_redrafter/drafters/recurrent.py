@@ -65,7 +65,7 @@ class DrafterArgs(TrainableArgs):
         return [{"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)]
 
     @classmethod
-    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str) -> Self:
+    def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
         """Its sizes, all from the shapes of its tensors.
 
         Args:
@@ -103,8 +103,13 @@ class DrafterArgs(TrainableArgs):
             if not is_count(vocab_size) or vocab_size < head[0]:
                 got = f"at least {head[0]}, got {vocab_size!r:.40}"
                 raise CheckpointError(f"{where}: with draft_ids, config.json must say vocab_size, {got}")
-        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "exit_dim": exit_dim, "num_draft_layers": layers}
-        args = super().derive(shapes, config | sizes | {"rnn": rnn}, where)
+        sizes |= {
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
+            "exit_dim": exit_dim,
+            "num_draft_layers": layers,
+        }
+        args = super().derive(shapes, config, where, **sizes, rnn=rnn)
         return replace(args, draft_vocab_size=head[0] if DRAFT_IDS in shapes else None)
 
 
