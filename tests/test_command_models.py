@@ -121,3 +121,17 @@ def test_a_tokenizers_default_chat_template_is_used_where_it_has_none(
     for asked, expected in ((False, own), (True, own or "default")):
         args = Namespace(adapter_path=None, trust_remote_code=False, use_default_chat_template=asked)
         assert load_target(args, "some/model")[1].chat_template == expected
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_drafter_of_16_bits_is_computed_in_float32_on_a_cpu(dtype: mx.Dtype, tmp_path: Path) -> None:
+    """Beside a model in float32; one in 16 bits keeps its drafter as it is."""
+    model, drafter = small_llama(hidden=64), small_drafter(hidden=64)
+    model.set_dtype(dtype)
+    drafter.set_dtype(mx.float16)
+    save_target(tmp_path / "target", model, make_tokenizer()._tokenizer)
+    save_drafter(tmp_path / "drafter", drafter)
+    args = parse("--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"))
+    head = load_pair(args, args.model, args.drafter)[2]
+    is_cast = dtype == mx.float32 and mx.default_device().type == mx.cpu
+    assert head is not None and head.dtype == (mx.float32 if is_cast else mx.float16)
