@@ -88,6 +88,10 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     def check(self, where: str) -> None:
         """See `DrafterArgs.check`."""
         super().check(where)
+        if self.version == 1 and self.norm_output:
+            raise CheckpointError(
+                f"{where}/config.json: expected norm_output false of EAGLE-1, which has no norm there"
+            )
         if self.fc_norm and self.norm_before_fc:
             raise CheckpointError(f"{where}/config.json: expected fc_norm or norm_before_fc, got both")
         if self.width != self.hidden_size and not self.own_embedding:

@@ -31,7 +31,7 @@ def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
 
     In a quantized cache one may be taken for another: it is for drafts alone, which are verified.
     """
-    first = cache[0]
+    first = cache[0] if cache else None
     most = first.max_size if isinstance(first, RotatingKVCache) else math.inf
     if not isinstance(first, (KVCache, QuantizedKVCache, RotatingKVCache)) or not 0 < first.offset <= most:
         return None
@@ -39,9 +39,13 @@ def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
     if isinstance(first, QuantizedKVCache):
         packed, scales, biases = values
         values = mx.dequantize(packed, scales, biases, group_size=first.group_size, bits=first.bits)
-    rows = _flatten(values[..., : first.offset, :])
-    projection = mx.random.normal((rows.shape[1], WIDTH), key=mx.random.key(0))
-    table = mx.concatenate([part @ projection for part in _tabulate(model, rows.shape[1])])
+    rows = values[0, :, : first.offset].swapaxes(0, 1).flatten(1).astype(mx.float32)
+    projection, parts = mx.random.normal((rows.shape[1], WIDTH), key=mx.random.key(0)), list[mx.array]()
+    for part in _tabulate(model):
+        if part.shape[1] != rows.shape[1]:  # a cache of another model
+            return None
+        parts.append(part @ projection)
+    table = mx.concatenate(parts)
     lengths, tokens = mx.square(table).sum(axis=1), list[int]()
     for start in range(0, len(rows), AT_ONCE):
         own = rows[start : start + AT_ONCE] @ projection
@@ -54,18 +58,12 @@ def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
     return tokens
 
 
-def _tabulate(model: nn.Module, width: int) -> Iterator[mx.array]:
-    """(AT_ONCE, width) the first layer's values of every token; the rest of the forward is never evaluated."""
+def _tabulate(model: nn.Module) -> Iterator[mx.array]:
+    """(AT_ONCE, heads * head_dim) float32: the first layer's values of every token. Nothing else is evaluated."""
     size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
     for start in range(0, size, AT_ONCE):
         cache = make_prompt_cache(model)
         model(mx.arange(start, min(start + AT_ONCE, size))[:, None], cache=cache)
-        part = cache[0].values[:, :, :1]
-        part = part.reshape(len(part), width)
+        part = cache[0].values[:, :, :1].flatten(1)
         mx.eval(part)
         yield part.astype(mx.float32)
-
-
-def _flatten(values: mx.array) -> mx.array:
-    """(T, heads * head_dim) float32 of values (1, heads, T, head_dim)."""
-    return values[0].swapaxes(0, 1).flatten(1).astype(mx.float32)

@@ -250,6 +250,11 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
     assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
 
 
+def test_eagle_1_has_no_norm_at_its_end(tmp_path: Path) -> None:
+    source = publish("eagle1", tmp_path / "in", norm_output=True)
+    refused(source, ".*expected norm_output false of EAGLE-1, which has no norm there", tmp_path / "out")
+
+
 def test_what_a_config_must_say_is_named(tmp_path: Path) -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"rope_theta": 0}, ".*: expected rope_theta to be a number above 0, got 0"),

@@ -38,3 +38,11 @@ def test_where_values_are_of_more_than_a_token_nothing_is_told(name: str) -> Non
     cache = make_prompt_cache(model)
     model(mx.array(text)[None], cache=cache)
     assert find_tokens(model, cache) is None
+
+
+def test_a_cache_of_another_model_tells_nothing() -> None:
+    other, text = make_family("qwen3"), make_prompt(6, vocab=50)
+    cache = make_prompt_cache(other)
+    other(mx.array(text)[None], cache=cache)
+    cache[0].values = cache[0].values[..., :-1]
+    assert find_tokens(other, cache) is None and find_tokens(other, []) is None
