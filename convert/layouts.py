@@ -142,10 +142,10 @@ def find_drafter(
             raise CheckpointError(f"{where} {verdict.format(model=f'a {kind}' if says_other else 'a base model')}")
     if not inside and set(tails.values()) <= {HEAD}:
         raise CheckpointError(f"{where} holds no drafter: its tensors are {sorted(tails)}")
-    names: dict[str, str] = {}
+    names, present = dict[str, str](), set(tails.values())
     for name, tail in sorted(tails.items()):
         layer, _, part = tail.rpartition(".")
-        is_packed = part in PACKED_PARTS and f"{layer}.weight" in tails.values()
+        is_packed = part in PACKED_PARTS and f"{layer}.weight" in present
         ours = rename(f"{layer}.weight" if is_packed else tail, renames)
         if ours and is_packed:
             ours = f"{ours.removesuffix('weight')}{part}"

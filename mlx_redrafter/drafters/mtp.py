@@ -148,9 +148,8 @@ def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str,
 def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
     """A layer of mlx-lm's, of full attention, none of whose weights is computed."""
     model_type = layer_config["model_type"]
-    args = _find_class(model_type, "args").from_dict(
-        copy.deepcopy({**layer_config, **PLACE})
-    )  # it changes what it is given
+    given = copy.deepcopy({**layer_config, **PLACE})  # which it changes
+    args = _find_class(model_type, "args").from_dict(given)
     if model_type == "nemotron_h":
         return Blocks(args)
     layer: nn.Module = _find_class(model_type, "layer")(args, *([0] if LAYERS[model_type].is_numbered else []))
