@@ -15,7 +15,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import compute_bits_per_weight
 
 from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import load, load_drafter
+from mlx_redrafter.checkpoints import load
+from mlx_redrafter.command_models import load_fast_drafter
 from mlx_redrafter.demo import demo_prompts, load_demo
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
@@ -153,7 +154,7 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
     """
     if args.model:
         model, tokenizer = load(args.model)
-        drafter = load_drafter(args.drafter, model) if args.drafter else None
+        drafter = load_fast_drafter(args.drafter, model) if args.drafter else None
     else:
         model, tokenizer, drafter = load_demo(args.drafter)
     draft_model, draft_model_name = None, None

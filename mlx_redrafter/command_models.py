@@ -123,7 +123,7 @@ def load_pair(
         cast(drafter.weights, args)
         return model, tokenizer, drafter
     model, tokenizer = load_target(args, name, tokenizer_config)
-    kind = dtype_name(max(list_weights(model).values(), key=lambda array: array.size).dtype)
+    kind = find_dtype(model)
     advice = "--dtype float32 is faster, and takes twice the memory"
     if is_quantized(model):
         kind, advice = "quantized", "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
@@ -138,16 +138,27 @@ def load_pair(
         return model, tokenizer, loaded
     if name is None or drafter_name is None or without:
         return model, tokenizer, None
-    drafter = load_drafter(drafter_name, model)
-    if mx.default_device().type == mx.cpu and kind == "float32":  # on which 16 bits take four times as long
-        drafter.weights.set_dtype(mx.float32)
-        evaluate(drafter)
+    drafter = load_fast_drafter(drafter_name, model)
     cast(drafter.weights, args)
     base = drafter.args.base_model
     if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
         warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
         print(warning, file=sys.stderr)
     return model, tokenizer, drafter
+
+
+def find_dtype(module: nn.Module) -> str:
+    """The name of the dtype of the largest array, in which most is computed."""
+    return dtype_name(max(list_weights(module).values(), key=lambda array: array.size).dtype)
+
+
+def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
+    """See `load_drafter`; beside a float32 model on a CPU, where 16 bits take four times as long, in float32."""
+    drafter = load_drafter(path_or_hf_repo, model)
+    if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":
+        drafter.weights.set_dtype(mx.float32)
+        evaluate(drafter)
+    return drafter
 
 
 def is_quantized(module: nn.Module) -> bool:
