@@ -130,6 +130,7 @@ def time_parts(
             decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not slow)
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
+            next(rounds)  # the first one after the prompt takes up to twice as long as the others
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
             if source.waits:  # what a fork shares is copied by its first draft
