@@ -7,10 +7,10 @@ import logging
 import sys
 
 from mlx_redrafter.checkpoints import DTYPES
+from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.engine.model_parts import AFTER_NORM, BEFORE_NORM
 
 from .conversion import Conversion, convert
-from .tensors import MODES
 
 
 def make_parser() -> argparse.ArgumentParser:

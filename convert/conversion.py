@@ -25,16 +25,16 @@ from mlx_redrafter.checkpoints import (
     load_drafter,
     save_drafter,
 )
+from mlx_redrafter.drafters.checkpoint import MODES
 from mlx_redrafter.drafters.config import DrafterArgs
+from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
 from mlx_redrafter.options import Options
 from mlx_redrafter.trial import try_drafter
 
-from .heads import read_checkpoint
 from .output import check_destination, make_card, new_directory, upload
-from .sources import find_base, find_source
-from .tensors import MODES
+from .sources import choose_files, read_checkpoint
 
 NEW_TOKENS = 64
 """Of each prompt that tokens per round are measured on."""
@@ -126,9 +126,11 @@ def convert(
         raise RedrafterError("give either a drafter (--hf-path) or a model that has one in it (--from-base)")
     place = expand_path(mlx_path).absolute()
     check_destination(place, origin, force)
-    source = find_source(origin, revision) if from_base is None else find_base(origin, revision)
+    source = (find_source if from_base is None else find_base)(origin, revision, choose_files)
     models = load(base_model) if base_model is not None else None
-    drafter, is_quantized, notes = read_checkpoint(source, models[0] if models else None)
+    checkpoint = read_checkpoint(source)
+    drafter = read_drafter(checkpoint, models[0] if models else None)
+    is_quantized, notes = checkpoint.is_quantized, tuple(checkpoint.notes)
     if dtype == "float16" and not drafter.takes_float16:
         raise RedrafterError(f"the range of float16 is too small for a {drafter.args.model_type}: give bfloat16")
     if dequantize and not is_quantized:
@@ -139,8 +141,6 @@ def convert(
     recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
     args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
     Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # refuses one that it cannot draft
-    if models is not None:
-        drafter.check_fit(models[0], str(source.path))
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
     stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))

@@ -5,26 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from mlx.utils import tree_flatten, tree_reduce
+from mlx.utils import tree_reduce
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _download, load_model
+from mlx_lm.utils import _download
 
 from . import ranks
 from .atomic_files import replace_file
-from .drafters import find_kind, is_converted
-from .drafters.config import DRAFT_IDS, check_draft_ids, compare_config
+from .drafters.checkpoint import find_not_finite as find_not_finite
+from .drafters.checkpoint import list_weights as list_weights
 from .drafters.draft_model import DraftModel
+from .drafters.loading import PACKAGED as PACKAGED
+from .drafters.loading import find_source, read_checkpoint, read_drafter
+from .drafters.loading import read_object as read_object
 from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import choose_threads, warn_of_slow_blas
@@ -35,9 +36,6 @@ WEIGHTS = "model*.safetensors"
 
 BUILTIN = "builtin"
 """What may be given for a drafter to mean the model's own multi-token-prediction layer."""
-
-PACKAGED = {"smollm2": Path(__file__).parent / "demo" / "smollm2"}
-"""Drafters that the package brings along, by name: for SmolLM2-135M-Instruct."""
 
 DRAFTER_HELP = (
     "directory or Hugging Face repo of its drafter; 'smollm2' for the packaged one of SmolLM2-135M-Instruct; "
@@ -50,9 +48,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 DTYPE_HELP = "cast weights to this dtype; of quantized layers, their scales and biases (default: as stored)"
 """What commands say of `--dtype`."""
-
-CHUNK = 1 << 21
-"""How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
 
 Arrays = dict[str, mx.array]
 _log = logging.getLogger(__name__)
@@ -151,48 +146,27 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """A drafter, plain or quantized, with its weights evaluated. A head as it was published is converted in memory.
+    """A drafter, as we or its authors wrote it, plain or quantized with MLX, with its weights evaluated.
 
     Args:
-        path_or_hf_repo: a local directory, a hub id, as docs/checkpoints.md describes it, or a name in `PACKAGED`.
+        path_or_hf_repo: a local directory or file, a hub id, as docs/checkpoints.md describes it, or a name in
+            `PACKAGED`.
         model: the target it is for; sizes are checked against it, and its arrays are evaluated.
 
     Raises:
         CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
     """
     refuse_builtin(path_or_hf_repo)
-    file = find_model(path_or_hf_repo, ["config.json"]) / "config.json"  # which says whether the rest is wanted
-    if file.is_file() and not is_converted(read_object(file)):
-        return convert_in_memory(path_or_hf_repo, model)
-    path = find_model(path_or_hf_repo)
-    config = check_directory(path)
-    kind, args_class = find_kind(config, f"{path}")
-    try:
-        tensors: Arrays = {}
-        for file in path.glob(WEIGHTS):
-            tensors |= cast(Arrays, mx.load(str(file)))
-        shapes = {name: array.shape for name, array in tensors.items()}
-        if scalar := next((name for name, shape in shapes.items() if not shape), None):
-            raise CheckpointError(f"{path}: expected {scalar} to be an array, got a single number")
-        args = args_class.derive(shapes, config, f"{path}")
-        for difference in compare_config(vars(args), config):
-            raise CheckpointError(f"{path / 'config.json'} {difference}")
-        loaded, _ = load_model(
-            path, model_config={**config, **vars(args)}, get_model_classes=lambda config: (kind, args_class)
-        )
-    except CheckpointError:
-        raise
-    except Exception as error:  # see `load`
-        raise CheckpointError(f"cannot load the drafter in {path}: {one_line(error)}") from error
-    drafter = cast(Drafter, loaded)
-    if (name := find_not_finite(list_weights(drafter))) is not None:
-        raise CheckpointError(f"{path}: {name} holds NaN or infinity")
-    if DRAFT_IDS in drafter:
-        check_draft_ids(drafter.draft_ids, args.vocab_size, f"{path}")
+    source = find_source(path_or_hf_repo)
+    if not (config := source.files[0].with_name("config.json")).is_file():  # written last; `convert` needs none
+        raise CheckpointError(f"no config.json in {config.parent}")
+    checkpoint = read_checkpoint(source)
+    drafter = read_drafter(checkpoint, model)
+    evaluate(drafter)
     if model is not None:
-        base = args.base_model
-        drafter.check_fit(model, f"{path_or_hf_repo}" + (f", trained for {base}," if base else ""))
         evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
+    for note in checkpoint.notes:
+        _log.info("note: %s", note)
     return drafter
 
 
@@ -208,23 +182,6 @@ def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
             f"mlx-lm loads no multi-token-prediction layer, and few models have one: where the authors' repository "
             f"has it, take it from there with '{first}', then give --drafter OUT"
         )
-
-
-def convert_in_memory(path_or_hf_repo: str | Path, model: nn.Module | None) -> Drafter:
-    """The drafter that a directory or a hub repository has in the layout of its authors.
-
-    Raises:
-        CheckpointError: see `convert`.
-    """
-    convert: Any = import_module("mlx_redrafter.convert.heads")  # which needs this module
-    drafter, _, notes = convert.read_drafter(path_or_hf_repo, model)
-    if model is not None:
-        drafter.check_fit(model, f"{path_or_hf_repo}")
-        evaluate(model)  # see `load_drafter`
-    _log.info("%s is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result", path_or_hf_repo)
-    for note in notes:
-        _log.info("note: %s", note)
-    return drafter
 
 
 def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None) -> DraftModel:
@@ -293,11 +250,8 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def find_model(path_or_hf_repo: str | Path, files: list[str] | None = None) -> Path:
+def find_model(path_or_hf_repo: str | Path) -> Path:
     """The local directory of a model, downloaded from the hub when the name is not a path.
-
-    Args:
-        files: patterns of what is downloaded; None for mlx-lm's.
 
     Raises:
         CheckpointError: neither a local directory nor available on the hub.
@@ -306,11 +260,9 @@ def find_model(path_or_hf_repo: str | Path, files: list[str] | None = None) -> P
     path = os.path.expanduser(name)
     if name and os.path.exists(path):
         return Path(path)
-    if name in PACKAGED:
-        return PACKAGED[name]
     try:
         validate_repo_id(name)
-        return Path(_download(name, allow_patterns=files))
+        return Path(_download(name))
     except HFValidationError:
         raise CheckpointError(f"no such directory: {name[:200]!r}") from None
     except Exception as error:
@@ -332,45 +284,10 @@ def check_directory(path: Path) -> dict[str, Any]:
     if index.exists():
         shards = read_object(index).get("weight_map") or {}
         if missing := sorted(set(map(str, shards.values())) - present):
-            raise CheckpointError(f"half a checkpoint: {index.name} names {missing[0]}, which is not in {path}")
+            raise CheckpointError(f"incomplete checkpoint: {index.name} names {missing[0]}, which is not in {path}")
     if not present:
         raise CheckpointError(f"no {WEIGHTS} in {path}")
     return config
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: no such file, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"no {file.name} in {file.parent}") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers beyond what Python reads
-        raise CheckpointError(f"{file} is not JSON: {one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
-    return value
-
-
-def list_weights(module: nn.Module) -> Arrays:
-    """The name and array of each of a module's weights."""
-    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
-
-
-def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
-    """The name of an array that holds NaN or infinity; None where all numbers are finite."""
-    for name, array in arrays.items():
-        # A few rows at a time: checking a whole head at once takes half of its memory again.
-        rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
-        parts = (array[start : start + rows] for start in range(0, len(array), rows))
-        if not all(mx.isfinite(part).all().item() for part in parts):
-            return name
-    return None
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -60,7 +60,7 @@ def open_decoder(
     tokens = check_prompt(prompt)
     if not isinstance(model, nn.Module):
         raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
-    cache, history = options.prompt_cache, options.history
+    cache, history = select_layers(model, drafter, options.prompt_cache), options.history
     vocab_size = check_request(model, tokens, cache, options.quantization, options.max_kv_size)
     sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
     sampler.check(vocab_size)
@@ -90,6 +90,14 @@ def open_decoder(
     report = options.prompt_progress_callback or (lambda done, total: None)
     rounds = decoder.prefill if options.max_tokens == 0 else decoder.decode
     return decoder, rounds(tokens, options.prefill_step_size, report)
+
+
+def select_layers(model: nn.Module, drafter: Drafter | Source | None, cache: Cache | None) -> Cache | None:
+    """The target's layers of a prompt cache: with a draft model mlx-lm makes one for both, and ours has its own."""
+    n_others = drafter.n_cache_layers if isinstance(drafter, Drafter) else 0
+    if cache is None or not n_others or len(cache) != len(make_prompt_cache(model)) + n_others:
+        return cache
+    return cache[:-n_others]
 
 
 def choose_sources(

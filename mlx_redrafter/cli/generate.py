@@ -22,7 +22,7 @@ from tqdm import tqdm
 from .. import __version__, ranks
 from ..answer_folder import open_answers
 from ..command_models import find_drafter_name
-from ..decoding import draw_seed
+from ..decoding import draw_seed, select_layers
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens
@@ -75,7 +75,7 @@ def run() -> int:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     if args.prompt_cache_file is not None and args.context is not False and args.plan != OFF:
-        options["history"] = find_tokens(model, options["prompt_cache"]) or ()
+        options["history"] = find_tokens(model, select_layers(model, drafter, options["prompt_cache"]) or []) or ()
     options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)

@@ -6,7 +6,6 @@ source.py and cached.py, what they keep of a text; block.py, drafters of blocks.
 
 from typing import Any
 
-from ..errors import CheckpointError
 from . import arctic_lstm, dflash, dspark, eagle, medusa, mlp_speculator, mtp, recurrent
 from .config import DrafterArgs
 from .protocol import Drafter
@@ -28,19 +27,6 @@ TRAINABLE: dict[str, type[TrainableArgs]] = {
 
 DEFAULT = next(iter(TRAINABLE))
 """The kind that is trained when no other is asked for."""
-
-
-def find_kind(config: dict[str, Any], where: str) -> tuple[type[Drafter], type[DrafterArgs]]:
-    """The classes of the kind of drafter that a config says; one that says no `model_type` is a recurrent drafter's.
-
-    Raises:
-        CheckpointError: it says another `model_type`.
-    """
-    model_type = config.get("model_type", recurrent.MODEL_TYPE)
-    if not isinstance(model_type, str) or model_type not in KINDS:
-        expected = ", ".join(map(repr, KINDS))
-        raise CheckpointError(f"expected a drafter (model_type {expected}) in {where}, got model_type {model_type!r}")
-    return KINDS[model_type]
 
 
 def is_converted(config: dict[str, Any]) -> bool:

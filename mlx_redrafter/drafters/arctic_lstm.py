@@ -13,14 +13,18 @@ Source: Snowflake's ArcticTraining, projects/arctic_lstm_speculator/speculator/s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
+from ..errors import CheckpointError
 from . import mlp_speculator
-from .config import flag
+from .checkpoint import Checkpoint
+from .config import Config, flag
 from .mlp_speculator import BiasedRMSNorm, find_part
 from .protocol import Embed
 from .trainable import Project, TrainableDrafter, fill_columns, scale_components
@@ -29,6 +33,19 @@ MODEL_TYPE = "arctic_lstm"
 
 GATES = ("forget", "input", "output", "cell")
 """In the order of the rows of a projection."""
+
+NAMES = (
+    (r"forget_emb\.0\.weight", "emb.weight"),
+    (r"(?:input|output|cell)_emb\.0\.weight|head\.(?!0\.)\d{1,3}\.weight", ""),
+    (r"(forget|input|output|cell)_proj\.([01])\.weight", r"proj.\2.\1"),
+    (r"(cell_ln|state_ln)\.0\.(weight|bias)", r"\1.\2"),
+    (r"head\.0\.weight", "head.weight"),
+)
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds an Arctic LSTM."""
+    return "forget_emb.0.weight" in names
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,29 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES = ("inner_dim",)
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`; the four projections become one."""
+        for key in ("tie_weights", "tie_lstm_embs"):
+            if checkpoint.config.get(key, True) is not True:
+                got = f"{key} true of an LSTM speculator, got {checkpoint.config[key]!r:.40}"
+                raise CheckpointError(f"{checkpoint.where}: expected {got}")
+        checkpoint.rename(NAMES, MODEL_TYPE)
+        for step in ("proj.0", "proj.1"):
+            names = [name for gate in GATES if (name := f"{step}.{gate}") in checkpoint.tensors]
+            if len(names) < len(GATES):
+                got = f"{len(names)} gates of four of {step}.weight"
+                raise CheckpointError(f"incomplete drafter: {checkpoint.where} holds {got}")
+            if len(shapes := {checkpoint.matrix(name) for name in names}) > 1:
+                got = f"{step} as matrices of one shape, got {sorted(shapes)}"
+                raise CheckpointError(f"{checkpoint.where}: expected {got}")
+            gates = [checkpoint.read_tensor(name) for name in names]
+            checkpoint.tensors[f"{step}.weight"] = mx.concatenate(gates)
+            for name in names:
+                del checkpoint.tensors[name]
+        rows, hidden_size = checkpoint.matrix("proj.0.weight")
+        return cls.from_sizes(checkpoint, hidden_size, checkpoint.matrix("emb.weight")[0], rows // len(GATES))
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -59,8 +99,8 @@ class Drafter(TrainableDrafter):
         self.head = nn.Linear(inner, args.n_guesses, bias=False)
         self.hold_draft_ids()
 
-    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(s, c), (..., I) each, after one more token, see `TrainableDrafter.read`."""
+    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """(s, c), (..., I) each, after one more token, see `TrainableDrafter.read_token`."""
         embedded = self.args.embedding_weight * self.emb(tokens)
         if state is None:
             return self.step(self.proj[0](self.args.start(hidden.astype(self.dtype))), embedded, None)

@@ -17,9 +17,10 @@ Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,10 +30,25 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..engine.beam_search import Advance, State
-from ..engine.model_parts import compute_dtype, find_head, model_name
+from ..engine.model_parts import AFTER_NORM, compute_dtype, find_head, model_name, model_sizes
 from ..errors import CheckpointError
 from .cached import CachedSource
-from .config import MAX_COUNT, LayerArgs, count, declare, flag, is_list_of, number, size
+from .checkpoint import Checkpoint, Names, matches_any
+from .config import (
+    DRAFT_IDS,
+    MAX_COUNT,
+    Config,
+    LayerArgs,
+    count,
+    declare,
+    flag,
+    flatten,
+    get_object,
+    is_count,
+    is_list_of,
+    number,
+    size,
+)
 from .protocol import Drafter, Head
 from .source import Source
 
@@ -91,12 +107,54 @@ class BlockArgs(LayerArgs):
                 f"{where}/config.json: expected mask_token_id below {self.vocab_size}, got {self.mask_token_id}"
             )
         if self.draft_vocab_size is not None and not self.own_head:
-            raise CheckpointError(f"half a drafter: {where} can guess some tokens alone, and holds no lm_head.weight")
+            raise CheckpointError(
+                f"incomplete drafter: {where} can guess some tokens alone, and holds no lm_head.weight"
+            )
         if self.width != self.hidden_size and not (self.own_embedding and self.own_head):
             raise CheckpointError(
                 f"{where}: a head of width {self.width} needs an embedding and an output matrix of its own for a "
                 f"target of width {self.hidden_size}"
             )
+
+    @classmethod
+    def from_block(cls, checkpoint: Checkpoint, model: nn.Module | None, own: Config) -> Self:
+        """The arguments of a published head, see `DrafterArgs.from_published`; `prepare` has read its config.
+
+        Args:
+            own: the kind's own fields.
+        """
+        tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
+        (width, n_inputs), n_states = checkpoint.matrix("fc.weight"), len(config["capture_layers"])
+        hidden_size, vocab_size = model_sizes(model) if model is not None else (None, None)
+        needs_target = not {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
+        known = (config.get("target_hidden_size"), hidden_size, width if needs_target else None)
+        for least in filter(is_count, known if n_inputs != n_states * width else ()):
+            if n_inputs % least == 0 and n_inputs // least != n_states:
+                reads = f"as fc.weight reads {n_inputs} numbers, {least} of each"
+                expected = f"{n_inputs // least} target_layer_ids, {reads}"
+                raise CheckpointError(f"{where}/config.json: expected {expected}, got {n_states}")
+        if n_inputs % n_states:
+            expected = f"fc.weight to read the outputs of {n_states} target_layer_ids side by side"
+            raise CheckpointError(f"{where}: expected {expected}, got shape {(width, n_inputs)}")
+        by_token = ["embed_tokens.weight", "markov_w1.weight", "selector.predecessor.weight"]
+        vocab_size = checkpoint.find_vocab_size(by_token) or vocab_size
+        if vocab_size is None:
+            raise CheckpointError(f"{where} has no config.json that says vocab_size: give --base-model")
+        checkpoint.add_row_numbers(vocab_size)
+        said = config | cls.read_layer(checkpoint, "layers.0") | own
+        args = cls.derive(
+            checkpoint.shapes,
+            said | {"vocab_size": vocab_size, "hidden_state": AFTER_NORM},
+            where,
+            width=width,
+            hidden_size=n_inputs // n_states,
+            num_layers=checkpoint.count(r"layers\.(\d+)\..*"),
+            own_embedding="embed_tokens.weight" in tensors,
+            own_head="lm_head.weight" in tensors,
+            attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        )
+        checkpoint.compare(args.said())
+        return args
 
     @property
     def max_depth(self) -> int:
@@ -381,3 +439,136 @@ def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, c
 def _cast_input(head: Head, dtype: mx.Dtype) -> Head:
     """The target's output matrix in its own dtype, of which no copy is to be made in another."""
     return lambda states: head(states.astype(dtype))
+
+
+BLOCK_NAMES = (
+    (r"(?:encoder\.)?fc\.weight", "fc.weight"),
+    (r"hidden_norm\.weight|encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
+    (r"norm\.weight|lm_head\.weight|embed_tokens\.weight", r"\g<0>"),
+    (r"(?:midlayer|layers\.0)\.(.*)", r"layers.0.\1"),
+    (r"layers\.\d{1,3}\..*", r"\g<0>"),
+    ("d2t", DRAFT_IDS),
+    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
+)
+"""What all block drafters have, in the names of DFlash's authors, Muse's and SpecForge's."""
+
+ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
+
+DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
+"""Heads that see the whole text in every layer, whatever their target does."""
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def name_architecture(config: Config) -> str:
+    """What a config says that the model is; empty where it does not."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def recognises_block(names: Collection[str], config: Config, marks: str) -> bool:
+    """Whether a checkpoint holds a block drafter: EAGLE's norm of that name is in its layer.
+
+    Args:
+        marks: a pattern of what a kind has beside it.
+    """
+    pattern = rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|{marks}"
+    return matches_any(pattern, names) or ARCHITECTURE.fullmatch(name_architecture(config)) is not None
+
+
+def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
+    """Calls the tensors of a published head as we do, and reads its config, see `read_config`.
+
+    Args:
+        names: what the kind has beside `BLOCK_NAMES`.
+        kind: its model_type.
+
+    Raises:
+        CheckpointError: it is another kind of block drafter, or has parts that are not supported.
+    """
+    config, where = checkpoint.config, checkpoint.where
+    said, name = flatten(config, "dflash_config", where), name_architecture(config)
+    kinds = list_kinds(said)
+    unknown = [kind for kind in kinds if kind.lower() not in ("dflash", "dflash2", "dspark")]
+    if name and not ARCHITECTURE.fullmatch(name):
+        unknown.append(name)
+    head = said.get("markov_head_type", "vanilla")
+    for is_other, what in (
+        (bool(unknown), f"is a {' '.join(unknown)!s:.60}"),
+        (head != "vanilla" and said.get("markov_rank") != 0, f"has a Markov head of type {head!r:.40}"),
+        (bool(said.get("attention_sink_bias")), "has attention sinks"),
+    ):
+        if is_other:
+            raise CheckpointError(f"{where} {what}: of block drafters DFlash, DFlash 2 and plain DSpark are supported")
+    checkpoint.rename((*names, *BLOCK_NAMES), kind)
+    for part in ("fc.weight", "hidden_norm.weight"):
+        if part not in checkpoint.tensors:
+            raise CheckpointError(f"incomplete drafter: {where} is of kind {kind}, and has no {part}")
+    checkpoint.config = read_config(config, checkpoint.count(r"layers\.(\d+)\..*"), where)
+
+
+def list_kinds(said: Config) -> list[str]:
+    """What a config calls the kind of head."""
+    return [str(said[key]) for key in ("speculators_model_type", "projector_type") if key in said]
+
+
+def read_config(config: Config, n_layers: int, where: str) -> Config:
+    """A published config, flat, with what `BlockArgs` asks for but the sizes of tensors, `from_anchor`, `block_size`.
+
+    Authors package it in several ways: DFlash's keys stand beside those of a Qwen3 model or under `dflash_config`,
+    DeepSpec's beside all of the target's config, which says nothing about the drafter; speculators keep those of its
+    layers under `transformer_layer_config`.
+
+    Args:
+        n_layers: how many layers it has.
+
+    Raises:
+        CheckpointError: it does not say which layers of the target it reads, or says something that is not known.
+    """
+    said = flatten(config, "dflash_config", where)
+    layers, entering = said.get("target_layer_ids"), said.get("aux_hidden_state_layer_ids")
+    if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
+        layers = [layer - 1 for layer in entering]  # what enters a layer is the output of the one before
+    if not isinstance(layers, list) or not layers:
+        what = "target_layer_ids, the layers whose outputs it reads"
+        raise CheckpointError(f"{where} has no config.json that says {what}")
+    rope = get_object(said, "rope_parameters", where)
+    return said | {
+        "rope_parameters": get_object(rope, "full_attention", where) or rope,
+        "capture_layers": layers,
+        "embedding_scale": said.get("input_embedding_scale"),
+        # Gemma's keys of full layers, which its drafters have
+        "head_dim": said.get("global_head_dim", said.get("head_dim")),
+        "num_key_value_heads": said.get("num_global_key_value_heads", said.get("num_key_value_heads")),
+        **_find_sights(said, config, n_layers, where),
+    }
+
+
+def _find_sights(said: Config, config: Config, n_layers: int, where: str) -> Config:
+    """`layer_windows` and `layer_causal`, None where no layer has one or is so.
+
+    A row of a sliding layer sees no later row, unless the config says so; Qwen3's configs have a window only with
+    `use_sliding_window`. Where all layers are full, `use_swa` makes all of them sliding.
+    """
+    types, name = said.get("layer_types"), name_architecture(config)
+    if DEEPSPEC.fullmatch(name):
+        types = None
+    elif types is None and said.get("use_sliding_window"):
+        raise CheckpointError(f"{where}/config.json says use_sliding_window, but no layer_types")
+    types = types or [FULL] * n_layers
+    if not isinstance(types, list) or len(types) != n_layers or any(each not in (FULL, SLIDING) for each in types):
+        known = f"{n_layers} layer_types, each {FULL} or {SLIDING}"
+        raise CheckpointError(f"{where}/config.json: expected {known}, got {types!r:.80}")
+    has_window = said.get("model_type") != "qwen3" or said.get("use_sliding_window") is True
+    window, is_causal = said.get("sliding_window"), "Assistant" not in name
+    if "speculators_model_type" in config:
+        is_causal = not said.get("sliding_window_non_causal", said.get("speculators_model_type") == "dflash2")
+    if said.get("use_swa") and SLIDING not in types:
+        types, window, is_causal = [SLIDING] * n_layers, said.get("swa_window_size", window), False
+        has_window = True
+    if has_window and SLIDING in types and not is_count(window):
+        raise CheckpointError(f"{where}/config.json: expected sliding_window to be a number from 1, got {window!r:.40}")
+    explicit = said.get("is_causal", said.get("causal"))
+    windows = [window if has_window and each == SLIDING else 0 for each in types]
+    causal = [each == SLIDING and is_causal if explicit is None else explicit is True for each in types]
+    return {"layer_windows": windows if any(windows) else None, "layer_causal": causal if any(causal) else None}

@@ -3,22 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.rope_utils import initialize_rope
 
 from ..engine.model_parts import AFTER_NORM, BEFORE_NORM
 from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import CheckpointError, one_line
 
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
 MAX_SIZE, MAX_COUNT = 2**24, 256
 """More than any width or vocabulary, and any number of heads or layers: larger ones in a config are errors."""
 
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
+    "longrope": ("original_max_position_embeddings",),
+    "mrope": (),
+}
+"""Types of rotation -> the numbers that each must say."""
+
 DRAFT_IDS = "draft_ids"
 """The tensor that names the tokens a drafter can guess."""
+
+
+Config = dict[str, Any]
+
+
+def get_object(config: Config, key: str, where: str) -> Config:
+    """The object under a key of a config; empty without one.
+
+    Args:
+        where: the checkpoint's name, for errors.
+
+    Raises:
+        CheckpointError: there is something else.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{where}/config.json: expected {key} to be an object, got {_shorten(value)}")
+    return value or {}
+
+
+def flatten(config: Config, own: str, where: str) -> Config:
+    """A published config with what its packaging nests, and `base_model`.
+
+    Args:
+        own: the key of what it says of the drafter, which comes before what it says of its layers.
+        where: the checkpoint's name, for errors.
+    """
+    parts = get_object(config, "transformer_layer_config", where), config, get_object(config, own, where)
+    verifier = get_object(get_object(config, "speculators_config", where), "verifier", where)
+    base = {"base_model": verifier.get("name_or_path") or config.get("base_model_name_or_path")}
+    return {key: value for part in parts for key, value in part.items() if value is not None} | base
 
 
 def declare(default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
@@ -61,7 +108,7 @@ def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value is a size."""
     return type(value) is int and 0 < value <= MAX_SIZE
 
@@ -201,6 +248,22 @@ class DrafterArgs:
     def check(self, where: str) -> None:
         """Compares what is declared with each other, see `derive`."""
 
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """The arguments of a published head, whose tensors get our names.
+
+        Args:
+            model: the target, where it is known.
+
+        Raises:
+            CheckpointError: it is not one that is supported, or its config does not fit its tensors.
+        """
+        raise NotImplementedError
+
+    def said(self) -> dict[str, Any]:
+        """What a published config must agree with, by its keys."""
+        return vars(self)
+
 
 @dataclass(frozen=True)
 class LayerArgs(DrafterArgs):
@@ -230,6 +293,54 @@ class LayerArgs(DrafterArgs):
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"{self.num_attention_heads} heads, {self.num_key_value_heads} of keys and values"
             raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
+        if rope := self.rope_scaling:
+            needed = ROPES.get(str(rope.get("rope_type", rope.get("type", "default"))))
+            try:
+                if needed is None or not all(is_positive(rope.get(key)) for key in needed):
+                    raise ValueError
+                initialize_rope(self.head_dim, self.rope_theta, self.rope_traditional, rope, MAX_SIZE)
+            except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                expected = f"a rotation of {', '.join(ROPES)}, with its numbers"
+                raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}") from error
+
+    @classmethod
+    def read_layer(cls, checkpoint: Checkpoint, layer: str) -> dict[str, Any]:
+        """What the first transformer layer of a published head says: sizes of its tensors, the rest of its config.
+
+        Args:
+            layer: what stands before the names of its tensors.
+
+        Raises:
+            CheckpointError: they are missing, or not matrices.
+        """
+        config = checkpoint.config
+        width, heads = checkpoint.matrix(f"{layer}.self_attn.o_proj.weight")[1], config.get("num_attention_heads")
+        head_dim = width // heads if is_count(heads) else None
+        rope = checkpoint.object("rope_scaling") | checkpoint.object("rope_parameters")
+        thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
+        is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+        keys = checkpoint.matrix(f"{layer}.self_attn.k_proj.weight")[0]
+        return {
+            "head_dim": head_dim,
+            "num_key_value_heads": keys // head_dim if head_dim else None,
+            "intermediate_size": checkpoint.matrix(f"{layer}.mlp.gate_proj.weight")[0],
+            "rope_theta": next(theta for theta in thetas if theta is not None),
+            "rope_scaling": None if is_plain else rope,
+            "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
+        }
+
+    def said(self) -> dict[str, Any]:
+        """See `DrafterArgs.said`: a head's `hidden_size` is its own width."""
+        return {
+            "vocab_size": self.vocab_size,
+            "intermediate_size": self.intermediate_size,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_size": self.width,
+            "target_hidden_size": self.hidden_size,
+            "draft_vocab_size": self.n_guesses,
+            "num_hidden_layers": getattr(self, "num_layers", 1),
+        }
 
     @property
     def min_layers(self) -> int:
@@ -267,18 +378,6 @@ class LayerArgs(DrafterArgs):
 
 def _shorten(value: object) -> str:
     return one_line(repr(value))[:40]
-
-
-def compare_config(sizes: Mapping[str, Any], config: dict[str, Any]) -> Iterator[str]:
-    """A clause for each size that the config gives otherwise than the tensors; -1 and null give none.
-
-    Args:
-        sizes: what the tensors say, by the config's names.
-    """
-    for key, value in sizes.items():
-        given = config.get(key, -1)
-        if given not in (-1, None, value):
-            yield f"says {key} {_shorten(given)}, its tensors say {value}"
 
 
 def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:

@@ -18,20 +18,38 @@ Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036. Tensors are called as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import top_w
 from ..errors import CheckpointError
-from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer
-from .config import size
+from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer, prepare, recognises_block
+from .checkpoint import Checkpoint
+from .config import Config, size
 from .protocol import Head
 
 MODEL_TYPE = "dflash"
+
+NAMES = (
+    (r"candidate_selector\.(predecessor|successor)_codebook(?:\.weight)?", r"selector.\1.weight"),
+    (r"candidate_selector\.hidden_projection\.weight", "selector.hidden_projection.weight"),
+)
+"""Those of DFlash 2's selector."""
+
+DEFAULT_BLOCK = 16
+"""Rows of a block where the config does not say."""
+
+DEFAULT_CANDIDATES = 16
+"""Of the selector, where the config does not say."""
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds a DFlash head."""
+    return recognises_block(names, config, r"candidate_selector\..*")
 
 
 @dataclass(frozen=True)
@@ -50,6 +68,37 @@ class DrafterArgs(BlockArgs):
     selector_rank: int | None = size(None)
     selector_top_k: int | None = size(None)
     model_type: str = field(default=MODEL_TYPE)
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`."""
+        prepare(checkpoint, NAMES, MODEL_TYPE)
+        config, shapes = checkpoint.config, checkpoint.shapes
+        if "block_size" not in config:
+            config["block_size"] = DEFAULT_BLOCK
+            checkpoint.notes.append(f"config.json does not say block_size: {DEFAULT_BLOCK} is assumed")
+        _, taps, width = shapes.get("layers.0.attention_conv.base_kernel", (0, None, 0))
+        groups = shapes.get("layers.0.attention_conv.kernel_projection.weight", (0, 0))[0] // (2 * (taps or 1))
+        rank = shapes.get("selector.predecessor.weight", (0, None))[1]
+        group_size = width // groups if groups else None
+        if group_size and config.get("conv_group_size", group_size) != group_size:
+            got = f"{group_size}, as its tensors have, got {config['conv_group_size']!r:.40}"
+            raise CheckpointError(f"{checkpoint.where}/config.json: expected conv_group_size {got}")
+        own = {
+            "from_anchor": config.get("sample_from_anchor") is True,
+            "conv_kernel_size": taps,
+            "conv_group_size": group_size,
+            "selector_rank": rank,
+            "selector_top_k": config.get("selector_top_k", DEFAULT_CANDIDATES) if rank else None,
+        }
+        return cls.from_block(checkpoint, model, own)
+
+    def said(self) -> dict[str, Any]:
+        """See `DrafterArgs.said`."""
+        return super().said() | {
+            "conv_kernel_size": self.conv_kernel_size or 0,
+            "selector_rank": self.selector_rank or 0,
+        }
 
     def check(self, where: str) -> None:
         """See `DrafterArgs.check`."""

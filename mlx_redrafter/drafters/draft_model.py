@@ -81,6 +81,7 @@ class DraftModel(Drafter):
             raise UnsupportedModelError(f"{model_name(model)} cannot be a draft model: {reason}")
         super().__init__(DraftModelArgs(*model_sizes(model), name=model_name(model)))
         self.model, self._chains = model, explain_chains(model)
+        self.n_cache_layers = len(make_prompt_cache(model))
 
     @property
     def weights(self) -> nn.Module:

@@ -17,17 +17,49 @@ Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/; arXiv 2607.05147. Tenso
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .block import Attend, Attention, BlockArgs, BlockDrafter, Guess, Layer
-from .config import flag, size
+from .block import (
+    Attend,
+    Attention,
+    BlockArgs,
+    BlockDrafter,
+    Guess,
+    Layer,
+    list_kinds,
+    name_architecture,
+    prepare,
+    recognises_block,
+)
+from .checkpoint import Checkpoint, matches_any
+from .config import Config, flag, flatten, get_object, size
 from .protocol import Head
 
 MODEL_TYPE = "dspark"
+
+NAMES = (
+    (r"(?:logit_head\.)?(?:markov_head\.)?(markov_w[12])\.weight", r"\1.weight"),
+    (r"(?:logit_head\.)?confidence_head\..*", ""),  # which this module leaves out
+)
+"""The authors' names, and SpecForge's older ones."""
+
+MARKOV = r".*\bmarkov_w1\.weight"
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds a DSpark head."""
+    if matches_any(MARKOV, names):
+        return True
+    says_so = "DSpark" in name_architecture(config) or any(
+        kind.lower() == "dspark" for kind in list_kinds(flatten(config, "dflash_config", "config.json"))
+    )
+    return says_so and recognises_block(names, config, MARKOV)
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,30 @@ class DrafterArgs(BlockArgs):
     gemma: bool = flag(False)
     own_values: bool = flag(False)
     model_type: str = field(default=MODEL_TYPE)
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`."""
+        published, where = checkpoint.config, checkpoint.where
+        prepare(checkpoint, NAMES, MODEL_TYPE)
+        config, shapes = checkpoint.config, checkpoint.shapes
+        is_speculators = "speculators_model_type" in published
+        methods = get_object(published, "speculators_config", where).get("proposal_methods")
+        method = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+        says_all = not is_speculators or method.get("speculative_tokens", 0) == config.get("block_size")
+        own = {
+            "from_anchor": config["sample_from_anchor"] is True if "sample_from_anchor" in config else says_all,
+            "markov_rank": shapes.get("markov_w1.weight", (0, None))[1],
+            "gemma": name_architecture(published).startswith("Gemma4DSpark"),
+        }
+        if own["gemma"]:
+            own["embedding_scale"] = math.sqrt(checkpoint.matrix("fc.weight")[0])
+            own["own_values"] = "layers.0.self_attn.v_proj.weight" in checkpoint.tensors
+        return cls.from_block(checkpoint, model, own)
+
+    def said(self) -> dict[str, Any]:
+        """See `DrafterArgs.said`."""
+        return super().said() | {"markov_rank": self.markov_rank or 0}
 
 
 class GemmaAttention(Attention):

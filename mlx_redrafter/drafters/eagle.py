@@ -20,7 +20,7 @@ its own: SpecForge; the other norms: vllm-project/speculators. Tensors are calle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, replace
 from typing import Any, Self, cast
 
@@ -29,10 +29,11 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 
 from ..engine.beam_search import State
-from ..engine.model_parts import find_output_matrix
+from ..engine.model_parts import AFTER_NORM, find_output_matrix
 from ..errors import CheckpointError, RedrafterError
 from .cached import LayerCache, PairSource
-from .config import LayerArgs, declare, flag
+from .checkpoint import Checkpoint, matches_any
+from .config import DRAFT_IDS, Config, LayerArgs, declare, flag, flatten, get_object, is_count, is_list_of
 from .protocol import Embed, Head, PairDrafter
 from .source import Source
 from .trainable import Project, TrainableArgs, TrainableDrafter
@@ -41,6 +42,20 @@ MODEL_TYPE = "eagle"
 
 N_TAPS = 3
 """How many layers EAGLE-3 reads where its config does not say which."""
+
+NAMES = (
+    (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
+    (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # which `from_published` refuses
+    (r"fc\.(?:weight|bias)|(?:input_)?norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
+    ("d2t", DRAFT_IDS),
+    (r"t2d|(?:layer\.|layers\.0\.|midlayer\.)?.*\.rotary_emb\.inv_freq", ""),
+)
+"""The authors' names, SpecForge's, vLLM's and speculators'."""
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds an EAGLE head."""
+    return matches_any(r"fc\.weight|(?:midlayer|layers\.0)\.hidden_norm\.weight", names)
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,48 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     model_type: str = field(default=MODEL_TYPE)
 
     SIZES = ("intermediate_size",)
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`. Version 3 has norms before its attention; a copy of the target's embedding
+        is left out of version 1."""
+        checkpoint.rename(NAMES, MODEL_TYPE)
+        tensors, where = checkpoint.tensors, checkpoint.where
+        if others := sorted(name for name in tensors if name.startswith("layers.")):
+            raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
+        of_version_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
+        version = 3 if of_version_3 & tensors.keys() else 1
+        config = checkpoint.config = read_config(checkpoint.config, where)
+        layers = config["capture_layers"] if version == 3 else None
+        width, n_inputs = checkpoint.matrix("fc.weight")
+        n_states = 2 if version == 1 else len(layers or [0] * (config.get("num_aux_hidden_states") or N_TAPS))
+        known = [config.get("target_hidden_size"), None if "embed_tokens.weight" in tensors else width]
+        for size in filter(is_count, known if version == 3 else ()):
+            if n_inputs % size == 0 and n_inputs // size != n_states:
+                expected = f"{n_inputs // size} capture_layers, got {n_states}"
+                raise CheckpointError(f"{where}/config.json: expected {expected}")
+        if version == 1:
+            tensors.pop("embed_tokens.weight", None)
+        vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
+        checkpoint.add_row_numbers(vocab_size)
+        said = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
+        args = cls.derive(
+            checkpoint.shapes,
+            said | {"hidden_state": AFTER_NORM},
+            where,
+            width=width,
+            hidden_size=n_inputs // n_states,
+            version=version,
+            qkv_bias="layer.self_attn.q_proj.bias" in tensors,
+            fc_bias="fc.bias" in tensors,
+            own_embedding="embed_tokens.weight" in tensors,
+            o_bias="layer.self_attn.o_proj.bias" in tensors,
+            qk_norm="layer.self_attn.q_norm.weight" in tensors,
+            fc_norm="fc_norm.0.weight" in tensors,
+            norm_before_fc="input_norm.weight" in tensors,
+        )
+        checkpoint.compare(args.said())
+        return args
 
     @classmethod
     def for_training(
@@ -136,6 +193,31 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     def describe(self) -> str:
         """Its own sizes, in a few words."""
         return f"EAGLE-{self.version}, {super().describe()}"
+
+
+def read_config(config: Config, where: str) -> Config:
+    """A published config, flat, with `capture_layers`: the layers whose outputs it reads, or None.
+
+    Speculators and NVIDIA count what enters a layer. Of others SGLang takes a list that begins with 1 for outputs, and
+    any other for what enters. What is not said is false, as in the class of speculators' config.
+
+    Raises:
+        CheckpointError: a kind of head that is not supported.
+    """
+    own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
+    if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
+        raise CheckpointError(f"{where} is a {kind!s:.40}: of speculators' heads EAGLE-3 is read")
+    for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
+        if said.get(key, expected) != expected:
+            got = f"{expected}, got {said[key]!r:.40}"
+            raise CheckpointError(f"{where}/config.json: expected {key} of an EAGLE head to be {got}")
+    layers = said.get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None and not (is_list_of(int, layers) and layers):
+        raise CheckpointError(f"{where}/config.json: expected capture_layers as layer numbers, got {layers!r:.40}")
+    enters = "speculators_model_type" in said or "use_aux_hidden_state" in own or (layers and layers[0] != 1)
+    if layers is not None and enters:
+        layers = [layer - 1 for layer in layers]
+    return said | {"capture_layers": layers}
 
 
 def default_layers(n_layers: int) -> list[int]:
@@ -241,8 +323,8 @@ class Drafter(PairDrafter, TrainableDrafter):
         dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
         return dtype
 
-    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(feature, rows of its cache by depth), of version 1; see `TrainableDrafter.read`.
+    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+        """(feature, rows of its cache by depth), of version 1; see `TrainableDrafter.read_token`.
 
         At depth d the token at column c stands in the draft after column c - d. It sees the pairs of the text before
         that draft, which are the rows of depth 0, and for each depth since the row of the draft's own token: columns
@@ -288,7 +370,7 @@ class Drafter(PairDrafter, TrainableDrafter):
 
 
 def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: float) -> mx.array:
-    """(B, heads, T, head_dim) attention of a draft's tokens, see `Drafter.read`.
+    """(B, heads, T, head_dim) attention of a draft's tokens, see `Drafter.read_token`.
 
     Args:
         queries: (B, heads, T, head_dim).

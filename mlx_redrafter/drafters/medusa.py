@@ -11,6 +11,8 @@ Source: FasterDecoding/Medusa, medusa/model/medusa_model.py; arXiv 2401.10774.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -18,12 +20,30 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from .config import count, flag
+from ..engine.model_parts import AFTER_NORM, find_output_matrix
+from ..errors import CheckpointError
+from .checkpoint import Checkpoint, matches_any
+from .config import DRAFT_IDS, Config, count, flag
 from .protocol import Embed
 from .recurrent import ResidualBlock
 from .trainable import Project, TrainableArgs, TrainableDrafter, scale_components
 
 MODEL_TYPE = "medusa"
+
+NAMES = (
+    (r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)", r"blocks.\1.\2.linear.\3"),
+    (r"(\d{1,3})\.\d{1,3}\.weight", r"output.\1.weight"),
+    (r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)", r"blocks.\1.\2.linear.\3"),
+    (r"lm_heads\.(\d{1,3})\.weight", r"output.\1.weight"),
+    ("token_map", DRAFT_IDS),
+)
+"""The authors' names, and vLLM's."""
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds Medusa heads. One alone has an old recurrent drafter's names: its config tells."""
+    pattern = r"blocks\.\d+\.layers\..*|[1-9]\d*\.\d+\.(linear\.)?weight"
+    return "medusa_num_heads" in config or matches_any(pattern, names)
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,35 @@ class DrafterArgs(TrainableArgs):
     def max_depth(self) -> int:
         """How many tokens it can draft at most."""
         return self.num_heads
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`. Of heads that use the target's output matrix one copy is made of it.
+
+        The number of heads in the config is often wrong, and not asked for.
+        """
+        checkpoint.rename(NAMES, MODEL_TYPE)
+        tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
+        width = checkpoint.matrix("blocks.0.0.linear.weight")[0]
+        if tied := not any(name.startswith("output.") for name in tensors):
+            if model is None:
+                raise CheckpointError(
+                    f"{where} holds Medusa heads that use the target's output matrix: give --base-model"
+                )
+            tensors["output.0.weight"] = find_output_matrix(model)
+        if not any(name.endswith(".bias") for name in tensors):  # vLLM's layout may have none
+            blocks = [name for name in tensors if name.startswith("blocks.")]
+            tensors |= {re.sub(r"weight$", "bias", name): mx.zeros(checkpoint.matrix(name)[:1]) for name in blocks}
+        sizes = {
+            "hidden_size": width,
+            "vocab_size": config.get("vocab_size") if DRAFT_IDS in tensors else checkpoint.matrix("output.0.weight")[0],
+            "num_heads": checkpoint.count(r"blocks\.(\d+)\..*"),
+            "num_layers": checkpoint.count(r"blocks\.0\.(\d+)\..*"),
+            "tie_output": tied or config.get("original_lm_head") is True,
+            "base_model": config.get("base_model_name_or_path"),
+            "hidden_state": AFTER_NORM,
+        }
+        return cls.derive(checkpoint.shapes, sizes, where)
 
     @classmethod
     def for_training(
@@ -74,7 +123,7 @@ class Drafter(TrainableDrafter):
         self.output = [nn.Linear(width, args.n_guesses, bias=False) for _ in range(outputs)]
         self.hold_draft_ids()
 
-    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
         """Nothing: the tokens before it change no guess."""
         return ()
 

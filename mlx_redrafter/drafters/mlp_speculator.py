@@ -15,6 +15,7 @@ ArcticTraining, projects/arctic_lstm_speculator, is the same. arXiv 2404.19124.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -22,13 +23,25 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..engine.beam_search import State
-from .config import count, flag, size
+from ..engine.model_parts import AFTER_NORM
+from .checkpoint import Checkpoint
+from .config import Config, count, flag, size
 from .protocol import Embed
 from .trainable import Project, TrainableArgs, TrainableDrafter, fill_columns, scale_components
 
 MODEL_TYPE = "mlp_speculator"
 
+NAMES = ((r"(emb|proj|ln|head)\.(\d{1,3})(?:\.0)?\.(weight|bias)", r"\1.\2.\3"),)
+
+TIED_NAMES = ((r"(?:(?:emb|ln|head)\.(?!0\.)|proj\.(?![01]\.))\d{1,3}\..*", ""), *NAMES)
+"""Those of a speculator whose stages share their weights, which may be stored for each."""
+
 EPS = 1e-6
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds an MLP speculator."""
+    return not {"emb.0.weight", "emb.0.0.weight"}.isdisjoint(names)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,25 @@ class DrafterArgs(TrainableArgs):
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
 
     SIZES: ClassVar[tuple[str, ...]] = ("inner_dim", "untied")
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`."""
+        checkpoint.rename(TIED_NAMES if checkpoint.config.get("tie_weights") is True else NAMES, MODEL_TYPE)
+        inner_dim, hidden_size = checkpoint.matrix("proj.0.weight")
+        return cls.from_sizes(checkpoint, hidden_size, checkpoint.matrix("emb.0.weight")[0], inner_dim)
+
+    @classmethod
+    def from_sizes(cls, checkpoint: Checkpoint, hidden_size: int, vocab_size: int, inner_dim: int) -> Self:
+        """The arguments of a published speculator of these sizes, which its config must not contradict."""
+        own = {"base_model": checkpoint.config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
+        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "inner_dim": inner_dim}
+        args = cls.derive(checkpoint.shapes, checkpoint.config | own, checkpoint.where, **sizes)
+        is_ibm = isinstance(checkpoint.config.get("emb_dim"), int)
+        if checkpoint.config.get("inner_dim") == 0:  # as wide as the target's hidden state
+            sizes["inner_dim"] = 0
+        checkpoint.compare(sizes | {"emb_dim" if is_ibm else "input_hidden_dim": hidden_size})
+        return args
 
     @property
     def max_depth(self) -> int:
@@ -108,8 +140,8 @@ class Drafter(TrainableDrafter):
         self.head = [nn.Linear(inner, args.n_guesses, bias=False) for _ in range(stages)]
         self.hold_draft_ids()
 
-    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., I) the state after one more token, see `TrainableDrafter.read`."""
+    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., I) the state after one more token, see `TrainableDrafter.read_token`."""
         state = self.args.start(hidden.astype(self.dtype)) if state is None else state
         embedded = self.args.embedding_weight * _at(self.emb, depth)(tokens)
         return nn.gelu(_at(self.ln, depth)(_at(self.proj, depth)(state) + embedded))

@@ -17,7 +17,8 @@ and Nemotron-H: vLLM, mimo_mtp.py and nemotron_h_mtp.py; ERNIE: PaddlePaddle/Fas
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, NamedTuple, Self
@@ -26,11 +27,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_causal_mask
 
-from ..engine.model_parts import StateName
+from ..engine.model_parts import AFTER_NORM, StateName
 from ..errors import CheckpointError, RedrafterError, one_line
 from .cached import LayerCache, PairSource
+from .checkpoint import Checkpoint, Packed, Tensor, name_dtype
+from .config import Config, flag, get_object, is_count, nested
 from .config import DrafterArgs as BaseArgs
-from .config import flag, nested
 from .protocol import Embed, Head, PairDrafter
 from .source import Source
 
@@ -85,6 +87,93 @@ ROUTERS = ("layer.mlp.gate", "layer.mlp.shared_expert_gate")
 """Small layers that choose or weigh experts."""
 
 
+NAMES = (
+    (r"(?:layers\.0\.)?(?:fc|eh_proj|input_proj|mtp_linear_proj)\.weight", "fc.weight"),
+    (r"(?:layers\.0\.)?(?:pre_fc_norm_embedding|enorm|token_layernorm|mtp_emb_norm)\.weight", "norm_embedding.weight"),
+    (r"(?:layers\.0\.)?(?:pre_fc_norm_hidden|hnorm|hidden_layernorm|mtp_hidden_norm)\.weight", "norm_hidden.weight"),
+    (r"(?:shared_head[._])?norm\.weight|(?:layers\.\d\.)?final_layernorm\.weight", "norm.weight"),
+    (r"(?:layers\.0\.|mtp_block\.)?((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..*)", r"layer.\1"),
+    (r"layers\.(\d\.(?:norm|mixer)\..*)", r"layer.blocks.\1"),
+    (r"(?:shared_head\.head|lm_head|embed_tokens)\..*|.*\.rotary_emb\.inv_freq", ""),  # copies of the target's
+)
+"""Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's."""
+
+SPLIT = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
+"""What tells a layer that was split off by mlx-vlm: nothing stands before its names."""
+
+FOLLOWS = {
+    "norm_embedding.weight": "layer.input_layernorm.weight",
+    "norm_hidden.weight": "layer.input_layernorm.weight",
+}
+"""Norms whose own mean does not tell whether their weights are stored less 1 -> the one that does."""
+
+OWN_QUANTIZATION = "mtplx_mtp_quantization"
+"""MTPLX's key for how the layer is quantized, where it is another way than the model."""
+
+MIDDLE = 0.5
+"""Weights of norms whose mean is below are stored less 1: those of layers have means near 0 then, else near 1."""
+
+EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
+"""What mlx-lm calls the matrices of Nemotron-H's experts."""
+
+SCALE = "_scale_inv"
+"""What the name of an FP8 tensor's scales ends with."""
+
+PACKED = r".*\.(scales|biases|qweight|qzeros|g_idx|weight_(packed|shape|scale|scale_2)|input_scale)"
+"""Tensors of weights that are quantized in ways that are not read."""
+
+
+class Layers(NamedTuple):
+    """The multi-token-prediction layers of a checkpoint.
+
+    Attributes:
+        names: what the first one's tensors are called, without what stands before all of them -> in the files.
+        n_layers: how many there are.
+        has_model: whether layers of the model itself are beside them.
+        is_split: whether it was split off by mlx-vlm.
+    """
+
+    names: dict[str, str]
+    n_layers: int
+    has_model: bool
+    is_split: bool = False
+
+
+def find_layers(names: Collection[str]) -> Layers | None:
+    """The multi-token-prediction layers among tensors of these names; None for none."""
+    tails = {name: found[1] for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name))}
+    numbered = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))}
+    mimo = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", name))}
+    ernie = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?(mtp_\w+)\.(\d+)\.(.+)", name))}
+    others = numbered.keys() - tails.keys() - mimo.keys() - ernie.keys()
+    if mimo:
+        first = {found[2]: name for name, found in mimo.items() if int(found[1]) == 0}
+        return Layers(first, 1 + max(int(found[1]) for found in mimo.values()), bool(others))
+    if ernie:  # which ends with the norm of the target
+        first = {f"{found[1]}.{found[3]}": name for name, found in ernie.items() if int(found[2]) == 0}
+        if norm := next((name for name in names if name.endswith("model.norm.weight")), None):
+            first["norm.weight"] = norm
+        return Layers(first, 1 + max(int(found[2]) for found in ernie.values()), bool(others))
+    if "layers.0.eh_proj.weight" in tails.values():  # of Nemotron-H's, all of whose blocks are one layer
+        return Layers({tail: name for name, tail in tails.items()}, 1, bool(others))
+    if tails:
+        later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
+        first = {tail: name for name, tail in tails.items() if not later.get(name)}
+        return Layers(first, 1 + max(later.values(), default=0), bool(numbered.keys() - tails.keys()))
+    if any(map(SPLIT.fullmatch, names)):
+        return Layers({name.removeprefix("model."): name for name in names}, 1, False, is_split=True)
+    numbers = {int(found[1]) for found in numbered.values() if found[2].startswith("eh_proj.")}
+    if not numbers:
+        return None
+    mine = {found[2]: name for name, found in numbered.items() if int(found[1]) == min(numbers)}
+    return Layers(mine, len(numbers), any(int(found[1]) not in numbers for found in numbered.values()))
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds a multi-token-prediction layer, alone or in a model."""
+    return find_layers(names) is not None
+
+
 @dataclass(frozen=True)
 class DrafterArgs(BaseArgs):
     """What the `config.json` of a multi-token-prediction layer says.
@@ -99,6 +188,53 @@ class DrafterArgs(BaseArgs):
     norm_output: bool = flag(True)
     _: KW_ONLY
     model_type: str = field(default=MODEL_TYPE)
+
+    @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`: of several layers the first. Copies of the target's embedding and output
+        matrix are left out."""
+        where, places = checkpoint.where, {name: key for key, name in checkpoint.stored.items()}
+        layers = find_layers(places)
+        assert layers is not None  # as `recognises` has found
+        config = checkpoint.config
+        text = get_object(config, "text_config", where) or config
+        said = str(text.get("model_type") if layers.is_split else config.get("model_type"))
+        model_type = said.removesuffix("_mtp").removesuffix("_text")
+        if model_type not in LAYERS:
+            model_type = model_type.removesuffix("_moe")
+        if model_type not in LAYERS:
+            got = f"{', '.join(LAYERS)}, got {said!r:.40}"
+            raise CheckpointError(f"{where}: expected the multi-token-prediction layer of {got}")
+        if text.get("mtp_use_dedicated_embeddings"):
+            raise CheckpointError(f"{where}: a multi-token-prediction layer with its own embedding is not supported")
+        if (own := config.get(OWN_QUANTIZATION)) is not None:
+            checkpoint.config = {**config, "quantization": own}
+        checkpoint.tensors = {tail: checkpoint.tensors[places[name]] for tail, name in layers.names.items()}
+        checkpoint.stored = dict(layers.names)
+        checkpoint.pack()
+        if packed := next((checkpoint.stored[tail] for tail in checkpoint.tensors if re.fullmatch(PACKED, tail)), None):
+            advice = "convert the repository that it was made from, and quantize with -q"
+            raise CheckpointError(f"{where} is quantized, in a form that is not read ({packed}): {advice}")
+        checkpoint.tensors = dict(dequantize_blocks(checkpoint))
+        checkpoint.rename(NAMES, "multi-token-prediction layer")
+        tensors = stack_experts(checkpoint.tensors, where)
+        if model_type == "ernie4_5" and checkpoint.matrix("fc.weight")[0] > checkpoint.matrix("fc.weight")[1]:
+            tensors["fc.weight"] = tensors["fc.weight"].T  # as its first files had it
+        if not model_type.startswith("qwen"):
+            tensors = split_latent(tensors, text, where)
+        elif not layers.is_split:
+            tensors |= add_ones(tensors)
+        checkpoint.tensors = tensors
+        if layers.n_layers > 1:
+            count = f"of {layers.n_layers} multi-token-prediction layers"
+            checkpoint.notes.append(f"{count} the first is used, again and again")
+        own = {
+            "hidden_size": checkpoint.matrix("fc.weight")[0],
+            "vocab_size": text.get("vocab_size"),
+            "layer_config": select_layer_config(text, model_type),
+            "hidden_state": AFTER_NORM,
+        }
+        return cls.derive(checkpoint.shapes, own, where)
 
     def check(self, where: str) -> None:
         """See `DrafterArgs.check`."""
@@ -240,3 +376,97 @@ class Drafter(PairDrafter):
     def part_of(self, name: str) -> str:
         """See `Drafter.part_of`."""
         return "router" if name in ROUTERS else "blocks"
+
+
+def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
+    """(name, tensor) of each tensor; one in FP8 as bfloat16, times its blocks' scales.
+
+    Raises:
+        CheckpointError: scales that do not fit, or without weights.
+    """
+    tensors, where = checkpoint.tensors, checkpoint.where
+    block = get_object(checkpoint.config, "quantization_config", where).get("weight_block_size") or [128, 128]
+    for name, tensor in tensors.items():
+        if name.endswith(SCALE):
+            if name.removesuffix(SCALE) not in tensors:
+                raise CheckpointError(f"{where}: expected {name.removesuffix(SCALE)} beside {name}, it has none")
+            continue
+        array = tensor if isinstance(tensor, mx.array | Packed) else checkpoint.read_tensor(name)
+        if name + SCALE in tensors:
+            array = multiply_blocks(_unpack(array), tensors[name + SCALE], block, f"{where}: {name}")
+        yield name, array
+
+
+def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
+    """The norms of Qwen's layer whose weights are stored less 1, with the 1; in MLX folders some or all have it."""
+    norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in FOLLOWS}
+    means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
+    return {name: array + 1 for name, array in norms.items() if means.get(FOLLOWS.get(name, name), 0) < MIDDLE}
+
+
+def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
+    """(..., M, N) bfloat16: FP8 numbers of four exponent bits (e4m3), as uint8, times the scale of their block.
+
+    Args:
+        scales: (..., ceil(M / block[0]), ceil(N / block[1])).
+        where: the tensor's name, for errors.
+
+    Raises:
+        CheckpointError: of other dtypes or shapes.
+    """
+    rows, columns = block
+    expected = (*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns))
+    if weight.dtype != mx.uint8 or not isinstance(scales, mx.array) or scales.shape != expected:
+        got = f"{name_dtype(weight)} and scales of shape {tuple(scales.shape)}"
+        raise CheckpointError(f"{where}: expected FP8 with scales of shape {expected}, got {got}")
+    factors = mx.repeat(mx.repeat(scales.astype(mx.float32), rows, axis=-2), columns, axis=-1)
+    numbers = mx.from_fp8(weight, dtype=mx.float32) * factors[..., : weight.shape[-2], : weight.shape[-1]]
+    return numbers.astype(mx.bfloat16)
+
+
+def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """The same, with one array (E, ...) for each matrix of the experts, whether they are stored one by one or fused.
+
+    Raises:
+        CheckpointError: an expert is missing.
+    """
+    made = dict(arrays)
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name in arrays:
+        if found := re.fullmatch(r"(layer\..*)\.experts\.(\d+)\.(\w+)\.weight", name):
+            ours = EXPERTS.get(found[3], found[3]) if ".mixer" in found[1] else found[3]
+            experts.setdefault(f"{found[1]}.switch_mlp.{ours}.weight", {})[int(found[2])] = _unpack(made.pop(name))
+    for name, each in experts.items():
+        if missing := set(range(len(each))) - each.keys():
+            raise CheckpointError(f"incomplete drafter: {where} holds {len(each)} experts, without {min(missing)}")
+        made[name] = mx.concatenate([each[number][None] for number in range(len(each))])
+    if (both := made.pop("layer.mlp.experts.gate_up_proj", None)) is not None:
+        gate, up = mx.split(both, [both.shape[1] // 2], axis=1)
+        made |= {"layer.mlp.switch_mlp.gate_proj.weight": gate, "layer.mlp.switch_mlp.up_proj.weight": up}
+    if (down := made.pop("layer.mlp.experts.down_proj", None)) is not None:
+        made["layer.mlp.switch_mlp.down_proj.weight"] = down
+    return made
+
+
+def split_latent(arrays: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """The same, with the matrix of latent attention as the two of each head that mlx-lm has.
+
+    Raises:
+        CheckpointError: it does not have the rows that the config says.
+    """
+    made, at = dict(arrays), "layer.self_attn."
+    if (matrix := made.pop(f"{at}kv_b_proj.weight", None)) is None:
+        return made
+    matrix = _unpack(matrix)
+    sizes: list[Any] = [config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")]
+    heads, n_keys, n_values = sizes
+    if not all(map(is_count, sizes)) or matrix.ndim != 2 or matrix.shape[0] != heads * (n_keys + n_values):
+        said = f"{heads} heads of {n_keys} and {n_values}"
+        raise CheckpointError(f"incomplete drafter: {where}: expected kv_b_proj for {said}, got shape {matrix.shape}")
+    keys, values = mx.split(matrix.reshape(heads, -1, matrix.shape[-1]), [n_keys], axis=1)
+    return made | {f"{at}embed_q.weight": keys.swapaxes(-1, -2), f"{at}unembed_out.weight": values}
+
+
+def _unpack(tensor: Tensor) -> mx.array:
+    array: mx.array = tensor.dequantize() if isinstance(tensor, Packed) else tensor
+    return array

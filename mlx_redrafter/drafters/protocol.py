@@ -39,9 +39,11 @@ class Drafter(nn.Module):
         args: what its config says.
         draft_ids: (V',) int32, the token of each row of its head; only where it can guess some tokens alone.
         takes_float16: whether the range of float16 is enough for what it computes.
+        n_cache_layers: how many of a prompt cache's layers are its own where mlx-lm has made it, after the target's.
     """
 
     takes_float16: ClassVar[bool] = True
+    n_cache_layers: int = 0
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ Parameter names are those of its checkpoints, so that its files load as they are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -22,11 +22,39 @@ import mlx.nn as nn
 
 from ..engine.beam_search import State
 from ..errors import CheckpointError
-from .config import DRAFT_IDS, count, flag, is_count, size
+from .checkpoint import DRAFTERS, Checkpoint
+from .config import DRAFT_IDS, Config, count, flag, is_count, size
 from .protocol import Embed
 from .trainable import TrainableArgs, TrainableDrafter
 
 MODEL_TYPE = "recurrent_drafting_drafter"
+
+HEAD = "lm_head.weight"
+"""TensorRT-LLM's name of the output matrix, which Apple numbers; also that of many base models."""
+
+NAMES = (
+    (r"rnn_u\.(?:weight|bias)|rnn_w\.weight|draft_ids|lm_head\.weight", r"\g<0>"),
+    (r"input_proj(?:s(?:\.0)?)?\.(weight|bias)", r"input_proj.\1"),
+    (r"(?:lm_heads?\.(?:0\.(?=\d))?|0\.)(\d{1,3}\.(?:linear\.(?:weight|bias)|weight))", r"lm_head.\1"),
+    (r"layers\.(\d{1,3}\.linear\.(?:weight|bias))", r"lm_head.\1"),
+    (r"emb_norm\.weight", ""),  # of Apple's internal trainer; no forward pass uses it
+)
+"""Apple's names and their older forms, NeMo-Skills', ModelOpt's and TensorRT-LLM's."""
+
+TENSORRT_LLM = {
+    "redrafter_exit_dim": "exit_dim",
+    "redrafter_num_layers": "num_draft_layers",
+    "redrafter_is_rnn": "rnn",
+}
+"""Keys of TensorRT-LLM's config and Apple's."""
+
+PADDING = 64
+"""TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error in the config."""
+
+
+def recognises(names: Collection[str], config: Config) -> bool:
+    """Whether a checkpoint holds such a drafter: one that no other kind recognises is taken for it."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -65,38 +93,61 @@ class DrafterArgs(TrainableArgs):
         return [{"exit_dim": width, "num_draft_layers": layers} for width in widths for layers in (1, 2)]
 
     @classmethod
+    def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
+        """See `DrafterArgs.from_published`; our format is Apple's."""
+        checkpoint.rename(NAMES, MODEL_TYPE)
+        if checkpoint.tensors.keys() == {HEAD} and not DRAFTERS.search(checkpoint.stored[HEAD]):
+            names = [*checkpoint.stored.values()]
+            raise CheckpointError(f"{checkpoint.where} holds no drafter: its tensors are {names}")
+        if HEAD in checkpoint.tensors:
+            blocks = checkpoint.count(r"lm_head\.(\d+)\.linear\.weight")
+            head = f"lm_head.{blocks}.weight"
+            if head in checkpoint.tensors:
+                both = f"{checkpoint.stored[head]!r} and {checkpoint.stored[HEAD]!r}"
+                raise CheckpointError(f"{checkpoint.where} holds two drafters: {both}")
+            checkpoint.tensors[head] = checkpoint.tensors.pop(HEAD)
+        for name in checkpoint.tensors:
+            if name.endswith(".weight"):
+                checkpoint.matrix(name)
+        config = {TENSORRT_LLM.get(key, key): value for key, value in checkpoint.config.items()}
+        if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:  # of a base model
+            config = {"vocab_size": config.get("vocab_size")}
+        args = cls.derive(checkpoint.shapes, config, checkpoint.where)
+        vocab_size, most = config.get("vocab_size"), PADDING * checkpoint.n_ranks
+        if is_count(vocab_size) and 0 < (padding := args.n_guesses - vocab_size) < most:
+            checkpoint.notes.append(
+                f"the last {padding} rows of the head are left out: config.json says vocab_size {vocab_size}"
+            )
+            head = f"lm_head.{args.num_draft_layers}.weight"
+            checkpoint.tensors[head] = checkpoint.tensors[head][:vocab_size]
+            args = replace(args, vocab_size=vocab_size)
+        if "model_type" not in checkpoint.config or checkpoint.config["model_type"] == MODEL_TYPE:
+            checkpoint.config = config
+            checkpoint.compare(args.said())
+        return args
+
+    @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
         """Its sizes, all from the shapes of its tensors.
 
         Args:
-            config: its `quantization` says how packed tensors are packed; its sizes are ignored.
+            config: its sizes are ignored.
             where: the checkpoint's name, for errors.
 
         Raises:
             CheckpointError: not a recurrent drafter.
         """
-        quantization = config.get("quantization") or {}
         layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
         head = shapes.get(f"lm_head.{layers}.weight")
         if head is None:
             raise CheckpointError(
                 f"not a drafter: {where} has no lm_head.N.weight; its tensors begin {sorted(shapes)[:3]}"
             )
-
-        def input_size(name: str) -> int:
-            """The length of a layer's rows once they are unpacked."""
-            if f"{name}.scales" not in shapes:
-                return shapes[f"{name}.weight"][-1]
-            own = quantization.get(name)
-            group_size: int = (own if isinstance(own, dict) else quantization).get("group_size", 64)
-            return shapes[f"{name}.scales"][-1] * group_size
-
-        block = shapes.get("lm_head.0.linear.weight")
-        exit_dim = block[0] if layers and block else input_size(f"lm_head.{layers}")
+        exit_dim = head[-1]
         if rnn := "rnn_w.weight" in shapes:
             hidden_size = shapes["rnn_w.weight"][0]
         else:
-            hidden_size = (input_size("input_proj") if "input_proj.weight" in shapes else exit_dim) // 2
+            hidden_size = shapes.get("input_proj.weight", head)[-1] // 2
         vocab_size: Any = head[0]
         if DRAFT_IDS in shapes:  # the head has fewer rows than the target has tokens: no tensor gives that number
             vocab_size = config.get("vocab_size")
@@ -140,8 +191,8 @@ class Drafter(TrainableDrafter):
             self.rnn_w = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
         self.hold_draft_ids()
 
-    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., D) the state after one more token, see `TrainableDrafter.read`."""
+    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
+        """(..., D) the state after one more token, see `TrainableDrafter.read_token`."""
         return self.advance(embed(tokens).astype(self.dtype), state)
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:

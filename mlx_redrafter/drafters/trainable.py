@@ -59,13 +59,13 @@ class TrainableDrafter(Drafter):
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             depth, inner = (0, None) if state is None else state
-            inner = self.read(tokens, embed, hidden, inner, depth)
+            inner = self.read_token(tokens, embed, hidden, inner, depth)
             logits = self.logits(hidden, inner, depth)
             return mx.broadcast_to(logits, (*tokens.shape, logits.shape[-1])), (depth + 1, inner)
 
         return advance
 
-    def read(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
+    def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
         """What a draft has read, rows of any shape, after one more token.
 
         Args:
@@ -78,7 +78,7 @@ class TrainableDrafter(Drafter):
         raise NotImplementedError
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., X) what the output matrix is applied to, from what `read` returned at this depth.
+        """(..., X) what the output matrix is applied to, from what `read_token` returned at this depth.
 
         The loss asks for the features of learned positions alone.
         """

@@ -109,7 +109,7 @@ def draft_loss(
 
     def read(hidden: mx.array, state: State, depth: int) -> tuple[State, mx.array]:
         """(the state after each token, the features of the learned positions)."""
-        state = drafter.read(tokens, lambda _: embeddings, hidden, state, depth)
+        state = drafter.read_token(tokens, lambda _: embeddings, hidden, state, depth)
         learned, at = (tree_map(lambda array: array.flatten(0, 1)[targets.positions], each) for each in (state, hidden))
         return state, drafter.features(at, learned, depth)
 

@@ -14,8 +14,8 @@ from cached import BLOCK_KINDS, GOLDEN, Arrays, make_cached, make_target, publis
 from checkpoints import refused
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
-from mlx_redrafter.convert.block_configs import read_block_config
 from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters.block import read_config
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
 
@@ -235,14 +235,14 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         weights = read_golden(name)[0]
         del weights[tensor]
         broken = publish(name, tmp_path / f"{name} {tensor}", arrays=weights)
-        refused(broken, f"half a drafter: .* {said}", tmp_path / f"{name} {tensor} out")
+        refused(broken, f"incomplete drafter: .* {said}", tmp_path / f"{name} {tensor} out")
     more = read_golden("dflash")[0] | {"gru.weight_ih_l0": mx.zeros((3, 48))}
     broken = publish("dflash", tmp_path / "more", arrays=more)
     refused(broken, r".* holds a tensor that no dflash has: 'gru\.weight_ih_l0'", tmp_path / "more-out")
 
 
 @pytest.mark.parametrize("name", sorted({*BLOCKS} - {*QUANTIZED}))
-def test_sizes_that_a_config_says_otherwise_are_noted(name: str, tmp_path: Path) -> None:
+def test_sizes_that_a_config_says_otherwise_are_refused(name: str, tmp_path: Path) -> None:
     """And those of the published configs are not."""
     said = NOTHING_SAID.get(name, {})
     sound = convert(publish(name, tmp_path / "sound", **said), tmp_path / "sound-out")
@@ -252,10 +252,10 @@ def test_sizes_that_a_config_says_otherwise_are_noted(name: str, tmp_path: Path)
         wrong["vocab_size"] = 111
     if name.startswith("dflash"):
         del wrong["markov_rank"]
-    done = convert(publish(name, tmp_path / "in", **said | wrong), tmp_path / "out")
-    assert done.args == sound.args and len(done.notes) == len(wrong)
     for key, value in wrong.items():
-        assert [note for note in done.notes if note.startswith(f"config.json says {key} {value}, its tensors say ")]
+        source = publish(name, tmp_path / key, **said | {key: value})
+        with pytest.raises(CheckpointError, match=rf"{source}/config\.json says {key} {value}, its tensors say \d+$"):
+            load_drafter(source)
 
 
 def test_a_block_size_that_is_not_said_is_noted(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_vocabulary_can_be_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_layers_see(config: dict[str, Any], windows: list[int] | None, causal: list[bool] | None) -> None:
-    said = read_block_config(read_golden("dflash_sliding")[2] | config, "dflash", 3, "it")
+    said = read_config(read_golden("dflash_sliding")[2] | config, 3, "it")
     assert (said["layer_windows"], said["layer_causal"]) == (windows, causal)
 
 
@@ -348,12 +348,13 @@ def test_what_layers_see(config: dict[str, Any], windows: list[int] | None, caus
             "proposal_methods": [{"speculative_tokens": 4}]}}, False),
     ],
 )  # fmt: skip
-def test_which_row_is_the_first_guess(kind: str, config: dict[str, Any], from_anchor: bool) -> None:
-    said = read_block_config({"target_layer_ids": [1], "block_size": 5} | config, kind, 2, "it")
-    assert said["from_anchor"] is from_anchor
+def test_which_row_is_the_first_guess(kind: str, config: dict[str, Any], from_anchor: bool, tmp_path: Path) -> None:
+    said = {"dflash_config": read_golden(kind)[2].get("dflash_config", {}) | config.get("dflash_config", {})}
+    source = publish(kind, tmp_path / "in", **{"block_size": 5, "sample_from_anchor": None} | config | said)
+    assert load_drafter(source).args.from_anchor is from_anchor  # type: ignore[attr-defined]
 
 
 def test_sliding_layers_must_be_named() -> None:
     config = {"target_layer_ids": [1], "use_sliding_window": True, "sliding_window": 4}
     with pytest.raises(CheckpointError, match="says use_sliding_window, but no layer_types"):
-        read_block_config(config, "dflash", 2, "it")
+        read_config(config, 2, "it")

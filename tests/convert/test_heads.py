@@ -63,20 +63,12 @@ def test_logits_are_those_of_the_original(name: str, target: Path, tmp_path: Pat
     assert not np.allclose(said_of(load_drafter(done.path), other), golden["logits"], atol=1e-2)
 
 
-def test_a_published_head_is_loaded_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "mlx_redrafter"):
-        loaded = load_drafter(publish("mlp_speculator", tmp_path / "in"))
+def test_a_published_head_is_loaded_as_it_is(tmp_path: Path) -> None:
+    loaded = load_drafter(publish("mlp_speculator", tmp_path / "in"))
     converted = load_drafter(convert(tmp_path / "in", tmp_path / "out").path)
     assert tree_flatten(loaded.parameters())[0][1].tolist() == tree_flatten(converted.parameters())[0][1].tolist()
-    (message,) = caplog.messages
-    assert (
-        message
-        == f"{tmp_path / 'in'} is converted in memory: python -m mlx_redrafter.convert --hf-path keeps the result"
-    )
-    caplog.clear()
     with pytest.raises(CheckpointError, match="expects hidden size"):
         load_drafter(tmp_path / "in", make_model())
-    assert caplog.messages == []
 
 
 def test_a_depth_that_a_head_cannot_draft_is_refused(tmp_path: Path) -> None:
@@ -209,20 +201,26 @@ ODD: dict[str, Arrays] = {
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no output matrix": (changed("medusa", "1.1.weight"), "half a drafter: IN .* medusa, and has no output.1.weight"),
+    "no output matrix": (
+        changed("medusa", "1.1.weight"),
+        "incomplete drafter: IN .* medusa, and has no output.1.weight",
+    ),
     "a block without its bias": (
         changed("medusa", "1.0.linear.bias"),
-        "half a drafter: IN .* medusa, and has no blocks.1.0.*",
+        "incomplete drafter: IN .* medusa, and has no blocks.1.0.*",
     ),
-    "half a block": (changed("medusa", "0.0.linear.weight"), "half a drafter: IN holds no blocks.0.0.linear.*"),
+    "half a block": (changed("medusa", "0.0.linear.weight"), "incomplete drafter: IN holds no blocks.0.0.linear.*"),
     "heads that use the target's matrix": (changed("medusa_v2"), "IN holds Medusa heads that use .*--base-model"),
     "an unknown tensor": (changed("medusa", arrays=ODD["unknown"]), "IN holds a tensor that no medusa has: 'x.weight'"),
     "no number of stages": (changed("mlp_speculator", n_predict=None), "IN has no config.json that says n_predict"),
-    "fewer stages than it says": (changed("mlp_speculator", n_predict=4), "half a drafter: IN .*, and has no emb.3.*"),
+    "fewer stages than it says": (
+        changed("mlp_speculator", n_predict=4),
+        "incomplete drafter: IN .*, and has no emb.3.*",
+    ),
     "untied gates": (changed("arctic_lstm", tie_lstm_embs=False), "IN: expected tie_lstm_embs true .*, got False"),
     "several layers a stage": (changed("arctic_sum_rnn", arrays=ODD["two layers"]), "IN holds .*'proj.0.1.weight'"),
-    "no cell": (changed("arctic_lstm", "cell_proj.1"), "half a drafter: IN holds 3 gates of four of proj.1.weight"),
-    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected proj.0.weight as matrices .*"),
+    "no cell": (changed("arctic_lstm", "cell_proj.1"), "incomplete drafter: IN holds 3 gates of four of proj.1.weight"),
+    "a narrow gate": (changed("arctic_lstm", arrays=ODD["narrow"]), "IN: expected proj.0 as matrices of one shape, .*"),
     "NaN": (changed("arctic_lstm", arrays=ODD["NaN"]), "IN: head.weight holds NaN or infinity"),
 }
 
@@ -236,7 +234,7 @@ def test_half_a_head_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_another_base_model_is_refused_with_both_numbers(target: Path, tmp_path: Path) -> None:
     narrow = publish("arctic_sum_rnn", tmp_path / "in")
-    pattern = f"{re.escape(str(narrow))} expects hidden size 44, the target has 48"
+    pattern = f"{re.escape(str(narrow))}, trained for .*, expects hidden size 44, the target has 48"
     refused(narrow, pattern, tmp_path / "result", "--base-model", str(target))
     arrays = {
         name: array[:40, :40] if array.ndim == 2 else array[:40] for name, array in read_golden("medusa_v2")[0].items()

@@ -19,7 +19,6 @@ from toys import assert_same_steps, make_prompt, run
 
 from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
-from mlx_redrafter.convert.mtp import multiply_blocks
 from mlx_redrafter.drafters import mtp
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 
@@ -160,7 +159,9 @@ def test_ragged_blocks_are_multiplied_by_their_own_scale() -> None:
     array = mx.random.normal((200, 300), key=mx.random.key(0))
     codes, scales, meant = pack(array, 128, 128)
     assert scales.shape == (2, 3)
-    np.testing.assert_allclose(multiply_blocks(codes, scales, (128, 128), "x").astype(mx.float32), meant, rtol=2**-8)
+    np.testing.assert_allclose(
+        mtp.multiply_blocks(codes, scales, (128, 128), "x").astype(mx.float32), meant, rtol=2**-8
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -222,7 +223,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "unknown tensor": (
         "mtp qwen3_5",
         lambda arrays, _: arrays.update({"mtp.layers.0.adapter.weight": mx.ones((4, 4))}),
-        "IN holds a tensor that no multi-token-prediction layer has: 'layers.0.adapter.weight'",
+        "IN holds a tensor that no multi-token-prediction layer has: 'mtp.layers.0.adapter.weight'",
     ),
     "packed weights": (
         "mtp qwen3_5",
@@ -242,17 +243,17 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an expert missing": (
         "mtp qwen3_next",
         lambda arrays, _: arrays.pop("mtp.layers.0.mlp.experts.2.up_proj.weight"),
-        "half a drafter: IN holds 4 experts, without 2",
+        "incomplete drafter: IN holds 4 experts, without 2",
     ),
     "a tensor missing": (
         "mtp qwen3_next",
         lambda arrays, _: arrays.pop("mtp.norm.weight"),
-        "half a drafter: IN is of kind mtp, and has no norm.weight",
+        "incomplete drafter: IN is of kind mtp, and has no norm.weight",
     ),
     "other heads": (
         "mtp deepseek_v3",
         lambda _, config: config.update(num_attention_heads=5),
-        "half a drafter: IN: expected kv_b_proj for 5 heads of 12 and 12, got shape .*",
+        "incomplete drafter: IN: expected kv_b_proj for 5 heads of 12 and 12, got shape .*",
     ),
     "no sizes": (
         "mtp qwen3_next",
@@ -281,7 +282,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     layer, config = published("mtp qwen3_5")
     directory = save_base(tmp_path / "in", config, name_as_published(layer))
     (directory / "model-00003-of-00003.safetensors").unlink()
-    pattern = f"half a checkpoint: {INDEX} names model-00003-of-00003.safetensors, which is not in {directory}"
+    pattern = f"incomplete checkpoint: {INDEX} names model-00003-of-00003.safetensors, which is not in {directory}"
     refused(directory, pattern, tmp_path / "result", origin="--from-base")
     file = directory / "model-00002-of-00003.safetensors"
     refused(file, f"expected a model's directory or hub id, got a file: {file}", tmp_path / "r", origin="--from-base")

@@ -33,12 +33,11 @@ from checkpoints import (
     trap,
 )
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-from mlx_lm import utils as mlx_lm_utils
 from toys import make_model
 
 from mlx_redrafter.checkpoints import load_drafter
-from mlx_redrafter.convert import sources
 from mlx_redrafter.convert.conversion import convert
+from mlx_redrafter.drafters import loading
 from mlx_redrafter.errors import CheckpointError
 
 Write = Callable[[Path], Path | None]
@@ -83,16 +82,19 @@ REFUSED: dict[str, tuple[Write, str]] = {
         "IN cannot be converted. FSDP shards: join them first with .*dcp_to_torch_save",
     ),
     "an adapter": (files("adapter_model.safetensors"), "IN cannot be converted. LoRA adapters: merge .*"),
-    "one of several ranks": (file("rank1.safetensors"), "half a checkpoint: 1 ranks in IN, without rank0.safetensors"),
+    "one of several ranks": (
+        file("rank1.safetensors"),
+        "incomplete checkpoint: 1 ranks in IN, without rank0.safetensors",
+    ),
     "an empty directory": (Path.mkdir, "no weights in IN: expected .*, got no files"),
     "no weights": (files(CONFIG, "a.txt"), "no weights in IN: expected .*, got a.txt, config.json"),
     "no such path": (lambda directory: directory / "none", "no such file or directory: 'IN'"),
     "no such home": (lambda _: Path("~nosuchuser/x"), "no such path: 'IN': .*"),
     "shard missing": (
         files("model-00002-of-00002.safetensors"),
-        "half a checkpoint: 1 of 00002 shards like model-00002-of-00002.safetensors in IN",
+        "incomplete checkpoint: 1 of 00002 shards like model-00002-of-00002.safetensors in IN",
     ),
-    "rank missing": (without_first_rank, "half a checkpoint: 1 ranks in IN, without rank0.safetensors"),
+    "rank missing": (without_first_rank, "incomplete checkpoint: 1 ranks in IN, without rank0.safetensors"),
     **{
         f"config {text!r}": (
             lambda directory, text=text: configured(apple(directory, tensors(make())), text),
@@ -182,9 +184,8 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(tmp_path / "hub")
-    monkeypatch.setattr(sources, "HfApi", lambda: hub)
-    monkeypatch.setattr(sources, "snapshot_download", hub.snapshot_download)
-    monkeypatch.setattr(mlx_lm_utils, "snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr(loading, "HfApi", lambda: hub)
+    monkeypatch.setattr(loading, "snapshot_download", hub.snapshot_download)
     return hub
 
 

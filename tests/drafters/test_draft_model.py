@@ -345,3 +345,18 @@ def test_what_cannot_draft_is_refused() -> None:
         run(make_model(), [1, 2], make_model(), max_tokens=2)
     with pytest.raises(UnsupportedModelError, match="olmo cannot be a draft model: it cannot read several tokens"):
         DraftModel(type("Model", (nn.Module,), {"__module__": "mlx_lm.models.olmo"})())
+
+
+def test_a_prompt_cache_that_mlx_lm_made_for_both_is_taken() -> None:
+    """The draft model reads the text anew: the text's cache has the target's layers first."""
+    model, draft, prompt = make_model(), make_model(seed=2), make_prompt(30)
+    joint, own = make_prompt_cache(model) + make_prompt_cache(draft), make_prompt_cache(model)
+    for cache in (joint[: len(own)], own):
+        run(model, prompt[:20], max_tokens=0, prompt_cache=cache)
+    given: dict[str, Any] = {"max_tokens": 12, "plan": (1, 3), "history": prompt[:20]}
+    steps = run(model, prompt[20:], DraftModel(draft), prompt_cache=joint, **given)
+    assert ids(steps) == ids(run(model, prompt, max_tokens=12)) and steps[-1].stats.drafted
+    run(model, prompt[20:], DraftModel(draft), prompt_cache=own, **given)
+    assert_same_cache(joint[: len(own)], own)
+    with pytest.raises(RedrafterError, match=f"must have {len(own)} layers as the model has, got {len(joint)}"):
+        run(model, prompt, max_tokens=1, prompt_cache=joint)

@@ -66,7 +66,7 @@ def test_it_begins_with_the_targets_own_guess_and_learns() -> None:
     drafter: Any = new_drafter(model, args)
     hidden = mx.random.normal((1, 4, 64))
     tokens = mx.zeros((1, 4), mx.int32)
-    features = drafter.read(tokens, find_parts(model).embedding, hidden, None, 0)[0]
+    features = drafter.read_token(tokens, find_parts(model).embedding, hidden, None, 0)[0]
     assert mx.abs(features - hidden).mean().item() < 0.5
     assert "_shared" not in dict(drafter.parameters()), "the target's matrix is not the head's to save"
     with pytest.raises(RedrafterError, match="leave out draft_vocab_size"):

@@ -1,0 +1,317 @@
+"""A checkpoint that holds a drafter, in its authors' layout or in ours: its config and its tensors.
+
+A kind recognises its own by names and config, calls the tensors as it does, and says its arguments; `fill` loads them.
+Nothing is read before all shapes fit. What MLX has quantized, whoever did it, stays as it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import CheckpointError, one_line
+from .config import DRAFT_IDS, Config, check_draft_ids, get_object, is_count
+
+Tensor = Any
+"""An array of MLX that is not read yet, a `Packed` one, or another library's, with `shape`, `dtype` and `read()`."""
+
+Names = Sequence[tuple[str, str]]
+"""(pattern of a published name, our name); an empty one for what is left out."""
+
+MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+"""Mode of quantization -> mlx-lm's default (group size, bits)."""
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtypes a drafter may be stored in."""
+
+INTEGERS = ("int64", "int32")
+"""The dtypes token ids may be stored in. int64 is read as int32."""
+
+INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
+"""What DDP and torch.compile put before the names of what they wrap, at any depth."""
+
+WRAPPERS = re.compile(r"(?:(?:model|state_dict|model_state_dict|drafter|speculator|medusa_head)\.)*")
+"""What trainers and nested dictionaries put in front, in any order."""
+
+DRAFTERS = re.compile(r"(?:drafter|speculator|medusa_head)\.")
+"""Where one of these stands in front, the other tensors are those of the base model beside it."""
+
+CHUNK = 1 << 21
+"""How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
+
+
+class Packed(NamedTuple):
+    """A matrix, or several, that MLX has quantized.
+
+    Attributes:
+        arrays: `weight`, `scales` and, in the affine mode, `biases`.
+        group_size, bits, mode: how.
+    """
+
+    arrays: dict[str, mx.array]
+    group_size: int
+    bits: int
+    mode: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what it stands for."""
+        *rows, words = self.arrays["weight"].shape
+        return (*rows, words * 32 // self.bits)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The arguments of MLX's quantization."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    def dequantize(self) -> mx.array:
+        """What it stands for."""
+        return mx.dequantize(self.arrays["weight"], self.arrays["scales"], self.arrays.get("biases"), **self.how)
+
+
+@dataclass
+class Checkpoint:
+    """A config and tensors.
+
+    Attributes:
+        where: its name, for errors.
+        config: its `config.json`; empty without one.
+        tensors: by the names in the files, without what wraps a drafter there; after `rename` by ours.
+        stored: each of these names -> that in the files.
+        is_base: whether it is a model, of which the multi-token-prediction layer alone is wanted.
+        n_ranks: of how many slices its tensors were joined; 0 for none.
+        notes: what the user should know, a line each.
+    """
+
+    where: str
+    config: Config
+    tensors: dict[str, Tensor]
+    stored: dict[str, str]
+    is_base: bool = False
+    n_ranks: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def rename(self, names: Names | None, kind: str) -> None:
+        """Calls the tensors as a kind does, and packs those of quantized layers together.
+
+        Args:
+            names: of the kind; None where they are ours already.
+            kind: what to call it in errors.
+
+        Raises:
+            CheckpointError: a tensor that no drafter of this kind has, two for one name, or a quantization that the
+                config does not say.
+        """
+        found, stored = dict[str, Tensor](), dict[str, str]()
+        for name in sorted(self.tensors):
+            layer, _, part = name.rpartition(".")
+            is_packed = part in ("scales", "biases") and f"{layer}.weight" in self.tensors
+            ours = rename(f"{layer}.weight" if is_packed else name, names)
+            if ours is None:
+                raise CheckpointError(f"{self.where} holds a tensor that no {kind} has: {self.stored[name]!r}")
+            if ours and is_packed:
+                ours = f"{ours.removesuffix('weight')}{part}"
+            if ours in found:
+                both = f"{stored[ours]!r} and {self.stored[name]!r}"
+                raise CheckpointError(f"{self.where} holds two drafters: {both}")
+            if ours:
+                found[ours], stored[ours] = self.tensors[name], self.stored[name]
+        self.tensors, self.stored = found, stored
+        self.pack()
+
+    def pack(self) -> None:
+        """Makes one `Packed` of the tensors of each quantized layer.
+
+        Raises:
+            CheckpointError: the config does not say how, or otherwise than the shapes.
+        """
+        said = get_object(self.config, "quantization", self.where)
+        said = said or get_object(self.config, "quantization_config", self.where)
+        for scales in [name for name in self.tensors if name.endswith(".scales")]:
+            layer = scales.removesuffix(".scales")
+            if f"{layer}.weight" not in self.tensors or name_dtype(self.tensors[f"{layer}.weight"]) != "uint32":
+                continue
+            names = (f"{layer}.{part}" for part in ("weight", "scales", "biases"))
+            arrays = {name[len(layer) + 1 :]: self.tensors.pop(name) for name in names if name in self.tensors}
+            own = said.get(self.stored[scales].removesuffix(".scales"))
+            how = own if isinstance(own, dict) else said
+            mode = how.get("mode", "affine")
+            if mode not in MODES:
+                got = f"{', '.join(MODES)}, got mode {mode!r:.40}"
+                raise CheckpointError(f"{self.where}: expected {layer} quantized in mode {got}")
+            sizes = [how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)]
+            words, groups = arrays["weight"].shape[-1], arrays["scales"].shape[-1]
+            fits = all(map(is_count, sizes)) and 32 * words == sizes[0] * sizes[1] * groups
+            if not fits or (mode == "affine") != ("biases" in arrays):
+                expected = f"{sizes[1]} bits in groups of {sizes[0]}, mode {mode}"
+                got = f"{words} words, {groups} scales and {'' if 'biases' in arrays else 'no '}biases in a row"
+                raise CheckpointError(f"{self.where}/config.json says {expected} of {layer}, which has {got}")
+            self.tensors[f"{layer}.weight"] = Packed(arrays, sizes[0], sizes[1], mode)
+            self.stored[f"{layer}.weight"] = self.stored[scales]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether MLX has quantized a layer of it."""
+        return any(isinstance(tensor, Packed) for tensor in self.tensors.values())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, of a packed one that of what it stands for.
+
+        Raises:
+            CheckpointError: one is empty, or a single number.
+        """
+        found = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        for name, shape in found.items():
+            if not shape or 0 in shape:
+                raise CheckpointError(f"{self.where}: expected {name} to be a matrix or a vector, got shape {shape}")
+        return found
+
+    def matrix(self, name: str) -> tuple[int, ...]:
+        """The shape of a matrix.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self.tensors:
+            begin = f"its tensors begin {sorted(self.tensors)[:3]}"
+            raise CheckpointError(f"incomplete drafter: {self.where} holds no {name}; {begin}")
+        shape = tuple(self.tensors[name].shape)
+        if len(shape) != 2 or 0 in shape:
+            raise CheckpointError(f"{self.where}: expected {name} to be a matrix, got shape {shape}")
+        return shape
+
+    def count(self, pattern: str) -> int:
+        """1 + the largest number that `pattern` finds in the names of tensors; 0 where it finds none."""
+        return max((1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))), default=0)
+
+    def object(self, key: str) -> Config:
+        """The object under a key of the config; empty without one. See `get_object`."""
+        return get_object(self.config, key, self.where)
+
+    def read_tensor(self, name: str) -> mx.array:
+        """A tensor, evaluated: float64 as float32, token ids as int32.
+
+        Raises:
+            CheckpointError: of a dtype that no drafter's has, not dense, or not finite.
+        """
+        tensor, dtypes = self.tensors[name], INTEGERS if name == DRAFT_IDS else FLOATS
+        if name_dtype(tensor) not in dtypes:
+            got = f"{', '.join(dtypes)}, got {name_dtype(tensor)}"
+            raise CheckpointError(f"{self.where}: expected {name} in {got}")
+        try:
+            array: mx.array = tensor if isinstance(tensor, mx.array) else tensor.read()
+            mx.eval(array)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{self.where}: cannot read {name}: {one_line(error)[:200]}") from error
+        if name == DRAFT_IDS:
+            return array.astype(mx.int32)
+        if find_not_finite({name: array}) is not None:
+            raise CheckpointError(f"{self.where}: {name} holds NaN or infinity")
+        return array
+
+    def find_vocab_size(self, names: Sequence[str]) -> Any:
+        """V, of the first of these tensors, with a row for each token, or of the output matrix; else the config's."""
+        names = [*names, *(() if DRAFT_IDS in self.tensors else ("lm_head.weight",))]
+        return next((self.matrix(name)[0] for name in names if name in self.tensors), self.config.get("vocab_size"))
+
+    def add_row_numbers(self, vocab_size: Any) -> None:
+        """Makes token ids of a draft vocabulary stored as distances from its rows; one of all tokens is left out."""
+        if DRAFT_IDS not in self.tensors:
+            return
+        offsets = self.read_tensor(DRAFT_IDS)
+        if len(offsets) == vocab_size and not offsets.any().item():
+            del self.tensors[DRAFT_IDS]
+        else:
+            self.tensors[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
+
+    def compare(self, sizes: Mapping[str, Any]) -> None:
+        """Compares what a config says with what the tensors say, by the config's keys; -1 and null say nothing.
+
+        Raises:
+            CheckpointError: it says something else.
+        """
+        for key, value in sizes.items():
+            given = self.config.get(key, -1)
+            if given not in (-1, None, value, str(value)):  # Snowflake writes sizes as texts
+                got = one_line(repr(given))[:40]
+                raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
+
+    def fill(self, drafter: Any) -> None:
+        """Quantizes the layers of a drafter as they are stored, and loads all tensors.
+
+        Raises:
+            CheckpointError: tensors are missing, too many, of other shapes, or not those of a drafter.
+        """
+        shapes, kind = self.shapes, drafter.args.model_type
+        expected = {name: array.shape for name, array in list_weights(drafter).items()}
+        for name in sorted(expected.keys() | shapes.keys()):
+            if name not in shapes:
+                raise CheckpointError(f"incomplete drafter: {self.where} is of kind {kind}, and has no {name}")
+            if name not in expected:
+                raise CheckpointError(f"{self.where} holds a tensor that this {kind} does not have: {name!r}")
+            if shapes[name] != expected[name]:
+                wanted = f"expected {name} of shape {expected[name]}, got {shapes[name]}"
+                raise CheckpointError(f"{self.where}: {wanted}")
+        packed = {
+            name.removesuffix(".weight"): tensor for name, tensor in self.tensors.items() if isinstance(tensor, Packed)
+        }
+        nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
+        arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
+        scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
+        if (odd := find_not_finite(scales)) is not None:
+            raise CheckpointError(f"{self.where}: {odd} holds NaN or infinity")
+        arrays |= {
+            name: self.read_tensor(name) for name, tensor in self.tensors.items() if not isinstance(tensor, Packed)
+        }
+        if DRAFT_IDS in arrays:
+            check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, self.where)
+        drafter.load_weights(list(arrays.items()))
+
+
+def unwrap(names: Iterable[str]) -> dict[str, str]:
+    """Names in files -> the same without what wraps a drafter there; where it stands beside a model, its own alone."""
+    bare = {name: INSERTED.sub("", name) for name in names}
+    tails = {name: WRAPPERS.sub("", text, count=1) for name, text in bare.items()}
+    inside = {name: tails[name] for name, text in bare.items() if DRAFTERS.search(text.removesuffix(tails[name]))}
+    return inside or tails
+
+
+def rename(name: str, names: Names | None) -> str | None:
+    """Our name of a tensor, "" for one that is left out; None where no pattern fits."""
+    if names is None:
+        return name
+    return next((match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))), None)
+
+
+def matches_any(pattern: str, names: Collection[str]) -> bool:
+    """Whether one of the names is what a pattern says."""
+    return any(re.fullmatch(pattern, name) for name in names)
+
+
+def name_dtype(tensor: Tensor) -> str:
+    """The name of a dtype, which torch and MLX share; that of a `Packed` is none that is read."""
+    return "packed" if isinstance(tensor, Packed) else str(tensor.dtype).rpartition(".")[2]
+
+
+def list_weights(module: nn.Module) -> dict[str, mx.array]:
+    """The name and array of each of a module's weights."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
+
+
+def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
+    """The name of an array that holds NaN or infinity; None where all numbers are finite."""
+    for name, array in arrays.items():
+        # A few rows at a time: checking a whole head at once takes half of its memory again.
+        rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
+        parts = (array[start : start + rows] for start in range(0, len(array), rows))
+        if not all(mx.isfinite(part).all().item() for part in parts):
+            return name
+    return None

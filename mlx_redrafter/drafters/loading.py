@@ -1,0 +1,371 @@
+"""One way to a drafter, whoever wrote it: which files, which kind, its arguments, its tensors.
+
+Files are those of a directory, a single file or a hub repository, of which only what is needed is downloaded. Of a
+model that has a drafter within it, that alone is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError, safe_open
+
+from ..atomic_files import expand_path
+from ..errors import CheckpointError, one_line
+from . import MODULES, is_converted, recurrent
+from .checkpoint import Checkpoint, Tensor, list_weights, matches_any, unwrap
+from .mtp import Layers, find_layers
+from .protocol import Drafter
+
+PACKAGED = {"smollm2": Path(__file__).parents[1] / "demo" / "smollm2"}
+"""Drafters that the package brings along, by name: for SmolLM2-135M-Instruct."""
+
+INDEX = "model.safetensors.index.json"
+"""Which file holds which tensor."""
+
+SIDECAR = "mtp.safetensors"
+"""A file that the index of an MLX folder does not name, with the multi-token-prediction layer."""
+
+SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+")
+
+LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
+"""Patterns of the names of files with tensors. The first that fits any is read."""
+
+CONVERTED = r".*\.(bin|pt|pth|engine|plan|distcp)|rank\d+\.safetensors|adapter_model\.safetensors"
+"""Files that `convert` reads, or says what to do with."""
+
+OTHER_KINDS = (
+    (
+        r".*(weight_scale(_2)?|input_scale|weight_quantizer\..*|_amax)",
+        "is quantized by ModelOpt: convert the checkpoint from before, and quantize with -q",
+    ),
+    (r".*hydra.*", "holds Hydra heads, which are not supported"),
+    (
+        r"(.*\.)?(embed_tokens\.weight|layers\.\d+\.(self_attn|mlp|input_layernorm)\..*)",
+        "is {model}, not a drafter: a smaller language model is given as --draft-model",
+    ),
+)
+"""(a tensor that tells what it is, where no kind recognises it; what to say); the first that fits."""
+
+Choose = Callable[[Iterable[str], str], list[str]]
+"""(the files of a checkpoint, its name) -> those that hold its tensors, in order."""
+
+
+class Source(NamedTuple):
+    """The files of a checkpoint.
+
+    Attributes:
+        path: the directory or file that was asked for; of a hub repository, its local copy.
+        files: those with tensors, in order.
+        config: the `config.json` in the directory, or beside the file; empty without one.
+        is_base: whether it is a model, of which the multi-token-prediction layer alone is wanted.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    config: dict[str, Any]
+    is_base: bool = False
+
+
+def choose_files(present: Iterable[str], name: str) -> list[str]:
+    """The safetensors of a checkpoint, see `Choose`.
+
+    Raises:
+        CheckpointError: there are none, or one is missing.
+    """
+    present = sorted(present)
+    for pattern in LAYOUTS:
+        if files := [file for file in present if "/" not in file and re.fullmatch(pattern, file)]:
+            return check_shards(files, name)
+    got = ", ".join(present[:4]) or "no files"
+    advice = ": 'python -m mlx_redrafter.convert' reads other files" if matches_any(CONVERTED, present) else ""
+    raise CheckpointError(f"no safetensors in {name}, got {got}{advice}")
+
+
+def check_shards(files: list[str], name: str) -> list[str]:
+    """The same files; a CheckpointError where a name says that there are more."""
+    for file in files:
+        shard = SHARD.fullmatch(file)
+        if shard and (count := sum(other.startswith(f"{shard[1]}-") for other in files)) < int(shard[2]):
+            raise CheckpointError(f"incomplete checkpoint: {count} of {shard[2]} shards like {file} in {name}")
+    return files
+
+
+def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
+    """The files of a directory, of a single file, of a hub id, or of a drafter in `PACKAGED`.
+
+    Raises:
+        CheckpointError: no such path or repository, no weights in it, or not all of them.
+    """
+    name = str(path_or_hf_repo)
+    path = expand_path(name)
+    if is_file := path.is_file():
+        present = [path.name]
+    else:
+        if not name or not path.is_dir():
+            path = PACKAGED.get(name) or download(name, revision, choose)
+        present = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
+    folder = path.parent if is_file else path
+    files = choose(present, name)
+    if INDEX in present and isinstance(placed := read_object(folder / INDEX).get("weight_map"), dict):
+        shards = set(map(str, placed.values()))
+        if shards & set(files) and (missing := sorted(shards - set(present))):
+            raise CheckpointError(f"incomplete checkpoint: {INDEX} names {missing[0]}, which is not in {path}")
+    return Source(path, tuple(folder / file for file in files), read_config(folder))
+
+
+def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
+    """The files of a model that hold its multi-token-prediction layer, of a directory or a hub id.
+
+    Of a hub repository nothing else is downloaded but its config and its index.
+
+    Raises:
+        CheckpointError: no such directory or repository, no such layer, or a file is missing.
+    """
+    name = str(path_or_hf_repo)
+    path = expand_path(name)
+    if path.is_file():
+        raise CheckpointError(f"expected a model's directory or hub id, got a file: {path}")
+    if not name or not path.is_dir():
+        path = download(name, revision, choose, is_base=True)
+    present = [file.name for file in path.iterdir() if file.is_file()]
+    files = choose_base_files(path, present, name, choose)
+    if missing := sorted(set(files) - set(present)):
+        raise CheckpointError(f"incomplete checkpoint: {INDEX} names {missing[0]}, which is not in {path}")
+    return Source(path, tuple(path / file for file in files), read_object(path / "config.json"), is_base=True)
+
+
+def choose_base_files(path: Path, present: Iterable[str], name: str, choose: Choose) -> list[str]:
+    """Those of the files of `name` that hold its multi-token-prediction layer: as its index says, or all without one.
+
+    Args:
+        path: where its index is.
+
+    Raises:
+        CheckpointError: its index has no such layer.
+    """
+    if INDEX not in present:
+        return choose(present, name)
+    found, placed = read_index(path)
+    if found is None and SIDECAR in present:
+        return [SIDECAR]
+    if found is None:
+        raise CheckpointError(describe_missing(name))
+    return sorted({placed[tensor] for tensor in found.names.values()})
+
+
+def read_index(path: Path) -> tuple[Layers | None, dict[str, str]]:
+    """(the multi-token-prediction layers, tensor -> file) of the index in a directory."""
+    placed = read_object(path / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise CheckpointError(f"{path / INDEX} does not say which file holds which tensor")
+    return find_layers(placed), placed
+
+
+def describe_missing(name: str) -> str:
+    """What is said of a model without a multi-token-prediction layer."""
+    advice = "few models have one, and conversions to MLX leave it out; give the repository of such a model's authors"
+    return f"{name} has no multi-token-prediction layer: {advice}"
+
+
+def download(name: str, revision: str | None, choose: Choose, *, is_base: bool = False) -> Path:
+    """The local copy of a hub repository: its config and weights.
+
+    Args:
+        is_base: whether only the weights of the multi-token-prediction layer are wanted; see `find_base`.
+
+    Raises:
+        CheckpointError: no hub id, the hub does not give it, or a model without a drafter where one is wanted.
+    """
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise CheckpointError(f"no such file or directory: {name[:200]!r}")
+    try:
+        present, files = list_files(name, revision), list[str]()
+        if INDEX in present:  # a small file, which says whether the large ones are wanted
+            index = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX]))
+            if is_base:
+                files = choose_base_files(index, present, name, choose)
+            else:
+                placed = read_index(index)[1]
+                if set(choose(present, name)) <= set(placed.values()):
+                    find_kind(placed, read_config(index), name)
+        files = files or choose(present, name)
+        if is_base:
+            files = [INDEX, *files]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", *files]))
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever the network and the hub say
+        raise CheckpointError(
+            f"{name!r} is no file or directory, and cannot be downloaded from the hub: {one_line(error)}"
+        ) from error
+
+
+def list_files(name: str, revision: str | None) -> list[str]:
+    """The files of a hub repository; those that were downloaded before where the hub cannot be reached."""
+    try:
+        return HfApi().list_repo_files(name, revision=revision)
+    except HfHubHTTPError:  # what the hub answers
+        raise
+    except Exception:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` in a directory; empty without one."""
+    return read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: no such file, not JSON, or not an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"no {file.name} in {file.parent}") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or numbers beyond what Python reads
+        raise CheckpointError(f"{file} is not JSON: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold an object, got {type(value).__name__}")
+    return value
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, none of which is read yet.
+
+    Raises:
+        CheckpointError: damaged, or not what its name says.
+    """
+    refuse_pointer(file)
+    try:
+        with safe_open(file, framework="numpy"):  # compares the header with the size of the file, as mx.load does not
+            pass
+        found: dict[str, Tensor] = mx.load(str(file))  # type: ignore[assignment]
+        return found
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuses what git-lfs leaves in place of a file.
+
+    Raises:
+        CheckpointError: it is that, or cannot be read.
+    """
+    try:
+        with file.open("rb") as stream:
+            begin = stream.read(20)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {one_line(error)}") from error
+    if begin == b"version https://git-":
+        raise CheckpointError(f"{file} is a pointer of git-lfs, not the file: run 'git lfs pull'")
+
+
+def read_checkpoint(source: Source, read: Callable[[Path], dict[str, Tensor]] = read_safetensors) -> Checkpoint:
+    """The checkpoint in a source.
+
+    Args:
+        read: the tensors of a file.
+
+    Raises:
+        CheckpointError: damaged, or two shards have the same tensor.
+    """
+    found: dict[str, Tensor] = {}
+    for file in source.files:
+        tensors = read(file)
+        if both := sorted(found.keys() & tensors.keys()):
+            raise CheckpointError(f"{file} holds {both[0]!r}, which another shard has already")
+        found |= tensors
+    return make_checkpoint(source, found)
+
+
+def make_checkpoint(source: Source, tensors: Mapping[str, Tensor], n_ranks: int = 0) -> Checkpoint:
+    """A checkpoint of these tensors, by their names in the files.
+
+    Raises:
+        CheckpointError: there are two for one name.
+    """
+    names, where = unwrap(tensors), str(source.path)
+    stored: dict[str, str] = {}
+    for name, tail in sorted(names.items()):
+        if tail in stored:
+            raise CheckpointError(f"{where} holds two drafters: {stored[tail]!r} and {name!r}")
+        stored[tail] = name
+    found = {tail: tensors[name] for tail, name in stored.items()}
+    return Checkpoint(where, source.config, found, stored, source.is_base, n_ranks)
+
+
+def is_ours(config: dict[str, Any]) -> bool:
+    """Whether a config is in our format, which of recurrent drafters is their authors'."""
+    return is_converted(config) and config.get("model_type", recurrent.MODEL_TYPE) != recurrent.MODEL_TYPE
+
+
+def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_base: bool = False) -> ModuleType:
+    """The module of the kind of drafter whose tensors have these names in the files.
+
+    Args:
+        is_base: whether they are a model's, of which the multi-token-prediction layer alone is wanted.
+
+    Raises:
+        CheckpointError: it is something else, as far as that is known.
+    """
+    layers = find_layers(names)
+    if is_base and layers is None:
+        raise CheckpointError(describe_missing(where))
+    if layers is not None and layers.has_model and not is_base:
+        advice = "convert --from-base takes that alone"
+        raise CheckpointError(f"{where} is a model that has a multi-token-prediction layer: {advice}")
+    if is_ours(config):
+        return next(module for module in MODULES if config["model_type"] == module.MODEL_TYPE)
+    names = set(unwrap(names).values())
+    kind = next(module for module in reversed(MODULES) if module.recognises(names, config))
+    said = config.get("model_type")
+    is_other = isinstance(said, str) and said.isidentifier() and said != recurrent.MODEL_TYPE
+    for pattern, verdict in OTHER_KINDS if kind is recurrent else ():
+        if matches_any(pattern, names):
+            raise CheckpointError(f"{where} {verdict.format(model=f'a {said}' if is_other else 'a base model')}")
+    return kind
+
+
+def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Drafter:
+    """The drafter in a checkpoint, with its tensors; `checkpoint.notes` says what the user should know.
+
+    Args:
+        model: the target: sizes are compared with its, some Medusa heads use its output matrix, and some configs do
+            not say its vocabulary.
+
+    Raises:
+        CheckpointError: damaged, not one drafter, of shapes that do not fit each other, or for another target.
+    """
+    where, config = checkpoint.where, checkpoint.config
+    kind = find_kind(checkpoint.stored.values(), config, where, is_base=checkpoint.is_base)
+    if is_ours(config):
+        checkpoint.rename(None, kind.MODEL_TYPE)
+        args = kind.DrafterArgs.derive(checkpoint.shapes, config, where)
+        checkpoint.compare(vars(args))
+    else:
+        args = kind.DrafterArgs.from_published(checkpoint, model)
+    drafter: Drafter = kind.Drafter(args)
+    if model is not None:
+        base = f", trained for {args.base_model}," if args.base_model else ""
+        drafter.check_fit(model, where + base)
+    checkpoint.fill(drafter)
+    if not drafter.takes_float16 and any(array.dtype == mx.float16 for array in list_weights(drafter).values()):
+        drafter.set_dtype(mx.bfloat16)
+        checkpoint.notes.append("it is stored in float16, whose range may be too small for it: read as bfloat16")
+    return drafter
