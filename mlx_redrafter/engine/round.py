@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
+from ..errors import RedrafterError
 from .accept import accept, accept_chain
 from .grammar import Grammar, mask_root, mask_tree
 from .plan import Plan
@@ -158,8 +159,12 @@ def process_rows(
 
 
 def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array) -> mx.array:
+    shape = row.shape
     for processor in processors:
         row = processor(history, row)
+        if not isinstance(row, mx.array) or row.shape != shape:
+            got = f"shape {row.shape}" if isinstance(row, mx.array) else type(row).__name__
+            raise RedrafterError(f"a logits processor must return logits of shape {shape}, as it was given, got {got}")
     return row
 
 

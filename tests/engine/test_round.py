@@ -18,6 +18,7 @@ from toys import ids, make_model, make_prompt, run, scripted, with_plain
 from mlx_redrafter.drafters.source import StepwiseSource
 from mlx_redrafter.engine import decode as loop
 from mlx_redrafter.engine import round as rounds
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import Step, decode_tokens
 from mlx_redrafter.options import Options
 
@@ -213,3 +214,11 @@ def test_histories_without_the_path_give_other_tokens(monkeypatch: pytest.Monkey
     extend = rounds.extend
     monkeypatch.setattr(rounds, "extend", lambda history, tokens: extend(history, mx.zeros_like(tokens)))
     assert ids(run(model, prompt, drafter, max_tokens=24, plan=(2, 3), **options)) != ids(plain)
+
+
+@pytest.mark.parametrize("plan", ["off", (1, 3), (2, 2)])
+def test_a_processor_that_returns_another_shape_is_named(plan: Any) -> None:
+    for wrong, got in ((lambda _, logits: logits[0], r"shape \(64,\)"), (lambda *_: None, "NoneType")):
+        expected = rf"a logits processor must return logits of shape \(1, 64\), as it was given, got {got}"
+        with pytest.raises(RedrafterError, match=expected):
+            run(small_llama(), [1, 2, 3], small_drafter(), max_tokens=4, plan=plan, logits_processors=[wrong])
