@@ -69,7 +69,7 @@ def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: 
             likeliest token; else one that is the text's own.
     """
     batch, depth = collate([text]), args.draft_depth
-    targets = compute_targets(target, batch, replace(args, labels="data"), drafter.get("draft_ids"))
+    targets = compute_targets(target, batch, args, drafter.get("draft_ids"), of_text=True)
     assert targets.ids is not None
     if not args.data:
         targets = targets._replace(choices=mx.where(targets.probs[:, 0] > 0, targets.ids[:, 0], -1))

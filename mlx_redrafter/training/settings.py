@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,9 +15,8 @@ from ..engine.plan import MAX_DRAFT_DEPTH
 from ..errors import RedrafterError
 from ..options import Options
 
-LABELS = ("data", "target", "sampled", "distribution")
-"""What should follow a token: the text's next token; the target's likeliest; one drawn from its distribution; or that
-distribution itself."""
+LABELS = ("distribution", "sampled")
+"""What should follow a token: the target's distribution, or a token drawn from it."""
 
 
 def setting(default: Any, text: str, least: float | None = None, most: float = 2**31 - 1, **flag: Any) -> Any:
@@ -61,11 +59,7 @@ class TrainingArgs:
     compute_dtype: str = setting("float32", "dtype of the drafter's forward and gradients", choices=DTYPES[1:])
     labels: str = setting("distribution", "what is learned to follow each token", choices=LABELS)
     teacher_top_k: int = setting(0, "learn only this many of the target's likeliest tokens, found once; 0 for all", 0)
-    label_temp: float = setting(1.0, "temperature of labels that are drawn (--labels sampled)", 0)
     draft_depth: int = setting(5, "K, how many guesses are trained from each position", 1, MAX_DRAFT_DEPTH)
-    depth_weights: tuple[float, ...] = setting(
-        (), "weight of each depth; by default of each guess, the chance that a draft gets there", type=float, nargs="+"
-    )
     regression_weight: float = setting(
         3.0, "weight of how far features are from the target's next hidden states; 0 for none", 0
     )
@@ -87,8 +81,7 @@ class TrainingArgs:
     seed: int = setting(0, "of everything random", 0)
 
     def __post_init__(self) -> None:
-        for name in ("temp", "depth_weights"):  # lists, of argparse
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "temp", tuple(self.temp))  # a list, of argparse
         for each in fields(self):
             value, least, most = getattr(self, each.name), each.metadata["least"], each.metadata["most"]
             if least is not None and value is not None and not least <= value <= most:
@@ -103,12 +96,6 @@ class TrainingArgs:
             raise RedrafterError("temp must be at least one number")
         for temp in self.temp:
             Options(temp=temp)
-        if self.labels == "sampled" and not self.label_temp:
-            raise RedrafterError("label_temp must be above 0 for labels that are drawn, got 0")
-        weights = self.depth_weights
-        sound = all(math.isfinite(weight) and weight >= 0 for weight in weights) and sum(weights) > 0
-        if weights and not (sound and len(weights) == self.draft_depth):
-            raise RedrafterError(f"depth_weights must be {self.draft_depth} numbers of at least 0, got {list(weights)}")
 
     def check_sources(self) -> None:
         """Refuses a target and texts that do not go together, by a RedrafterError."""

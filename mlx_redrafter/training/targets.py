@@ -124,14 +124,17 @@ def compute_targets(
     args: TrainingArgs,
     draft_ids: mx.array | None = None,
     key: int = 0,
+    *,
+    of_text: bool = False,
 ) -> TrainingTargets:
     """What should follow each position of a batch, from the target's hidden states.
 
     Args:
         target: a batch without hidden states is read by it, in one forward.
-        args: says what is learned: `labels`, `teacher_top_k`, `label_temp`.
+        args: says what is learned: `labels`, `teacher_top_k`.
         draft_ids: (V',) the tokens that the drafter can guess; None for all.
         key: of labels that are drawn.
+        of_text: whether the text's own tokens should follow, whatever `args` says, as where drafts are counted.
 
     Raises:
         UnsupportedModelError: see `Teacher`.
@@ -148,24 +151,22 @@ def compute_targets(
     teacher, tokens = Teacher.of(target), batch.ids[:, :-1]
     hidden, kept = teacher.read(batch), batch.likeliest
     columns = mx.where(batch.positions < 0, -1, batch.positions % tokens.shape[1])
-    if kept is None or args.labels == "sampled":
+    draws = args.labels == "sampled" and not of_text
+    if kept is None or draws:
         logits = teacher.logits(hidden.flatten(0, 1)[batch.positions])
         choices = find_rows(mx.argmax(logits, axis=-1))
     else:
         choices = find_rows(kept[0][:, 0])
     states = tokens, hidden, teacher.embedding(tokens), batch.positions, columns, choices
-    if args.labels == "distribution" and kept is not None:
-        rows = find_rows(kept[0])
-        return TrainingTargets(*states, mx.where(rows >= 0, kept[1], 0).astype(mx.float32), mx.maximum(rows, 0))
-    if args.labels == "distribution":
+    if of_text or draws:
+        drawn = mx.random.categorical(logits, key=mx.random.key(key)) if draws else None
+        following = batch.ids[:, 1:].reshape(-1)[batch.positions] if drawn is None else drawn
+        wanted = find_rows(following)[:, None]
+        return TrainingTargets(*states, (wanted >= 0).astype(mx.float32), mx.maximum(wanted, 0))
+    if kept is None:
         return TrainingTargets(*states, *compute_probs(logits, draft_ids, args.teacher_top_k))
-    wanted = choices
-    if args.labels == "data":
-        wanted = find_rows(batch.ids[:, 1:].reshape(-1)[batch.positions])
-    elif args.labels == "sampled":
-        wanted = find_rows(mx.random.categorical(logits * (1 / args.label_temp), key=mx.random.key(key)))
-    wanted = wanted[:, None]
-    return TrainingTargets(*states, (wanted >= 0).astype(mx.float32), mx.maximum(wanted, 0))
+    rows = find_rows(kept[0])
+    return TrainingTargets(*states, mx.where(rows >= 0, kept[1], 0).astype(mx.float32), mx.maximum(rows, 0))
 
 
 def compute_probs(logits: mx.array, draft_ids: mx.array | None, top_k: int) -> tuple[mx.array, mx.array | None]:

@@ -101,7 +101,7 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
 
     In 16 bits it is computed with rounded weights; the gradient is that of the weights as they are.
     """
-    dtype, fixed = args.mixed_dtype, args.depth_weights or None
+    dtype = args.mixed_dtype
 
     def loss(*arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
         weights = drafter.trainable_parameters()
@@ -112,7 +112,6 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
             drafter,
             targets,
             args.draft_depth,
-            fixed,
             axes=drafter.axes,  # as an update has left them: it replaces all of a drafter's arrays
             regression_weight=args.regression_weight,
             grad_checkpoint=args.grad_checkpoint,

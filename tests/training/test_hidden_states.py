@@ -40,7 +40,7 @@ def test_states_are_those_of_a_forward(model: nn.Module, texts: list[Text], in_f
         assert np.allclose(text.hidden, np.array(expected), rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("labels", ["distribution", "data"])
+@pytest.mark.parametrize("labels", ["distribution", "sampled"])
 def test_the_loss_is_that_of_texts_that_were_not_read(model: nn.Module, texts: list[Text], labels: str) -> None:
     args, drafter = TrainingArgs(labels=labels), small_drafter(hidden=16, vocab=23)
     unread = compute_targets(model, collate(texts[:3]), args)

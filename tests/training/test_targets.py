@@ -32,12 +32,10 @@ def logits_at(model: nn.Module, batch: Batch) -> mx.array:
 
 def test_states_and_labels_are_the_targets(model: Any, batch: Batch) -> None:
     logits, tokens = logits_at(model, batch), batch.ids[:, :-1]
-    found = {kind: compute_targets(model, batch, TrainingArgs(labels=kind)) for kind in ("data", "target")}
-    data, target = found["data"], found["target"]
-    assert data.ids is not None and target.ids is not None
+    data, law = (compute_targets(model, batch, TrainingArgs(), of_text=of_text) for of_text in (True, False))
+    assert data.ids is not None and law.ids is None
     assert mx.array_equal(data.ids[:, 0], batch.ids[:, 1:].reshape(-1)[batch.positions])
-    assert mx.array_equal(target.ids[:, 0], mx.argmax(logits, axis=-1))
-    assert all(mx.array_equal(each.choices, mx.argmax(logits, axis=-1)) for each in (data, target))
+    assert all(mx.array_equal(each.choices, mx.argmax(logits, axis=-1)) for each in (data, law))
     assert mx.allclose(model.model.embed_tokens.as_linear(data.hidden), model(tokens), atol=1e-5)
     assert mx.array_equal(data.embeddings, model.model.embed_tokens.weight[tokens])
     positions, columns = np.array(batch.positions), np.array(data.columns)
@@ -52,14 +50,14 @@ def test_distribution_is_the_targets_or_its_likeliest_tokens(model: Any, batch: 
     assert mx.allclose(mx.sort(few.probs, axis=-1), mx.sort(law, axis=-1)[:, -4:])
 
 
-def test_drawn_labels_follow_the_temperature(model: Any, batch: Batch) -> None:
-    args, logits = TrainingArgs(labels="sampled", label_temp=0.5), logits_at(model, batch)
+def test_drawn_labels_follow_the_distribution(model: Any, batch: Batch) -> None:
+    args, logits = TrainingArgs(labels="sampled"), logits_at(model, batch)
     drawn = mx.zeros_like(logits)
     for key in range(400):
         targets = compute_targets(model, batch, args, key=key)
         assert targets.ids is not None
         drawn += mx.eye(VOCAB)[targets.ids[:, 0]] / 400
-    law, other = mx.softmax(logits / 0.5, axis=-1), mx.softmax(logits, axis=-1)
+    law, other = mx.softmax(logits, axis=-1), mx.softmax(logits / 2, axis=-1)
     assert mx.abs(drawn - law).max().item() < 0.12
     assert mx.abs(drawn - law).mean().item() < mx.abs(drawn - other).mean().item()
 
@@ -72,7 +70,7 @@ def test_a_draft_vocabulary_gets_only_its_tokens(model: Any, batch: Batch) -> No
     few = compute_targets(model, batch, TrainingArgs(teacher_top_k=2), vocabulary)
     assert few.ids is not None
     assert mx.allclose(mx.take_along_axis(law, mx.array(GUESSED)[few.ids], axis=-1), few.probs)
-    data = compute_targets(model, batch, TrainingArgs(labels="data"), vocabulary)
+    data = compute_targets(model, batch, TrainingArgs(), vocabulary, of_text=True)
     following = np.array(batch.ids[:, 1:].reshape(-1)[batch.positions])
     known = np.array(data.probs[:, 0]) > 0
     assert np.array_equal(known, np.isin(following, GUESSED)) and known.any() and not known.all()
