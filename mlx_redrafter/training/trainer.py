@@ -117,7 +117,9 @@ def make_loss(drafter: TrainableDrafter, args: TrainingArgs) -> Loss:
             grad_checkpoint=args.grad_checkpoint,
         )
         drafter.update(weights)
-        return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": found.accuracy[-1]}
+        # Of one depth both would be the same element, and MLX fails to compile the loss then.
+        last = found.accuracy[-1] if args.draft_depth > 1 else found.accuracy.sum()
+        return found.loss, {"loss": found.loss, "first": found.accuracy[0], "last": last}
 
     return loss
 
