@@ -22,10 +22,10 @@ from mlx_redrafter.cli.generate import first_difference
 from mlx_redrafter.engine.model_checks import check_draftable
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning.acceptance import find_acceptance
 from mlx_redrafter.planning.costs import CostTable, is_disturbed
 from mlx_redrafter.planning.planner import candidate_plans
-from mlx_redrafter.planning.store import load_costs
 
 from .command import parse_output, parse_positive
 from .contestants import DEFAULTS, NUM_DRAFT_TOKENS, Contestant, Run, Settings, make_contestants, warm_up
@@ -152,7 +152,7 @@ def measure_costs(workload: Workload) -> Record:
     """
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None
-    costs = load_costs(workload.model, drafter, trees=trees, refresh=True)
+    costs = Pair(workload.model, drafter).costs(trees=trees, refresh=True)
     warn_if_disturbed(workload.name, costs)
     acceptance = find_acceptance(drafter)
     return workload.describe() | {

@@ -16,7 +16,6 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.decoding import fit_plan
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.plan import Plan
@@ -24,6 +23,7 @@ from mlx_redrafter.engine.stats import Stats
 from mlx_redrafter.engine.wired_limit import wired_limit
 from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
 
 from .models import Prompt, Workload
 from .tables import (
@@ -156,7 +156,7 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
     options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
     found = options.resolve_plan(drafter)
     if isinstance(found, Plan):
-        plan = list(fit_plan(workload.model, found, drafter).shape)
+        plan = list(Pair(workload.model, drafter).fit_plan(found).shape)
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
         for step in decode_tokens(prompt, workload.model, drafter, replace(options, max_tokens=max_tokens)):

@@ -23,7 +23,6 @@ from mlx_lm.generate import GenerationResponse as MlxLmResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .answer_folder import open_answers
-from .decoding import draw_seed, open_decoder
 from .drafters.draft_model import DraftModel
 from .drafters.protocol import Drafter
 from .drafters.source import Source
@@ -33,6 +32,7 @@ from .engine.stats import Stats
 from .engine.wired_limit import wired_limit
 from .errors import RedrafterError
 from .options import Options, takes_options
+from .pair import draw_seed, find_pair
 from .stop_strings import StopStrings
 
 USELESS_ROUNDS = 16
@@ -291,7 +291,8 @@ def decode_tokens(
         RedrafterError: see `generate_step`.
     """
     prompt = check_prompt(prompt)
-    decoder, rounds = open_decoder(prompt, model, drafter, options)
+    pair, source = find_pair(model, drafter)
+    decoder, rounds = pair.open(prompt, options, source=source)
     length, made, stats = decoder.target.length + len(prompt), list[int](), Stats()
 
     def finish() -> None:
@@ -307,14 +308,14 @@ def decode_tokens(
                 room = len(done.tokens) if options.max_tokens == -1 else options.max_tokens - len(made)
                 taken = done.tokens[:room]
                 n_accepted = len(taken) - 1
-                source: Literal["drafter", "context"] = "context" if done.from_context else "drafter"
+                drafted_by: Literal["drafter", "context"] = "context" if done.from_context else "drafter"
                 if not done.is_prompt:
                     stats = stats.add_round(done.plan, n_accepted, done.replayed, from_context=done.from_context)
                 if options.on_round is not None and done.tree is not None:
                     options.on_round(done.tree, list(done.path[:room]), taken)
                 for i, token in enumerate(taken):
                     made.append(token)
-                    yield Step(token, done.logprobs[i], source if i < n_accepted else None, stats)
+                    yield Step(token, done.logprobs[i], drafted_by if i < n_accepted else None, stats)
                 if len(made) == options.max_tokens:
                     break
         except GeneratorExit:

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import numpy as np
 from toys import VOCAB, ids, run
 
-from mlx_redrafter.decoding import open_decoder
 from mlx_redrafter.engine.decode import Round, Rounds
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import find_pair
 
 
 class Stuck(Exception):
@@ -88,7 +88,8 @@ def decode_plainly(model: nn.Module, prompt: list[int], **options: Any) -> list[
 
 def start_rounds(model: nn.Module, prompt: list[int], drafter: Any, grammar: ToyGrammar, **options: Any) -> Rounds:
     """The rounds after a prompt with the grammar, without end."""
-    return open_decoder(prompt, model, drafter, Options(**options), grammar=grammar)[1]
+    pair, source = find_pair(model, drafter)
+    return pair.open(prompt, Options(**options), source=source, grammar=grammar)[1]
 
 
 def decode_rounds(

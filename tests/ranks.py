@@ -21,7 +21,8 @@ from toys import CachingDrafter, Scripted, ids, make_ranks, run
 from mlx_redrafter import RedrafterError, UnsupportedModelError, ranks
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_head
-from mlx_redrafter.planning import measure, planner, store
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.planning import measure, store
 
 PROMPT = [(7 * i + 3) % 50 for i in range(9)] * 2
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -82,7 +83,7 @@ def measure_together() -> dict[str, Any]:
     drafter = DraftModel(whole)
     texts = [ids(run(each, PROMPT, drafter, max_tokens=12)) for each in (model, model)]
     alone = ids(run(whole, PROMPT, max_tokens=12))
-    costs = store.load_costs(model, drafter, trees=True)
+    costs = Pair(model, drafter).costs(trees=True)
     unseeded = ids(run(model, PROMPT, max_tokens=8, temp=1.0))
     return {"costs": costs._asdict(), "texts": texts, "alone": alone, "unseeded": unseeded}
 
@@ -107,7 +108,8 @@ def main() -> None:
     found: dict[str, Any] = {"rank": ranks.index()}
     if ranks.count() == 2:
         found["measured"] = measure_together()
-    planner.load_costs = lambda model, drafter, **how: make_costs(replay=float(how["trees"] is False))
+    costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
+    Pair.costs = costs  # type: ignore[method-assign]
     cases = product(KINDS, ("tensor", "pipeline"))
     found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count()) for kind, how in cases}
     found["error"] = decide_otherwise()

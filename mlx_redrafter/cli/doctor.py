@@ -29,13 +29,13 @@ from ..engine.target import Target
 from ..engine.types import Kept
 from ..errors import RedrafterError, UnsupportedModelError
 from ..options import Options
+from ..pair import Pair
 from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance, scale_row
 from ..planning.costs import CostTable, is_disturbed
 from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import HYSTERESIS, predict_all, starting_plan
 from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
-from ..planning.store import load_costs
 from ..trial import PROMPTS, try_drafter
 from .arguments import make_parser
 
@@ -96,7 +96,7 @@ def diagnose(
     no_trees = no_trees or drafter.explain_chains()
     mx.reset_peak_memory()
     args, (not_finite, row_bytes) = drafter.args, probe_drafter(model, drafter)
-    costs = load_costs(model, drafter, trees=no_trees is None, refresh=refresh)
+    costs = Pair(model, drafter).costs(trees=no_trees is None, refresh=refresh)
     acceptance = ((0.0,),) if not_finite else find_acceptance(drafter)
     if tokenizer is not None and not (stand_in or not_finite):
         trial = make_trial(model, tokenizer, drafter)

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from .. import __version__, ranks
 from ..answer_folder import open_answers
 from ..command_models import find_drafter_name
-from ..decoding import draw_seed, select_layers
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens
@@ -30,6 +29,7 @@ from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, is_text, stream_generate, summary
 from ..options import AUTO, OFF, Options
+from ..pair import Pair, draw_seed
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
 from .arguments import load_models, make_text_parser, read_options
@@ -75,7 +75,7 @@ def run() -> int:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     if args.prompt_cache_file is not None and args.context is not False and args.plan != OFF:
-        options["history"] = find_tokens(model, select_layers(model, drafter, options["prompt_cache"]) or []) or ()
+        options["history"] = find_tokens(model, Pair(model, drafter).select_layers(options["prompt_cache"]) or []) or ()
     options["answers"] = open_answers(args.answers, tokenizer)
     options["seed"] = draw_seed() if args.seed is None else args.seed
     prompt = ranks.share(make_prompt(args, tokenizer) if ranks.index() == 0 else None)

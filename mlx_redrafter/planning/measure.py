@@ -130,7 +130,8 @@ def time_parts(
             decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not slow)
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
-            next(rounds)  # the first one after the prompt takes up to twice as long as the others
+            if not slow:  # the first one that another overlaps takes up to twice as long as those after it
+                next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
             if source.waits:  # what a fork shares is copied by its first draft

@@ -21,16 +21,11 @@ from .acceptance import (
     AcceptanceTable,
     Reach,
     expected_reaches,
-    find_acceptance,
 )
 from .costs import CostTable, assume_costs
 from .history import History, Slowdown
-from .store import keep_counts, load_costs, load_history
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
-
-    from ..drafters.protocol import Drafter
     from ..drafters.source import Forecast
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
@@ -332,33 +327,14 @@ def starting_plan(costs: CostTable, table: AcceptanceTable, length: int) -> Plan
     return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
 
 
-def make_planner(model: nn.Module, drafter: Drafter, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
-    """A planner for one text of a pair of models, which is measured if it never was; without plans where none can pay.
-
-    Args:
-        trees: whether the model takes trees.
-        chains_only: whether this text is to have none all the same.
-    """
-    costs = load_costs(model, drafter, trees=trees)
-    history = load_history(model, drafter)
-    return AutoPlanner(
-        costs.chains_only() if chains_only else costs,
-        find_acceptance(drafter),
-        can_merge=trees and not chains_only,
-        history=history,
-        keep=lambda: keep_counts(model, drafter, history.counts),
-    )
-
-
-def make_context_planner(model: nn.Module | None, *, replays: bool) -> AutoPlanner:
+def make_context_planner(history: History | None, *, replays: bool) -> AutoPlanner:
     """A planner for a text that is drafted from its context alone: it measures nothing.
 
     It starts from assumed costs, corrected by what rounds took in this process's earlier texts of the model.
 
     Args:
-        model: None for a simulation, which has no earlier texts.
+        history: None for a simulation, which has no earlier texts.
         replays: whether the model must replay tokens after a rejection.
     """
-    history = None if model is None else load_history(model)
     costs = assume_costs(replays=replays)
     return AutoPlanner(costs, UNKNOWN_ACCEPTANCE, (), least_slowdown=MIN_ASSUMED_SLOWDOWN, history=history)

@@ -6,11 +6,9 @@ import hashlib
 import json
 import math
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any, cast
 
 import mlx.core as mx
@@ -25,42 +23,20 @@ from ..engine.model_parts import model_name
 from ..errors import one_line
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
-from .history import History
 from .machine import cache_directory, describe_machine
 from .measure import measure_costs
 
 MIN_NEW = 32
 """Rounds whose counts are worth keeping."""
 
-_known_costs: dict[tuple[int, int, bool], CostTable] = {}
-_histories: dict[tuple[int, ...], History] = {}
-_lock = Lock()
 
-
-def load_costs(
-    model: nn.Module,
-    drafter: Drafter,
-    *,
-    trees: bool,
-    refresh: bool = False,
-) -> CostTable:
-    """The cost table of a pair of models: of this process, else of the disk, else measured now and kept.
+def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool) -> CostTable:
+    """The cost table of a pair of models: of the disk, else measured now and kept.
 
     Args:
-        trees: whether the model takes trees, as the drafter may not; for chains alone see `CostTable.chains_only`.
+        trees: whether both take trees.
         refresh: measure again.
     """
-    trees = trees and drafter.explain_chains() is None
-    key = id(model), id(drafter.weights), trees
-    with _lock:  # two measurements at once would disturb each other
-        if refresh or key not in _known_costs:
-            _known_costs[key] = _load_or_measure(model, drafter, trees, refresh)
-            for module in (model, drafter.weights):
-                weakref.finalize(module, _known_costs.pop, key, None)  # another module may get its id
-        return _known_costs[key]
-
-
-def _load_or_measure(model: nn.Module, drafter: Drafter, trees: bool, refresh: bool) -> CostTable:
     described = {"format": 6, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     if ranks.count() > 1:
@@ -90,23 +66,8 @@ def digest_tensors(module: nn.Module) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
-def load_history(model: nn.Module, drafter: Drafter | None = None) -> History:
-    """What earlier texts have shown of a drafter for a model: of this process, its counts else of the disk.
-
-    Args:
-        drafter: None for the context alone.
-    """
-    modules = [model] if drafter is None else [model, drafter.weights]
-    key = tuple(map(id, modules))
-    with _lock:
-        if key not in _histories:
-            _histories[key] = History(None if drafter is None else _read_counts(model, drafter))
-            for module in modules:
-                weakref.finalize(module, _histories.pop, key, None)  # another module may get its id
-        return _histories[key]
-
-
-def _read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
+def read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
+    """How often the drafter was right in texts of earlier processes; None where that is not known."""
     kept = ranks.share(_read_object(lambda: _find_file(model, drafter)))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         return Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])

@@ -19,13 +19,13 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import ranks
-from ..decoding import open_decoder
 from ..drafters.protocol import Drafter
 from ..engine import kv_cache
 from ..engine.decode import Decoder, Round, Rounds
 from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
+from ..pair import find_pair
 from .generation import Generation
 from .types import SchemaNotFollowed
 
@@ -85,11 +85,11 @@ class Loops:
             for token in row.text[row.stats.prompt_tokens + row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
-        self._loops[row] = open_decoder(
+        pair, source = find_pair(self._model, row.source)
+        self._loops[row] = pair.open(
             row.text[held:],
-            self._model,
-            row.source,
             options,
+            source=source,
             grammar=row.grammar,
             may_run_ahead=lambda: row.may_run_ahead,
         )

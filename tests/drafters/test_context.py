@@ -24,7 +24,7 @@ from toys import (
     with_plain,
 )
 
-from mlx_redrafter import decoding
+from mlx_redrafter import pair
 from mlx_redrafter.drafters import context
 from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.drafters.matches import MAX_MATCH, MAX_PROPOSAL
@@ -158,7 +158,7 @@ SAMPLED = {"temp": 0.9, "top_p": 0.95, "seed": 5}
 @pytest.fixture
 def use_index(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes decoding use what this is called with."""
-    return lambda make: monkeypatch.setattr(decoding, "ContextSource", make)
+    return lambda make: monkeypatch.setattr(pair, "ContextSource", make)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])

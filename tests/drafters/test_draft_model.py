@@ -34,15 +34,17 @@ from mlx_redrafter import (
     RedrafterError,
     Session,
     UnsupportedModelError,
-    decoding,
     generate,
     generate_step,
     load_draft_model,
+    pair,
     stream_generate,
 )
 from mlx_redrafter.drafters.draft_model import DraftModel, DraftModelSource
+from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.generate import decode_tokens
 from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import store
 from mlx_redrafter.planning.measure import measure_costs
 
@@ -135,7 +137,7 @@ def test_chains_of_a_model_without_trees_for_a_target_with_them() -> None:
     assert ids(steps) == ids(run(target, make_prompt(5), max_tokens=12))
     source = drafter.open(target)
     source.read([1, 2])
-    assert source.propose(mx.array(2), decoding.Plan(2, 3, 7), None, ordered=True).tokens.shape == (4,)
+    assert source.propose(mx.array(2), Plan(2, 3, 7), None, ordered=True).tokens.shape == (4,)
 
 
 @pytest.mark.parametrize("taken", range(1, 12))
@@ -200,10 +202,10 @@ def test_width_one_reads_a_row_a_level_and_trees_their_paths() -> None:
     source.read(prompt)
     source.confirm([3])
     counting.sizes.clear()
-    source.propose(mx.array(3), decoding.Plan(3, 4, 13), None, ordered=True)
+    source.propose(mx.array(3), Plan(3, 4, 13), None, ordered=True)
     assert counting.sizes == [6, 3, 6, 9]
     source.confirm([4, 5])
-    source.propose(mx.array(5), decoding.Plan(1, 4, 5), None, ordered=True)
+    source.propose(mx.array(5), Plan(1, 4, 5), None, ordered=True)
     assert counting.sizes[4:] == [2, 1, 1, 1]
 
 
@@ -211,7 +213,7 @@ def test_width_one_reads_a_row_a_level_and_trees_their_paths() -> None:
 def test_the_context_drafts_beside_it(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other, prompt = make_model(), make_model(seed=2), make_prompt(9)
     plain = run(model, prompt, max_tokens=60)
-    monkeypatch.setattr(decoding, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
+    monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, [*prompt, *ids(plain)]))
     for draft in (model, other):
         steps = run(model, prompt, DraftModel(draft), max_tokens=50, plan=(width, 3), context=True)
         assert_same_steps(steps, plain[:50])
@@ -232,7 +234,7 @@ def test_vocabularies_of_another_width_are_cut_or_padded(vocab: int) -> None:
     source = DraftModel(draft).open(model)
     source.read(prompt)
     found: list[mx.array] = []
-    source.propose(mx.array(prompt[-1]), decoding.Plan(2, 2, 5), lambda x, *_: found.append(x) or x, ordered=True)
+    source.propose(mx.array(prompt[-1]), Plan(2, 2, 5), lambda x, *_: found.append(x) or x, ordered=True)
     own = draft(mx.minimum(mx.array(prompt), vocab - 1)[None])[0, -1:]
     assert [row.shape[-1] for row in found] == [40, 40]
     assert mx.allclose(found[0][:, : min(vocab, 40)], own[:, :40], rtol=1e-3, atol=1e-3)
@@ -332,10 +334,8 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
         assert steps[-1].stats.drafter_rounds
     assert reads[0] is (name != "mamba"), "trees only where both take them"
     again = DraftModel(drafter.model)
-    assert store.load_costs(target, again, trees=True) is store.load_costs(target, drafter, trees=True)
-    assert store.load_history(target, again) is store.load_history(target, drafter), (
-        "a model wrapped again is the same one"
-    )
+    assert Pair(target, again).costs(trees=True) is Pair(target, drafter).costs(trees=True)
+    assert Pair(target, again).history is Pair(target, drafter).history, "a model wrapped again is the same one"
 
 
 def test_what_cannot_draft_is_refused() -> None:

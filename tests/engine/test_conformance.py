@@ -17,7 +17,7 @@ from small import make_tree
 from supported import PAGE, insert_table, rows
 from toys import CachingDrafter, ScriptedContext, assert_same_cache, assert_same_steps, ids, run
 
-from mlx_redrafter import decoding
+from mlx_redrafter import pair
 from mlx_redrafter.drafters.recurrent import Drafter, DrafterArgs
 from mlx_redrafter.engine import kv_cache
 from mlx_redrafter.engine.model_checks import check_draftable
@@ -104,7 +104,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
         stats = steps[-1].stats
         assert 1 + stats.rounds + stats.accepted == count, case
         for alone in (True, False) if script in ("mixed", "random") else ():
-            monkeypatch.setattr(decoding, "ContextSource", partial(ScriptedContext, text))
+            monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
             with warnings.catch_warnings(action="ignore"):
                 steps = run(
                     model,

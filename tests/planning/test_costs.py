@@ -21,17 +21,16 @@ from mlx_redrafter.drafters.block import BlockSource
 from mlx_redrafter.drafters.recurrent import Drafter
 from mlx_redrafter.engine.plan import Plan, chain_plan
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import measure, store
 from mlx_redrafter.planning.costs import CostTable, interpolate, is_disturbed
 from mlx_redrafter.planning.measure import CONTEXTS, measure_costs
-from mlx_redrafter.planning.planner import make_planner
-from mlx_redrafter.planning.store import load_costs
 
 SMALL = CostTable((64,), (1, 2, 3, 4, 5), ((1.0, 1.1, 1.1, 1.2, 1.2),), (1.0,), (1, 2), (0.01, 0.01), (0.0, 0.0))
-Pair = tuple[Any, Drafter]
+Models = tuple[Any, Drafter]
 
 
-def make_pair(acceptance: list[list[float]] | None = None, name: str | None = None) -> Pair:
+def make_pair(acceptance: list[list[float]] | None = None, name: str | None = None) -> Models:
     """A model, and a drafter that knows nothing."""
     model = make_model() if name is None else make_family(name)
     return model, make_drafter(model, acceptance=acceptance)
@@ -59,7 +58,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def forget(pair: Pair) -> Pair:
+def forget(pair: Models) -> Models:
     """The same model and another drafter of its shape: this process does not know them as a pair."""
     return pair[0], Drafter(pair[1].args)
 
@@ -159,30 +158,30 @@ def test_slow_models_are_measured_in_a_number_of_plain_steps(
 
 def test_a_pair_is_measured_once_on_this_machine(measured: list[bool], caches: Path) -> None:
     pair = make_pair()
-    first = load_costs(*pair, trees=True)
-    assert load_costs(*pair, trees=True) is first and measured == [True]
-    assert load_costs(*forget(pair), trees=True) == first and measured == [True], "read from the disk"
-    chains = load_costs(*pair, trees=False)
+    first = Pair(*pair).costs(trees=True)
+    assert Pair(*pair).costs(trees=True) is first and measured == [True]
+    assert Pair(*forget(pair)).costs(trees=True) == first and measured == [True], "read from the disk"
+    chains = Pair(*pair).costs(trees=False)
     assert (chains.plain, chains.widths, measured) == ((2.0,), (1,), [True, False]), "another question"
-    again = load_costs(*pair, trees=True, refresh=True)
-    assert again.plain == (3.0,) and load_costs(*pair, trees=True) is again
-    assert load_costs(*forget(pair), trees=True) == again
+    again = Pair(*pair).costs(trees=True, refresh=True)
+    assert again.plain == (3.0,) and Pair(*pair).costs(trees=True) is again
+    assert Pair(*forget(pair)).costs(trees=True) == again
     assert len(list(caches.rglob("*.json"))) == 2 and not list(caches.rglob("*partial*"))
 
 
 def test_chains_and_trees_share_a_measurement(measured: list[bool]) -> None:
     pair = make_pair([[0.9, 0.05]])
-    planners = [make_planner(*pair, trees=True, chains_only=chains) for chains in (False, True, False)]
+    planners = [Pair(*pair).make_planner(trees=True, chains_only=chains) for chains in (False, True, False)]
     assert measured == [True]
     chains = planners[1]
     assert chains.plans and all(plan.width == 1 for plan in chains.plans)
-    assert not make_planner(*make_pair([[0.0]]), trees=True).plans, "nothing can pay"
+    assert not Pair(*make_pair([[0.0]])).make_planner(trees=True).plans, "nothing can pay"
 
 
 @pytest.mark.parametrize("damage", ["half", "negative", "no costs", "a list"])
 def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], caches: Path) -> None:
     pair = make_pair()
-    load_costs(*pair, trees=True)
+    Pair(*pair).costs(trees=True)
     (file,) = caches.rglob("*.json")
     text, fields = file.read_text(), json.loads(file.read_text())
     if damage == "negative":
@@ -191,7 +190,7 @@ def test_a_damaged_file_is_measured_again(damage: str, measured: list[bool], cac
         del fields["costs"]["level"]
     plain_texts = {"half": text[: len(text) // 2], "a list": "[1]"}
     file.write_text(plain_texts.get(damage, json.dumps(fields)))
-    assert load_costs(*forget(pair), trees=True).plain == (2.0,) and len(measured) == 2
+    assert Pair(*forget(pair)).costs(trees=True).plain == (2.0,) and len(measured) == 2
     assert json.loads(file.read_text())["costs"]["plain"] == [2.0], "and kept"
 
 
@@ -200,8 +199,8 @@ def test_a_disturbed_measurement_is_repeated_twice_at_most(
 ) -> None:
     monkeypatch.setattr(store, "is_disturbed", lambda costs: True)
     pair = make_pair()
-    assert load_costs(*pair, trees=True) is load_costs(*pair, trees=True)
-    found = [load_costs(*forget(pair), trees=True).plain for _ in range(4)]
+    assert Pair(*pair).costs(trees=True) is Pair(*pair).costs(trees=True)
+    found = [Pair(*forget(pair)).costs(trees=True).plain for _ in range(4)]
     assert found == [(2.0,), (3.0,), (3.0,), (3.0,)] and len(measured) == 3
 
 
@@ -211,7 +210,7 @@ def test_an_unwritable_cache_folder_is_one_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="the measured costs cannot be kept"):
-        assert load_costs(*make_pair(), trees=True).plain == (1.0,)
+        assert Pair(*make_pair()).costs(trees=True).plain == (1.0,)
 
 
 def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +224,6 @@ def test_two_threads_measure_a_pair_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(store, "measure_costs", measure_slowly)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(load_costs, *pair, trees=True)
+        first = threads.submit(Pair(*pair).costs, trees=True)
         assert measuring.wait(60)
-        assert load_costs(*pair, trees=True) is first.result(60) and len(counted) == 1
+        assert Pair(*pair).costs(trees=True) is first.result(60) and len(counted) == 1

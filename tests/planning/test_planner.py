@@ -25,6 +25,7 @@ from toys import make_model
 
 from mlx_redrafter.engine import decode
 from mlx_redrafter.engine.plan import MAX_REPLAY, Plan, chain_plan
+from mlx_redrafter.pair import Pair
 from mlx_redrafter.planning import simulation
 from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
@@ -47,7 +48,7 @@ from mlx_redrafter.planning.planner import (
     predict_all,
     starting_plan,
 )
-from mlx_redrafter.planning.store import keep_counts, load_history
+from mlx_redrafter.planning.store import keep_counts
 
 LOSS = MAX_LOSS * MIN_TOKENS / 256
 BOUNDS = {0.7: 1 - LOSS - 0.005, 1.0: 1 - LOSS - 0.005, 1.3: 0.965, 2.0: 0.94}
@@ -234,18 +235,18 @@ def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
     drafter = make_drafter(model)
-    counts = load_history(model, drafter).counts
-    assert load_history(model, drafter).counts is counts and counts.scale == 1
+    counts = Pair(model, drafter).history.counts
+    assert Pair(model, drafter).history.counts is counts and counts.scale == 1
     for _ in range(40):
         counts.add([0.5, 0.5], 1.0, 2)
     keep_counts(model, drafter, counts)
     same, other = make_drafter(model), make_drafter(model)
     same.update(drafter.parameters())
     other.update(tree_map(lambda array: array + 1, drafter.parameters()))
-    assert load_history(model, same).counts.by_depth == counts.by_depth
-    assert load_history(model, other).counts.scale == 1, "the same shapes, another drafter"
+    assert Pair(model, same).history.counts.by_depth == counts.by_depth
+    assert Pair(model, other).history.counts.scale == 1, "the same shapes, another drafter"
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"overall": [1, "a"]}')
     again = make_drafter(model)
     again.update(drafter.parameters())
-    assert load_history(model, again).counts.scale == 1, "a damaged file is none"
+    assert Pair(model, again).history.counts.scale == 1, "a damaged file is none"

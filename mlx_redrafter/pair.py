@@ -1,0 +1,271 @@
+"""A target and what drafts for it: checked, measured, and opened for a text, in one place."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Lock
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from . import ranks
+from .drafters.context import ContextSource
+from .drafters.grammar import GrammarSource
+from .drafters.protocol import Drafter
+from .drafters.source import Source
+from .engine import kv_cache
+from .engine.blas import warn_of_slow_blas
+from .engine.decode import Decoder, Planner, Rounds, on_stream
+from .engine.grammar import Grammar
+from .engine.model_checks import check_draftable, check_verifiable, explain_chains
+from .engine.model_parts import AFTER_NORM, StateName, find_taps, model_name
+from .engine.plan import Plan, chain_plan
+from .engine.request_checks import check_prompt, check_request
+from .engine.round import TokenChooser
+from .engine.target import Target
+from .errors import RedrafterError, UnsupportedModelError
+from .options import AUTO, Options, default_depth
+from .planning.acceptance import find_acceptance
+from .planning.costs import CostTable
+from .planning.history import History
+from .planning.planner import AutoPlanner, make_context_planner
+from .planning.store import keep_counts, load_table, read_counts
+
+Cache = kv_cache.Cache | None
+"""A prompt cache to decode with; None for the model's own kind, which needs no check."""
+
+
+@dataclass
+class Known:
+    """What is known of a pair in this process.
+
+    Attributes:
+        costs: by whether trees were measured.
+        history: None before it was asked for.
+    """
+
+    costs: dict[bool, CostTable] = field(default_factory=dict)
+    history: History | None = None
+
+
+_known: dict[tuple[int, ...], Known] = {}
+_lock = Lock()
+
+
+class Pair:
+    """A target and what drafts for it. What was learned of the two is found again by every pair of the same modules.
+
+    Args:
+        model: as `mlx_lm.load` returns it.
+        drafter: as `load_drafter` returns it; None drafts from the context alone.
+
+    Raises:
+        RedrafterError: they are something else, or the drafter does not fit the model.
+    """
+
+    def __init__(self, model: nn.Module, drafter: Drafter | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise RedrafterError(f"model must be what load returns, got {type(model).__name__}")
+        if drafter is not None and not hasattr(drafter, "open"):
+            advice = "; a language model is given as draft_model" if isinstance(drafter, nn.Module) else ""
+            raise RedrafterError(f"drafter must be what load_drafter returns, got {type(drafter).__name__}{advice}")
+        if drafter is not None:
+            drafter.check_fit(model)
+        self.model, self.drafter = model, drafter
+        modules = [model] if drafter is None else [model, getattr(drafter, "weights", drafter)]
+        key = tuple(map(id, modules))
+        with _lock:
+            if key not in _known:
+                _known[key] = Known()
+                for module in modules:
+                    weakref.finalize(module, _known.pop, key, None)  # another module may get its id
+            self._known = _known[key]
+
+    def costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
+        """The cost table: of this process, else of the disk, else measured now and kept.
+
+        Args:
+            trees: whether the model takes trees, as the drafter may not; for chains alone see `CostTable.chains_only`.
+            refresh: measure again.
+        """
+        assert self.drafter is not None
+        trees = trees and self.drafter.explain_chains() is None
+        with _lock:  # two measurements at once would disturb each other
+            if refresh or trees not in self._known.costs:
+                self._known.costs[trees] = load_table(self.model, self.drafter, trees=trees, refresh=refresh)
+            return self._known.costs[trees]
+
+    @property
+    def history(self) -> History:
+        """What earlier texts have shown: of this process, how often the drafter was right else of the disk."""
+        with _lock:
+            if self._known.history is None:
+                self._known.history = History(read_counts(self.model, self.drafter) if self.drafter else None)
+            return self._known.history
+
+    def make_planner(self, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
+        """A planner for one text; without plans where none can pay.
+
+        Args:
+            trees: see `costs`.
+            chains_only: whether this text is to have none all the same.
+        """
+        model, drafter, history = self.model, self.drafter, self.history
+        assert drafter is not None
+        costs = self.costs(trees=trees)
+        return AutoPlanner(
+            costs.chains_only() if chains_only else costs,
+            find_acceptance(drafter),
+            can_merge=trees and not chains_only,
+            history=history,
+            keep=lambda: keep_counts(model, drafter, history.counts),
+        )
+
+    def fit_plan(self, plan: Plan, cache: Cache = None, states: Sequence[StateName] = (AFTER_NORM,)) -> Plan:
+        """The plan, or its chain where the model or the drafter takes no trees, with a warning that says why.
+
+        Args:
+            states: which hidden states the drafter reads.
+
+        Raises:
+            UnsupportedModelError: see `check_draftable`.
+        """
+        reason = check_draftable(self.model, tree=plan.width > 1, cache=cache, states=states)
+        if reason is None and self.drafter is not None and plan.width > 1:
+            reason = self.drafter.explain_chains()
+        if reason is None:
+            return plan
+        # The line that is pointed to is the one that called a public function.
+        warnings.warn(f"drafting chains, not trees, for {model_name(self.model)}: {reason}", stacklevel=6)
+        return chain_plan(plan.depth)
+
+    def select_layers(self, cache: Cache) -> Cache:
+        """The target's layers of a prompt cache: with a draft model mlx-lm makes one for both, and ours has its own."""
+        n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
+        if cache is None or not n_others or len(cache) != len(make_prompt_cache(self.model)) + n_others:
+            return cache
+        return cache[:-n_others]
+
+    def open(
+        self,
+        prompt: Sequence[int] | mx.array,
+        options: Options,
+        *,
+        source: Source | None = None,
+        grammar: Grammar | None = None,
+        may_run_ahead: Callable[[], bool] | None = None,
+    ) -> tuple[Decoder, Rounds]:
+        """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
+
+        Of the options, `max_tokens` and `on_round` are the caller's matter, but for a `max_tokens` of 0: there are only
+        the prompt's rounds then.
+
+        Args:
+            source: the drafter's that has followed this text so far: it goes on from what it keeps.
+            grammar: what the text must follow, which was told of all that stands there of the answer already.
+
+        Raises:
+            RedrafterError: see `generate_step`.
+        """
+        tokens, history = check_prompt(prompt), options.history
+        cache = self.select_layers(options.prompt_cache)
+        vocab_size = check_request(self.model, tokens, cache, options.quantization, options.max_kv_size)
+        sampler = options.make_sampler(draw_seed() if options.seed is None else options.seed)
+        sampler.check(vocab_size)
+        is_own = cache is None and options.max_kv_size is None
+        cache = make_prompt_cache(self.model, options.max_kv_size) if cache is None else cache
+        with on_stream():
+            length = kv_cache.length(cache)
+        if history and length != len(history) and kv_cache.counts_tokens(cache):
+            raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
+        warn_of_slow_blas()  # of a model that mlx-lm loaded
+        if ranks.count() > 1:  # a rank that went on without its drafter would decide otherwise than the others
+            options = replace(options, on_drafter_failure=None)
+        sources, planner = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
+        with on_stream():
+            capture = [name for each in sources for name in each.capture]
+            target = Target(self.model, cache, options.quantization, capture=capture)
+        target.length = len(history) or target.length
+        decoder = Decoder(
+            target,
+            TokenChooser(sampler, tuple(options.logits_processors or ()), grammar),
+            planner,
+            sources,
+            history=history,
+            on_drafter_failure=options.on_drafter_failure,
+            may_run_ahead=may_run_ahead,
+        )
+        report = options.prompt_progress_callback or (lambda done, total: None)
+        rounds = decoder.prefill if options.max_tokens == 0 else decoder.decode
+        return decoder, rounds(tokens, options.prefill_step_size, report)
+
+    def choose(
+        self, options: Options, cache: Cache = None, *, source: Source | None = None, grammar: Grammar | None = None
+    ) -> tuple[list[Source], Planner]:
+        """(what drafts, what plans it), as the options ask for it and the model takes it.
+
+        Args:
+            cache: what is decoded with; None for the model's own kind.
+            source, grammar: see `open`.
+
+        Raises:
+            RedrafterError: the plan does not fit the drafter.
+            UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
+        """
+        model, drafter, shape = self.model, self.drafter, options.plan_shape()
+        source = None if drafter is None else source or drafter.open(model)
+        if source is not None:
+            source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
+            find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
+        plan = options.resolve_plan(drafter)
+        if shape is None or options.max_tokens == 0:
+            return [], Planner(None)
+
+        by_default = shape == AUTO or drafter is None or grammar is not None
+        context: list[Source] = []
+        if by_default if options.context is None else options.context:
+            try:
+                check_verifiable(model, cache)
+            except UnsupportedModelError:
+                if options.context:
+                    raise
+            else:
+                past = options.answers.index() if options.answers is not None else None
+                context = [ContextSource(past=past) if grammar is None else GrammarSource(grammar, past=past)]
+
+        if plan == AUTO and source is not None and isinstance(drafter, nn.Module):
+            trees = check_draftable(model, tree=True, cache=cache, states=source.capture) is None
+            try:
+                planner = self.make_planner(trees=trees, chains_only=bool(options.logits_processors))
+            except Exception as error:  # while it was measured
+                if options.on_drafter_failure is None:
+                    raise
+                options.on_drafter_failure(error)
+                source = None
+            else:
+                return [*([source] if planner.plans else []), *context], planner
+        if source is not None:
+            plan = plan if isinstance(plan, Plan) else chain_plan(default_depth(drafter))
+            can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
+            return [source, *context], Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
+        if context and (shape == AUTO or not options.context):
+            replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
+            return context, make_context_planner(Pair(model).history, replays=replays)
+        return context, Planner(None)
+
+
+def find_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, Source | None]:
+    """(the pair, the drafter's source where it was opened for the text already)."""
+    if isinstance(drafter, Source):
+        return Pair(model, drafter.drafter), drafter
+    return Pair(model, drafter), None
+
+
+def draw_seed() -> int:
+    """A random seed; that of rank 0 where several processes share one model."""
+    return int(ranks.share(secrets.randbits(32)))
