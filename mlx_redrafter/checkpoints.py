@@ -38,7 +38,7 @@ BUILTIN = "builtin"
 """What may be given for a drafter to mean the model's own multi-token-prediction layer."""
 
 DRAFTER_HELP = (
-    "directory or Hugging Face repo of its drafter; 'smollm2' for the packaged one of SmolLM2-135M-Instruct; "
+    "directory, file or Hugging Face repo of its drafter; 'smollm2' for the packaged one of SmolLM2-135M-Instruct; "
     f"{BUILTIN!r} says how to get the model's own multi-token-prediction layer"
 )
 """What commands say of `--drafter`."""

@@ -36,7 +36,12 @@ def is_converted(config: dict[str, Any]) -> bool:
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
     if model_type == recurrent.MODEL_TYPE:
         return True
-    return model_type in KINDS and "hidden_size" in config and "architectures" not in config
+    return (
+        isinstance(model_type, str)
+        and model_type in KINDS
+        and "hidden_size" in config
+        and "architectures" not in config
+    )
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:

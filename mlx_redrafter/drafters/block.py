@@ -43,14 +43,24 @@ from .config import (
     declare,
     flag,
     flatten,
-    get_object,
     is_count,
     is_list_of,
+    is_positive,
+    name_rope,
     number,
     size,
 )
 from .protocol import Drafter, Head
 from .source import Source
+
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
+}
+"""Types of rotation -> the numbers that each must say."""
 
 Guess = Callable[[mx.array, int], mx.array]
 """(tokens (W,), row) -> (W, V') float32 logits of what a row guesses, after these tokens."""
@@ -91,6 +101,11 @@ class BlockArgs(LayerArgs):
 
     def check(self, where: str) -> None:
         """See `DrafterArgs.check`."""
+        rope = self.rope_scaling or {}
+        needed = ROPES.get(name_rope(rope))
+        if needed is None or not all(is_positive(rope.get(key)) for key in needed):
+            expected = f"a rotation of {', '.join(ROPES)}, with its numbers"
+            raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}")
         super().check(where)
         for name in ("layer_windows", "layer_causal"):
             if (given := getattr(self, name)) is not None and len(given) != self.num_layers:
@@ -166,6 +181,10 @@ class BlockArgs(LayerArgs):
         """(window, or 0 for none, and whether it is causal) of each layer."""
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
+
+    def said(self) -> dict[str, Any]:
+        """See `DrafterArgs.said`."""
+        return super().said() | {"num_hidden_layers": self.num_layers}
 
     def describe(self) -> str:
         """Its own sizes, in a few words."""
@@ -249,8 +268,8 @@ class Layer(nn.Module):
 class BlockDrafter(Drafter):
     """A block drafter. A kind says which layers it has, and how a guess depends on the token drafted before it.
 
-    It computes in its own dtype: in float16 what large layers of a target put out would overflow, so `convert` makes
-    bfloat16 of it.
+    It computes in its own dtype: in float16 what large layers of a target put out would overflow, so a head that is
+    stored in it is read as bfloat16.
     """
 
     takes_float16 = False
@@ -445,10 +464,10 @@ BLOCK_NAMES = (
     (r"(?:encoder\.)?fc\.weight", "fc.weight"),
     (r"hidden_norm\.weight|encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
     (r"norm\.weight|lm_head\.weight|embed_tokens\.weight", r"\g<0>"),
+    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
     (r"(?:midlayer|layers\.0)\.(.*)", r"layers.0.\1"),
     (r"layers\.\d{1,3}\..*", r"\g<0>"),
     ("d2t", DRAFT_IDS),
-    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
 )
 """What all block drafters have, in the names of DFlash's authors, Muse's and SpecForge's."""
 
@@ -480,7 +499,7 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
     """Calls the tensors of a published head as we do, and reads its config, see `read_config`.
 
     Args:
-        names: what the kind has beside `BLOCK_NAMES`.
+        names: of the kind.
         kind: its model_type.
 
     Raises:
@@ -500,7 +519,7 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
     ):
         if is_other:
             raise CheckpointError(f"{where} {what}: of block drafters DFlash, DFlash 2 and plain DSpark are supported")
-    checkpoint.rename((*names, *BLOCK_NAMES), kind)
+    checkpoint.rename(names, kind)
     for part in ("fc.weight", "hidden_norm.weight"):
         if part not in checkpoint.tensors:
             raise CheckpointError(f"incomplete drafter: {where} is of kind {kind}, and has no {part}")
@@ -532,9 +551,7 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
     if not isinstance(layers, list) or not layers:
         what = "target_layer_ids, the layers whose outputs it reads"
         raise CheckpointError(f"{where} has no config.json that says {what}")
-    rope = get_object(said, "rope_parameters", where)
     return said | {
-        "rope_parameters": get_object(rope, "full_attention", where) or rope,
         "capture_layers": layers,
         "embedding_scale": said.get("input_embedding_scale"),
         # Gemma's keys of full layers, which its drafters have

@@ -132,8 +132,8 @@ class Checkpoint:
         Raises:
             CheckpointError: the config does not say how, or otherwise than the shapes.
         """
-        said = get_object(self.config, "quantization", self.where)
-        said = said or get_object(self.config, "quantization_config", self.where)
+        said = self.config.get("quantization") or self.config.get("quantization_config")
+        said = said if isinstance(said, dict) else {}
         for scales in [name for name in self.tensors if name.endswith(".scales")]:
             layer = scales.removesuffix(".scales")
             if f"{layer}.weight" not in self.tensors or name_dtype(self.tensors[f"{layer}.weight"]) != "uint32":
@@ -143,15 +143,17 @@ class Checkpoint:
             own = said.get(self.stored[scales].removesuffix(".scales"))
             how = own if isinstance(own, dict) else said
             mode = how.get("mode", "affine")
-            if mode not in MODES:
+            if not isinstance(mode, str) or mode not in MODES:
                 got = f"{', '.join(MODES)}, got mode {mode!r:.40}"
                 raise CheckpointError(f"{self.where}: expected {layer} quantized in mode {got}")
             sizes = [how.get(key, default) for key, default in zip(("group_size", "bits"), MODES[mode], strict=True)]
-            words, groups = arrays["weight"].shape[-1], arrays["scales"].shape[-1]
-            fits = all(map(is_count, sizes)) and 32 * words == sizes[0] * sizes[1] * groups
+            words, groups = (arrays[part].shape[-1:] or (0,) for part in ("weight", "scales"))
+            others = {arrays[part].shape for part in arrays if part != "weight"}
+            fits = all(map(is_count, sizes)) and 32 * words[0] == sizes[0] * sizes[1] * groups[0]
+            fits = fits and others == {(*arrays["weight"].shape[:-1], *groups)}
             if not fits or (mode == "affine") != ("biases" in arrays):
-                expected = f"{sizes[1]} bits in groups of {sizes[0]}, mode {mode}"
-                got = f"{words} words, {groups} scales and {'' if 'biases' in arrays else 'no '}biases in a row"
+                expected = f"{sizes[1]!r:.20} bits in groups of {sizes[0]!r:.20}, mode {mode}"
+                got = ", ".join(f"{part} of shape {array.shape}" for part, array in arrays.items())
                 raise CheckpointError(f"{self.where}/config.json says {expected} of {layer}, which has {got}")
             self.tensors[f"{layer}.weight"] = Packed(arrays, sizes[0], sizes[1], mode)
             self.stored[f"{layer}.weight"] = self.stored[scales]
@@ -240,7 +242,7 @@ class Checkpoint:
         """
         for key, value in sizes.items():
             given = self.config.get(key, -1)
-            if given not in (-1, None, value, str(value)):  # Snowflake writes sizes as texts
+            if given not in (-1, None, value, str(value), [value], [str(value)]):  # as Snowflake writes sizes
                 got = one_line(repr(given))[:40]
                 raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
 
@@ -263,7 +265,10 @@ class Checkpoint:
         packed = {
             name.removesuffix(".weight"): tensor for name, tensor in self.tensors.items() if isinstance(tensor, Packed)
         }
-        nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
+        try:
+            nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
+        except ValueError as error:  # what MLX does not pack, or not so
+            raise CheckpointError(f"{self.where}: MLX has no such quantized layers: {one_line(error)}") from error
         arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
         scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
         if (odd := find_not_finite(scales)) is not None:
@@ -273,7 +278,10 @@ class Checkpoint:
         }
         if DRAFT_IDS in arrays:
             check_draft_ids(arrays[DRAFT_IDS], drafter.args.vocab_size, self.where)
-        drafter.load_weights(list(arrays.items()))
+        try:
+            drafter.load_weights(list(arrays.items()))
+        except ValueError as error:
+            raise CheckpointError(f"{self.where}: quantized layers do not fit: {one_line(error)}") from error
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 MAX_SIZE, MAX_COUNT = 2**24, 256
 """More than any width or vocabulary, and any number of heads or layers: larger ones in a config are errors."""
 
-ROPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "proportional": (),
-    "longrope": ("original_max_position_embeddings",),
-    "mrope": (),
-}
-"""Types of rotation -> the numbers that each must say."""
-
 DRAFT_IDS = "draft_ids"
 """The tensor that names the tokens a drafter can guess."""
 
@@ -65,7 +54,14 @@ def flatten(config: Config, own: str, where: str) -> Config:
     parts = get_object(config, "transformer_layer_config", where), config, get_object(config, own, where)
     verifier = get_object(get_object(config, "speculators_config", where), "verifier", where)
     base = {"base_model": verifier.get("name_or_path") or config.get("base_model_name_or_path")}
-    return {key: value for part in parts for key, value in part.items() if value is not None} | base
+    found = {key: value for part in parts for key, value in part.items() if value is not None}
+    rope = get_object(found, "rope_parameters", where)
+    return found | {"rope_parameters": get_object(rope, "full_attention", where) or rope} | base
+
+
+def name_rope(rope: Config) -> str:
+    """The type of a rotation, as mlx-lm reads it."""
+    return str(rope.get("type") or rope.get("rope_type") or "default")
 
 
 def declare(default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
@@ -293,15 +289,12 @@ class LayerArgs(DrafterArgs):
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"{self.num_attention_heads} heads, {self.num_key_value_heads} of keys and values"
             raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
-        if rope := self.rope_scaling:
-            needed = ROPES.get(str(rope.get("rope_type", rope.get("type", "default"))))
+        if self.rope_scaling:
             try:
-                if needed is None or not all(is_positive(rope.get(key)) for key in needed):
-                    raise ValueError
-                initialize_rope(self.head_dim, self.rope_theta, self.rope_traditional, rope, MAX_SIZE)
-            except (AssertionError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-                expected = f"a rotation of {', '.join(ROPES)}, with its numbers"
-                raise CheckpointError(f"{where}/config.json: expected {expected}, got {rope!r:.80}") from error
+                initialize_rope(self.head_dim, self.rope_theta, self.rope_traditional, self.rope_scaling, MAX_SIZE)
+            except (ArithmeticError, AssertionError, KeyError, TypeError, ValueError) as error:
+                expected = f"a rotation that mlx-lm has, got {self.rope_scaling!r:.80}: {one_line(error)}"
+                raise CheckpointError(f"{where}/config.json: expected {expected}") from error
 
     @classmethod
     def read_layer(cls, checkpoint: Checkpoint, layer: str) -> dict[str, Any]:
@@ -318,14 +311,13 @@ class LayerArgs(DrafterArgs):
         head_dim = width // heads if is_count(heads) else None
         rope = checkpoint.object("rope_scaling") | checkpoint.object("rope_parameters")
         thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
-        is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
         keys = checkpoint.matrix(f"{layer}.self_attn.k_proj.weight")[0]
         return {
             "head_dim": head_dim,
             "num_key_value_heads": keys // head_dim if head_dim else None,
             "intermediate_size": checkpoint.matrix(f"{layer}.mlp.gate_proj.weight")[0],
             "rope_theta": next(theta for theta in thetas if theta is not None),
-            "rope_scaling": None if is_plain else rope,
+            "rope_scaling": None if name_rope(rope) == "default" else rope,
             "rope_traditional": config.get("rope_is_neox_style", config.get("is_neox_style", True)) is False,
         }
 
@@ -339,7 +331,6 @@ class LayerArgs(DrafterArgs):
             "hidden_size": self.width,
             "target_hidden_size": self.hidden_size,
             "draft_vocab_size": self.n_guesses,
-            "num_hidden_layers": getattr(self, "num_layers", 1),
         }
 
     @property

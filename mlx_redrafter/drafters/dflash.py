@@ -27,7 +27,7 @@ import mlx.nn as nn
 
 from ..engine.beam_search import top_w
 from ..errors import CheckpointError
-from .block import Attend, BlockArgs, BlockDrafter, Guess, Layer, prepare, recognises_block
+from .block import BLOCK_NAMES, Attend, BlockArgs, BlockDrafter, Guess, Layer, prepare, recognises_block
 from .checkpoint import Checkpoint
 from .config import Config, size
 from .protocol import Head
@@ -37,6 +37,7 @@ MODEL_TYPE = "dflash"
 NAMES = (
     (r"candidate_selector\.(predecessor|successor)_codebook(?:\.weight)?", r"selector.\1.weight"),
     (r"candidate_selector\.hidden_projection\.weight", "selector.hidden_projection.weight"),
+    *BLOCK_NAMES,
 )
 """Those of DFlash 2's selector."""
 

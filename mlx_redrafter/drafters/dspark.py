@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .block import (
+    BLOCK_NAMES,
     Attend,
     Attention,
     BlockArgs,
@@ -38,7 +39,7 @@ from .block import (
     recognises_block,
 )
 from .checkpoint import Checkpoint, matches_any
-from .config import Config, flag, flatten, get_object, size
+from .config import Config, flag, get_object, size
 from .protocol import Head
 
 MODEL_TYPE = "dspark"
@@ -46,6 +47,7 @@ MODEL_TYPE = "dspark"
 NAMES = (
     (r"(?:logit_head\.)?(?:markov_head\.)?(markov_w[12])\.weight", r"\1.weight"),
     (r"(?:logit_head\.)?confidence_head\..*", ""),  # which this module leaves out
+    *BLOCK_NAMES,
 )
 """The authors' names, and SpecForge's older ones."""
 
@@ -56,9 +58,9 @@ def recognises(names: Collection[str], config: Config) -> bool:
     """Whether a checkpoint holds a DSpark head."""
     if matches_any(MARKOV, names):
         return True
-    says_so = "DSpark" in name_architecture(config) or any(
-        kind.lower() == "dspark" for kind in list_kinds(flatten(config, "dflash_config", "config.json"))
-    )
+    own = config.get("dflash_config")
+    kinds = list_kinds(config | (own if isinstance(own, dict) else {}))
+    says_so = "DSpark" in name_architecture(config) or "dspark" in map(str.lower, kinds)
     return says_so and recognises_block(names, config, MARKOV)
 
 

@@ -30,7 +30,7 @@ from mlx_lm.models import llama, qwen3
 
 from ..engine.beam_search import State
 from ..engine.model_parts import AFTER_NORM, find_output_matrix
-from ..errors import CheckpointError, RedrafterError
+from ..errors import CheckpointError, RedrafterError, one_line
 from .cached import LayerCache, PairSource
 from .checkpoint import Checkpoint, matches_any
 from .config import DRAFT_IDS, Config, LayerArgs, declare, flag, flatten, get_object, is_count, is_list_of
@@ -44,11 +44,11 @@ N_TAPS = 3
 """How many layers EAGLE-3 reads where its config does not say which."""
 
 NAMES = (
+    (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
     (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
     (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # which `from_published` refuses
     (r"fc\.(?:weight|bias)|(?:input_)?norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
     ("d2t", DRAFT_IDS),
-    (r"t2d|(?:layer\.|layers\.0\.|midlayer\.)?.*\.rotary_emb\.inv_freq", ""),
 )
 """The authors' names, SpecForge's, vLLM's and speculators'."""
 
@@ -101,15 +101,15 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         config = checkpoint.config = read_config(checkpoint.config, where)
         layers = config["capture_layers"] if version == 3 else None
         width, n_inputs = checkpoint.matrix("fc.weight")
-        n_states = 2 if version == 1 else len(layers or [0] * (config.get("num_aux_hidden_states") or N_TAPS))
+        n_states = 2 if version == 1 else len(layers or [0] * N_TAPS)
         known = [config.get("target_hidden_size"), None if "embed_tokens.weight" in tensors else width]
         for size in filter(is_count, known if version == 3 else ()):
             if n_inputs % size == 0 and n_inputs // size != n_states:
                 expected = f"{n_inputs // size} capture_layers, got {n_states}"
                 raise CheckpointError(f"{where}/config.json: expected {expected}")
+        vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
         if version == 1:
             tensors.pop("embed_tokens.weight", None)
-        vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
         checkpoint.add_row_numbers(vocab_size)
         said = config | cls.read_layer(checkpoint, "layer") | {"vocab_size": vocab_size, "capture_layers": layers}
         args = cls.derive(
@@ -206,7 +206,7 @@ def read_config(config: Config, where: str) -> Config:
     """
     own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
     if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {kind!s:.40}: of speculators' heads EAGLE-3 is read")
+        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: of speculators' heads EAGLE-3 is read")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
         if said.get(key, expected) != expected:
             got = f"{expected}, got {said[key]!r:.40}"

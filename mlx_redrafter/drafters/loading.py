@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from ..atomic_files import expand_path
-from ..errors import CheckpointError, one_line
+from ..errors import CheckpointError, RedrafterError, one_line
 from . import MODULES, is_converted, recurrent
 from .checkpoint import Checkpoint, Tensor, list_weights, matches_any, unwrap
 from .mtp import Layers, find_layers
@@ -86,8 +86,11 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
     for pattern in LAYOUTS:
         if files := [file for file in present if "/" not in file and re.fullmatch(pattern, file)]:
             return check_shards(files, name)
-    got = ", ".join(present[:4]) or "no files"
-    advice = ": 'python -m mlx_redrafter.convert' reads other files" if matches_any(CONVERTED, present) else ""
+    got, advice = ", ".join(present[:4]) or "no files", ""
+    if matches_any(CONVERTED, present):
+        advice = ": 'python -m mlx_redrafter.convert' reads other files"
+    elif matches_any(r".*/.*\.safetensors", present):
+        advice = ": give the folder that they are in"
     raise CheckpointError(f"no safetensors in {name}, got {got}{advice}")
 
 
@@ -106,8 +109,7 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose
     Raises:
         CheckpointError: no such path or repository, no weights in it, or not all of them.
     """
-    name = str(path_or_hf_repo)
-    path = expand_path(name)
+    name, path = str(path_or_hf_repo), find_path(path_or_hf_repo)
     if is_file := path.is_file():
         present = [path.name]
     else:
@@ -123,6 +125,14 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose
     return Source(path, tuple(folder / file for file in files), read_config(folder))
 
 
+def find_path(path_or_hf_repo: str | Path) -> Path:
+    """A path, with the user's folder in place of ~; a CheckpointError where there is no such user."""
+    try:
+        return expand_path(path_or_hf_repo)
+    except RedrafterError as error:
+        raise CheckpointError(str(error)) from error
+
+
 def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
     """The files of a model that hold its multi-token-prediction layer, of a directory or a hub id.
 
@@ -131,8 +141,7 @@ def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: 
     Raises:
         CheckpointError: no such directory or repository, no such layer, or a file is missing.
     """
-    name = str(path_or_hf_repo)
-    path = expand_path(name)
+    name, path = str(path_or_hf_repo), find_path(path_or_hf_repo)
     if path.is_file():
         raise CheckpointError(f"expected a model's directory or hub id, got a file: {path}")
     if not name or not path.is_dir():
@@ -197,7 +206,7 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
             else:
                 placed = read_index(index)[1]
                 if set(choose(present, name)) <= set(placed.values()):
-                    find_kind(placed, read_config(index), name)
+                    check_names(placed, read_config(index), name)
         files = files or choose(present, name)
         if is_base:
             files = [INDEX, *files]
@@ -212,13 +221,26 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
 
 def list_files(name: str, revision: str | None) -> list[str]:
     """The files of a hub repository; those that were downloaded before where the hub cannot be reached."""
-    try:
-        return HfApi().list_repo_files(name, revision=revision)
+    try:  # which is not tried again and again without a network, as `list_repo_files` is
+        return [file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []]
     except HfHubHTTPError:  # what the hub answers
         raise
     except Exception:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+
+
+def check_names(names: Collection[str], config: dict[str, Any], name: str) -> None:
+    """Refuses what is no drafter by the names of its tensors, before they are downloaded.
+
+    Raises:
+        CheckpointError: saying what it is, or which tensor no drafter has.
+    """
+    kind = find_kind(names, config, name)
+    if not is_ours(config) and not hasattr(kind, "find_layers"):
+        tails = unwrap(names)
+        checkpoint = Checkpoint(name, {}, dict.fromkeys(tails.values(), mx.zeros(1)), {v: k for k, v in tails.items()})
+        checkpoint.rename(kind.NAMES, kind.MODEL_TYPE)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -95,7 +95,9 @@ class DrafterArgs(TrainableArgs):
             "base_model": config.get("base_model_name_or_path"),
             "hidden_state": AFTER_NORM,
         }
-        return cls.derive(checkpoint.shapes, sizes, where)
+        args = cls.derive(checkpoint.shapes, sizes, where)
+        checkpoint.compare({"hidden_size": args.hidden_size, "vocab_size": args.vocab_size})
+        return args
 
     @classmethod
     def for_training(

@@ -76,7 +76,7 @@ class DrafterArgs(TrainableArgs):
         own = {"base_model": checkpoint.config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
         sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "inner_dim": inner_dim}
         args = cls.derive(checkpoint.shapes, checkpoint.config | own, checkpoint.where, **sizes)
-        is_ibm = isinstance(checkpoint.config.get("emb_dim"), int)
+        is_ibm = "input_hidden_dim" not in checkpoint.config  # which is Snowflake's
         if checkpoint.config.get("inner_dim") == 0:  # as wide as the target's hidden state
             sizes["inner_dim"] = 0
         checkpoint.compare(sizes | {"emb_dim" if is_ibm else "input_hidden_dim": hidden_size})

@@ -275,7 +275,7 @@ def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str,
     if model_type == "nemotron_h":
         types = {"attention": ATTENTION, "full_attention": ATTENTION, "moe": "E", "mlp": "-"}
         listed = config.get("mtp_layers_block_type")
-        pattern = [types.get(each, each) for each in listed] if isinstance(listed, list) else None
+        pattern = [types.get(str(each), str(each)) for each in listed] if isinstance(listed, list) else None
         found = {key: value for key, value in found.items() if key not in ("layers_block_type", "layer_types")}
         found["hybrid_override_pattern"] = pattern or [*config.get("mtp_hybrid_override_pattern", "*E")]
     return found | {"model_type": model_type}

@@ -1,7 +1,7 @@
 """What decoding asks of a drafter.
 
-A kind is a module of this package with a `MODEL_TYPE`, a `DrafterArgs` and a `Drafter`, and has a place in `MODULES`.
-Nothing outside this package and `convert` asks which kind a drafter is.
+A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a `DrafterArgs` and a `Drafter`, and a
+place in `MODULES`. Nothing outside this package asks which kind a drafter is.
 
 Most guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them. One
 that keeps something opens a source of its own, see `Drafter.open`; `PairDrafter` is the base of heads with a KV cache.

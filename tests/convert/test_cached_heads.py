@@ -121,10 +121,11 @@ def test_heads_that_others_have_quantized_stay_as_they_are(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 8}, r".*says 8 bits in groups of 32, mode affine of .*, which has \d+ words, .*"),
+        ({"bits": 8}, r".*says 8 bits in groups of 32, mode affine of .*, which has weight of shape .*"),
         ({"mode": "nf4"}, ".*expected .* quantized in mode affine, mxfp4, nvfp4, mxfp8, got mode 'nf4'"),
-        ({"mode": "mxfp4"}, ".*says 4 bits in groups of 32, mode mxfp4 of .* and biases in a row"),
-        ({"group_size": "32"}, ".*says 4 bits in groups of 32, .*"),
+        ({"mode": "mxfp4"}, ".*says 4 bits in groups of 32, mode mxfp4 of .*, biases of shape .*"),
+        ({"group_size": "32"}, ".*says 4 bits in groups of '32', .*"),
+        ({"mode": ["affine"]}, ".*expected .* quantized in mode affine, .*, got mode .*'affine'.*"),
     ],
 )
 def test_a_quantization_that_the_tensors_do_not_have_is_refused(
@@ -219,7 +220,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
 def test_sizes_that_a_config_says_otherwise_are_refused(name: str, tmp_path: Path) -> None:
-    wrong = {"hidden_size": 64, "num_key_value_heads": 1, "num_hidden_layers": 2, "draft_vocab_size": 50}
+    wrong = {"hidden_size": 64, "num_key_value_heads": 1, "draft_vocab_size": 50}
     for key, said in wrong.items():
         source = publish(name, tmp_path / key, **{key: said})
         with pytest.raises(CheckpointError, match=rf"{source}/config\.json says {key} {said}, its tensors say \d+$"):
@@ -247,6 +248,47 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
     (sidecar / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "model.safetensors")}))
     beside = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "beside").path)
     assert mx.array_equal(alone.sample_logits(), beside.sample_logits())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+        {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 1.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 1.0}},
+        {"num_hidden_layers": 24, "quantization": False, "quantization_config": "none"},
+    ],
+)
+def test_what_published_configs_say_beside_it_changes_nothing(config: dict[str, Any], tmp_path: Path) -> None:
+    """A rotation by a factor of 1 is the plain one; how many layers the target has is no matter."""
+    plain = load_drafter(publish("eagle3", tmp_path / "plain", rope_scaling=None)).sample_logits()
+    found = load_drafter(publish("eagle3", tmp_path / "in", **{"rope_scaling": None} | config)).sample_logits()
+    assert mx.allclose(found, plain, atol=1e-4)
+
+
+def test_a_rotation_may_be_said_for_full_attention(tmp_path: Path) -> None:
+    own = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    nested = {"full_attention": own, "sliding_attention": {"rope_type": "default"}}
+    args: Any = load_drafter(publish("eagle3", tmp_path / "in", rope_scaling=None, rope_parameters=nested)).args
+    assert args.rope_theta == 1e6 and args.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+
+
+def test_eagle_1_has_the_vocabulary_of_its_copy_of_the_embedding(tmp_path: Path) -> None:
+    weights = read_golden("eagle1")[0]
+    weights["embed_tokens.weight"] = mx.zeros((97, weights["fc.weight"].shape[0]))
+    assert load_drafter(publish("eagle1", tmp_path / "in", arrays=weights, vocab_size=None)).args.vocab_size == 97
+    source = publish("eagle1", tmp_path / "128", arrays=weights, vocab_size=128)
+    refused(source, ".*says vocab_size 128, its tensors say 97", tmp_path / "out")
+
+
+@pytest.mark.parametrize("part", ["scales", "biases"])
+@pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[0, 0], lambda x: x[:, :1]])
+def test_damaged_quantized_layers_are_refused(part: str, change: Any, tmp_path: Path) -> None:
+    weights = read_golden("eagle3_mlx")[0]
+    name = next(name for name in sorted(weights) if name.endswith(f".{part}"))
+    source = publish("eagle3_mlx", tmp_path / "in", arrays=weights | {name: change(weights[name])})
+    with pytest.raises(CheckpointError, match=r"says \d bits in groups of \d+, mode affine of .*, which has .*"):
+        load_drafter(source)
 
 
 def test_eagle_1_has_no_norm_at_its_end(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +153,12 @@ class Hub:
         self.ever_downloaded: set[str] = set()
         self.is_reached = True
 
-    def list_repo_files(self, repo: str, *, revision: str | None) -> list[str]:
+    def repo_info(self, repo: str, *, revision: str | None) -> SimpleNamespace:
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=name) for name in self.list_files(repo, revision=revision)]
+        )
+
+    def list_files(self, repo: str, *, revision: str | None) -> list[str]:
         if not self.is_reached:
             raise OfflineModeIsEnabled("there is no network")
         place = self.root / repo / (revision or "main")
@@ -166,7 +172,7 @@ class Hub:
         assert local_files_only == (not allow_patterns)
         if not self.is_reached:
             return self._copy_downloaded(repo, revision)
-        present = self.list_repo_files(repo, revision=revision)
+        present = self.list_files(repo, revision=revision)
         self.downloaded = [name for name in present if any(fnmatch(name, pattern) for pattern in allow_patterns)]
         self.ever_downloaded |= set(self.downloaded)
         return str(self.root / repo / (revision or "main"))
@@ -252,6 +258,13 @@ def test_a_model_without_a_drafter_is_not_downloaded(hub: Hub, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"^some/model is a llama, not a drafter: .* as --draft-model$"):
         load_drafter("some/model", make_model())
     assert hub.ever_downloaded == {CONFIG, INDEX}
+    foreign = {"backbone.layers.0.mixer.in_proj.weight": base()["lm_head.weight"]}
+    mamba = hub.root / "some" / "mamba" / "main"
+    save(mamba / WEIGHTS, foreign)
+    (mamba / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(foreign, WEIGHTS)}))
+    with pytest.raises(CheckpointError, match=r"^some/mamba holds a tensor that no .* has: 'backbone"):
+        load_drafter("some/mamba")
+    assert WEIGHTS not in hub.ever_downloaded
     # An index that names other files than those that are there says nothing about them.
     (place / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(base(), "other.safetensors")}))
     refused("some/model", ".* is a llama, not a drafter: .* as --draft-model", tmp_path / "result")
