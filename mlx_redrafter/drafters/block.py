@@ -39,6 +39,7 @@ from .config import (
     MAX_COUNT,
     Config,
     LayerArgs,
+    check_states,
     count,
     declare,
     flag,
@@ -143,11 +144,7 @@ class BlockArgs(LayerArgs):
         hidden_size, vocab_size = model_sizes(model) if model is not None else (None, None)
         needs_target = not {"embed_tokens.weight", "lm_head.weight"} <= tensors.keys()
         known = (config.get("target_hidden_size"), hidden_size, width if needs_target else None)
-        for least in filter(is_count, known if n_inputs != n_states * width else ()):
-            if n_inputs % least == 0 and n_inputs // least != n_states:
-                reads = f"as fc.weight reads {n_inputs} numbers, {least} of each"
-                expected = f"{n_inputs // least} target_layer_ids, {reads}"
-                raise CheckpointError(f"{where}/config.json: expected {expected}, got {n_states}")
+        check_states(n_inputs, n_states, known if n_inputs != n_states * width else (), where)
         if n_inputs % n_states:
             expected = f"fc.weight to read the outputs of {n_states} target_layer_ids side by side"
             raise CheckpointError(f"{where}: expected {expected}, got shape {(width, n_inputs)}")

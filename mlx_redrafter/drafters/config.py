@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
@@ -57,6 +57,21 @@ def flatten(config: Config, own: str, where: str) -> Config:
     found = {key: value for part in parts for key, value in part.items() if value is not None}
     rope = get_object(found, "rope_parameters", where)
     return found | {"rope_parameters": get_object(rope, "full_attention", where) or rope} | base
+
+
+def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str) -> None:
+    """Compares how many states of the target a config says with the numbers that a head's `fc` reads of them.
+
+    Args:
+        sizes: what a state's size may be, the most certain first; None for what is not known.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    for size in filter(is_count, sizes):
+        if n_inputs % size == 0 and n_inputs // size != n_states:
+            expected = f"{n_inputs // size} layers, as fc.weight reads {n_inputs} numbers, {size} of each"
+            raise CheckpointError(f"{where}/config.json: expected {expected}, got {n_states}")
 
 
 def name_rope(rope: Config) -> str:

@@ -33,7 +33,7 @@ from ..engine.model_parts import AFTER_NORM, find_output_matrix
 from ..errors import CheckpointError, RedrafterError, one_line
 from .cached import LayerCache, PairSource
 from .checkpoint import Checkpoint, matches_any
-from .config import DRAFT_IDS, Config, LayerArgs, declare, flag, flatten, get_object, is_count, is_list_of
+from .config import DRAFT_IDS, Config, LayerArgs, check_states, declare, flag, flatten, get_object, is_list_of
 from .protocol import Embed, Head, PairDrafter
 from .source import Source
 from .trainable import Project, TrainableArgs, TrainableDrafter
@@ -103,10 +103,7 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         width, n_inputs = checkpoint.matrix("fc.weight")
         n_states = 2 if version == 1 else len(layers or [0] * N_TAPS)
         known = [config.get("target_hidden_size"), None if "embed_tokens.weight" in tensors else width]
-        for size in filter(is_count, known if version == 3 else ()):
-            if n_inputs % size == 0 and n_inputs // size != n_states:
-                expected = f"{n_inputs // size} capture_layers, got {n_states}"
-                raise CheckpointError(f"{where}/config.json: expected {expected}")
+        check_states(n_inputs, n_states, known if version == 3 else (), where)
         vocab_size = checkpoint.find_vocab_size(["embed_tokens.weight"])
         if version == 1:
             tensors.pop("embed_tokens.weight", None)

@@ -114,7 +114,7 @@ def test_layers_of_speculators_are_counted_from_one(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_of_layers_is_said(tmp_path: Path) -> None:
-    expected = r".*/config\.json: expected 3 target_layer_ids, as fc\.weight reads \d+ numbers, \d+ of each, got 2"
+    expected = r".*/config\.json: expected 3 layers, as fc\.weight reads \d+ numbers, \d+ of each, got 2"
     refused(publish("dflash_assistant", tmp_path / "1", target_layer_ids=[1, 5]), expected, tmp_path / "1-out")
     sizes = {"target_layer_ids": [1, 5], "target_hidden_size": 40}
     refused(publish("dspark", tmp_path / "2", **sizes), expected, tmp_path / "2-out")

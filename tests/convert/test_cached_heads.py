@@ -99,7 +99,7 @@ def test_layers_are_read_from_the_config(tmp_path: Path) -> None:
     assert drafter.open(make_target("eagle3", drafter)).capture == (1, 5, 9)
     refused(
         publish("eagle3", tmp_path / "two", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5]}),
-        r".*expected 3 capture_layers, got 2",
+        r".*expected 3 layers, as fc\.weight reads .*, got 2",
         tmp_path / "two-out",
     )
 
