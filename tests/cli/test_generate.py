@@ -243,7 +243,7 @@ def test_what_a_prompt_cache_file_holds_is_drafted_from(run: Run, tmp_path: Path
         (("--prompt", "\udcff"), "the prompt is not UTF-8"),
         (("--stop", ""), "a stop string must be"),
         (("-m", "0"), "max_tokens must be -1 (no limit) or at least 1, got 0"),
-        (("--drafter", "/no/such"), "no such directory"),
+        (("--drafter", "/no/such"), "no such file or directory"),
         (("--prompt-cache-file", "/no/such"), "cannot read the prompt cache /no/such"),
         (("--top-k", "100000"), "top_k must be below"),
     ],
