@@ -90,6 +90,10 @@ class TrainingArgs:
             choices = each.metadata["flag"].get("choices")
             if choices and value not in (*choices, each.default):
                 raise RedrafterError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.labels == "sampled" and self.teacher_top_k:
+            raise RedrafterError(
+                "teacher_top_k goes with labels distribution, got sampled, which are drawn from all tokens"
+            )
         if self.val_batches == 0:
             raise RedrafterError("val_batches must be at least 1, or -1 for all, got 0")
         if not self.temp:

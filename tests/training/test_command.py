@@ -70,6 +70,7 @@ def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
         (("--iters", "many"), "argument --iters: invalid int value: 'many'"),
         (("--max-tokens", "5"), "max_tokens must be above draft_depth 5"),
         (("--weight-decay", "nan"), "weight_decay must be .*, got nan"),
+        (("--labels", "sampled", "--teacher-top-k", "8"), "teacher_top_k goes with labels distribution"),
         (("--temp", "inf"), "temp must be"),
         (("--val-batches", "0"), "val_batches must be at least 1, or -1 for all"),
         (("--temp", "-1"), "temp must be"),
