@@ -270,15 +270,15 @@ def find_model(path_or_hf_repo: str | Path) -> Path:
         raise CheckpointError(f"{name!r} {why}") from error
 
 
-def check_directory(path: Path) -> dict[str, Any]:
-    """The config of a model directory whose files are all there.
+def check_directory(path: Path) -> None:
+    """Refuses a model directory whose files are not all there.
 
     Raises:
         CheckpointError: no directory, no readable config, no weights, or a shard that the index names is missing.
     """
     if not path.is_dir():
         raise CheckpointError(f"expected a model directory, got a file: {path}")
-    config = read_object(path / "config.json")
+    read_object(path / "config.json")
     present = {file.name for file in path.glob(WEIGHTS)}
     index = path / "model.safetensors.index.json"
     if index.exists():
@@ -287,7 +287,6 @@ def check_directory(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"incomplete checkpoint: {index.name} names {missing[0]}, which is not in {path}")
     if not present:
         raise CheckpointError(f"no {WEIGHTS} in {path}")
-    return config
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

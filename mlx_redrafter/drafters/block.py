@@ -160,7 +160,6 @@ class BlockArgs(LayerArgs):
             where,
             width=width,
             hidden_size=n_inputs // n_states,
-            num_layers=checkpoint.count(r"layers\.(\d+)\..*"),
             own_embedding="embed_tokens.weight" in tensors,
             own_head="lm_head.weight" in tensors,
             attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
@@ -550,6 +549,7 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
         raise CheckpointError(f"{where} has no config.json that says {what}")
     return said | {
         "capture_layers": layers,
+        "num_layers": n_layers,
         "embedding_scale": said.get("input_embedding_scale"),
         # Gemma's keys of full layers, which its drafters have
         "head_dim": said.get("global_head_dim", said.get("head_dim")),

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError, one_line
-from .config import DRAFT_IDS, Config, check_draft_ids, get_object, is_count
+from .config import DRAFT_IDS, Config, check_draft_ids, is_count
 
 Tensor = Any
 """An array of MLX that is not read yet, a `Packed` one, or another library's, with `shape`, `dtype` and `read()`."""
@@ -193,10 +193,6 @@ class Checkpoint:
     def count(self, pattern: str) -> int:
         """1 + the largest number that `pattern` finds in the names of tensors; 0 where it finds none."""
         return max((1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))), default=0)
-
-    def object(self, key: str) -> Config:
-        """The object under a key of the config; empty without one. See `get_object`."""
-        return get_object(self.config, key, self.where)
 
     def read_tensor(self, name: str) -> mx.array:
         """A tensor, evaluated: float64 as float32, token ids as int32.

@@ -324,7 +324,8 @@ class LayerArgs(DrafterArgs):
         config = checkpoint.config
         width, heads = checkpoint.matrix(f"{layer}.self_attn.o_proj.weight")[1], config.get("num_attention_heads")
         head_dim = width // heads if is_count(heads) else None
-        rope = checkpoint.object("rope_scaling") | checkpoint.object("rope_parameters")
+        scaling, parameters = (get_object(config, f"rope_{key}", checkpoint.where) for key in ("scaling", "parameters"))
+        rope = scaling | parameters
         thetas = (rope.pop("rope_theta", None), config.get("rope_theta"), 10000.0)
         keys = checkpoint.matrix(f"{layer}.self_attn.k_proj.weight")[0]
         return {

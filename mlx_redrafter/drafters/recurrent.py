@@ -110,7 +110,7 @@ class DrafterArgs(TrainableArgs):
             if name.endswith(".weight"):
                 checkpoint.matrix(name)
         config = {TENSORRT_LLM.get(key, key): value for key, value in checkpoint.config.items()}
-        if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:  # of a base model
+        if not (is_own := config.get("model_type", MODEL_TYPE) == MODEL_TYPE):  # but a base model's
             config = {"vocab_size": config.get("vocab_size")}
         args = cls.derive(checkpoint.shapes, config, checkpoint.where)
         vocab_size, most = config.get("vocab_size"), PADDING * checkpoint.n_ranks
@@ -121,7 +121,7 @@ class DrafterArgs(TrainableArgs):
             head = f"lm_head.{args.num_draft_layers}.weight"
             checkpoint.tensors[head] = checkpoint.tensors[head][:vocab_size]
             args = replace(args, vocab_size=vocab_size)
-        if "model_type" not in checkpoint.config or checkpoint.config["model_type"] == MODEL_TYPE:
+        if is_own:
             checkpoint.config = config
             checkpoint.compare(args.said())
         return args

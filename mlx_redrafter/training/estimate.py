@@ -90,7 +90,7 @@ def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
     """Seconds in which the target reads a text of this many tokens, among others."""
     length = min(length, args.max_seq_length)
     texts = max(1, TOKENS_AT_ONCE // length)
-    teacher = Teacher(model) if args.kept_top_k else None
+    teacher = Teacher(model) if args.teacher_top_k else None
     learned = min(length, args.learned_tokens or length)
     tokens, times = mx.zeros((texts, length), mx.int32), list[float]()
     for _ in range(2):
@@ -98,7 +98,7 @@ def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
         hidden = read_states(model, tokens)
         mx.eval(hidden)
         if teacher is not None:
-            find_likeliest(teacher, hidden[:, -learned:].flatten(0, 1), args.kept_top_k)
+            find_likeliest(teacher, hidden[:, -learned:].flatten(0, 1), args.teacher_top_k)
         times.append(time.perf_counter() - started)
     return min(times) / texts
 
@@ -111,8 +111,8 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, len
     """
     length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
     prompt = max(0, length - (args.learned_tokens or length))
-    kept = np.zeros(length - 1, row_dtype(sizes.hidden_size, args.kept_top_k))
-    likeliest = (kept["ids"], kept["probs"]) if args.kept_top_k else None
+    kept = np.zeros(length - 1, row_dtype(sizes.hidden_size, args.teacher_top_k))
+    likeliest = (kept["ids"], kept["probs"]) if args.teacher_top_k else None
     text = Text(np.zeros(length, np.int32), prompt, hidden=kept["hidden"], likeliest=likeliest)
     batch = collate([text] * args.batch_size)
     drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), [time.perf_counter()]
@@ -131,7 +131,7 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, len
 def disk_bytes(sizes: DrafterArgs, args: TrainingArgs, answer_tokens: int = 0, state_tokens: int = 0) -> int:
     """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one,
     answers and hidden states."""
-    of_token = row_dtype(sizes.hidden_size, args.kept_top_k).itemsize
+    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize
     return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens + of_token * state_tokens
 
 

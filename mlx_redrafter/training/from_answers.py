@@ -118,7 +118,7 @@ def train_from_answers(args: TrainingArgs, *, dry_run: bool = False, say: Say = 
         third = time.perf_counter() + (end - time.perf_counter()) / 3
         written = write_answers(model, tokenizer, training, missing, args, third)
         training = [*cut_texts(args, written, "new", say), *training]
-    training = add_hidden_states(model, training, top_k=args.kept_top_k)
+    training = add_hidden_states(model, training, top_k=args.teacher_top_k)
     if args.minutes is not None:
         iteration = time_iteration(model, sizes, args, round(sum(len(text.ids) for text in training) / len(training)))
         fitting = min(args.iters, int((end - time.perf_counter()) / iteration))

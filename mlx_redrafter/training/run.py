@@ -199,7 +199,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
                 training = [text._replace(offset=0) for text in training]
             if left:
                 read_by = {"model": args.model, "adapter_path": args.adapter_path}
-                read = add_hidden_states(model, [*training, *validation], files.states, read_by, args.kept_top_k)
+                read = add_hidden_states(model, [*training, *validation], files.states, read_by, args.teacher_top_k)
                 training, validation = read[: len(training)], read[len(training) :]
             drafter, teacher = make_new_drafter(args, model, sizes, training, say), Teacher(model, reads=False)
             del model  # nothing more is asked of it until the end

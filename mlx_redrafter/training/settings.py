@@ -159,11 +159,6 @@ class TrainingArgs:
         return None if self.data or self.learn_prompts else self.max_tokens
 
     @property
-    def kept_top_k(self) -> int:
-        """How many of the target's likeliest tokens are kept when it reads the texts; 0 where all are learned."""
-        return self.teacher_top_k if self.labels == "distribution" else 0
-
-    @property
     def mixed_dtype(self) -> mx.Dtype | None:
         """What forward and gradients are computed in, when not in float32."""
         return None if self.compute_dtype == "float32" else getattr(mx, self.compute_dtype)

@@ -159,8 +159,10 @@ def compute_targets(
         choices = find_rows(kept[0][:, 0])
     states = tokens, hidden, teacher.embedding(tokens), batch.positions, columns, choices
     if of_text or draws:
-        drawn = mx.random.categorical(logits, key=mx.random.key(key)) if draws else None
-        following = batch.ids[:, 1:].reshape(-1)[batch.positions] if drawn is None else drawn
+        if draws:
+            following = mx.random.categorical(logits, key=mx.random.key(key))
+        else:
+            following = batch.ids[:, 1:].reshape(-1)[batch.positions]
         wanted = find_rows(following)[:, None]
         return TrainingTargets(*states, (wanted >= 0).astype(mx.float32), mx.maximum(wanted, 0))
     if kept is None:
