@@ -38,7 +38,8 @@ class History:
     Attributes:
         counts: how often the drafter was right, in earlier processes as well.
         slowdown: of this process, as the rest is; None before there is a text.
-        pause: plain steps until the drafter is tried again, where the last text had given it up.
+        pause: plain steps until the drafter is tried again, if the last text had given it up; the next text waits for
+            at most `PROBE_EVERY`.
         next_pause: how many there are after the next try that fails.
         debts: by whether the drafter took part, what rounds have lost and later texts have to make good, in plain
             steps.

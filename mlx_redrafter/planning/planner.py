@@ -163,7 +163,7 @@ class AutoPlanner(Planner):
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[tuple[Plan, int], float] = {}  # of a round in plain steps, by plan and context length
         self._in_flight: Plan | None = None
-        self._pause = history.pause
+        self._pause = min(history.pause, PROBE_EVERY)  # another text may be easier to draft
         if history.n_texts % WARM_UP_EVERY == 0:
             self._pause = max(self._pause, WARM_UP)
         self._next_pause = history.next_pause or PROBE_EVERY

@@ -231,6 +231,18 @@ def test_a_drafter_that_pays_drafts_from_the_first_token_of_the_next_text() -> N
         planner.finish()
 
 
+def test_a_drafter_that_was_given_up_is_tried_again_early_in_the_next_text() -> None:
+    history, costs = History(), make_costs("gentle")
+    first = AutoPlanner(costs, ACCEPTANCE, history=history)
+    for _ in range(3):
+        simulate(first, costs, TEXTS["nothing"], 1500, 0)
+    first.finish()
+    assert history.pause > PROBE_EVERY, "what this test is about"
+    planner = AutoPlanner(costs, ACCEPTANCE, history=history)
+    plans = [planner.next_plan(START + at) for at in range(PROBE_EVERY + 1)]
+    assert plans[-1] is not None and plans[:-1] == [None] * PROBE_EVERY
+
+
 def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = make_model()
