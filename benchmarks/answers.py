@@ -31,10 +31,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from tqdm import tqdm
 
+from mlx_redrafter import load_demo
 from mlx_redrafter.answer_folder import AnswerFolder
 from mlx_redrafter.atomic_files import write_text
 from mlx_redrafter.checkpoints import load_drafter
-from mlx_redrafter.demo import DIRECTORY, load_demo
+from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.demo.sources import pick_pieces, split_files
 from mlx_redrafter.drafters.context import ContextSource
 from mlx_redrafter.drafters.trainable import TrainableDrafter

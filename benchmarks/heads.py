@@ -26,9 +26,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_redrafter import load_demo
 from mlx_redrafter.atomic_files import expand_path, write_text
 from mlx_redrafter.checkpoints import evaluate, load, load_drafter, save_drafter
-from mlx_redrafter.demo import load_demo
 from mlx_redrafter.demo.sources import split_files, training_prompts
 from mlx_redrafter.drafters import TRAINABLE
 from mlx_redrafter.drafters.config import DrafterArgs

@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import compute_bits_per_weight
 
+from mlx_redrafter import load_demo
 from mlx_redrafter.atomic_files import expand_path
-from mlx_redrafter.checkpoints import load
-from mlx_redrafter.command_models import load_fast_drafter
-from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter.checkpoints import load, load_fast_drafter
+from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.sampling import Sampler
 from mlx_redrafter.errors import RedrafterError

@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.utils import save_config, save_model
 
+from mlx_redrafter import load_demo
 from mlx_redrafter.checkpoints import save_drafter
-from mlx_redrafter.demo import DIRECTORY, demo_prompts, load_demo
+from mlx_redrafter.demo import DIRECTORY, demo_prompts
 from mlx_redrafter.engine.model_parts import compute_dtype
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generate import generate, stream_generate

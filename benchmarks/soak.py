@@ -27,7 +27,8 @@ from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter import load_demo
+from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.generate import generate
 
 from .command import add_json, parse_above_zero, parse_positive

@@ -13,7 +13,7 @@ import asyncio
 from statistics import median
 from typing import Any
 
-from mlx_redrafter.demo import load_demo
+from mlx_redrafter import load_demo
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.types import GenerationRequest, GenerationStats

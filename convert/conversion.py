@@ -30,8 +30,8 @@ from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
+from mlx_redrafter.generate import try_drafter
 from mlx_redrafter.options import Options
-from mlx_redrafter.trial import try_drafter
 
 from .output import check_destination, make_card, new_directory, upload
 from .sources import choose_files, read_checkpoint

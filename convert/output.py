@@ -13,11 +13,11 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from mlx_redrafter.atomic_files import expand_path
+from mlx_redrafter.checkpoints import card_header, strip_folders
 from mlx_redrafter.drafters import KINDS
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.drafters.loading import read_object
 from mlx_redrafter.errors import RedrafterError, one_line
-from mlx_redrafter.model_card import card_header, strip_folders
 
 DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"

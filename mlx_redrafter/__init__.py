@@ -9,8 +9,7 @@ from .engine.blas import load_openblas
 from .progress import set_bar_lock
 
 if TYPE_CHECKING:
-    from .checkpoints import load, load_draft_model, load_drafter
-    from .demo import load_demo
+    from .checkpoints import load, load_demo, load_draft_model, load_drafter
     from .errors import CheckpointError, RedrafterError, UnsupportedModelError
     from .generate import GenerationResponse, generate, generate_step, stream_generate
     from .session.session import Answer, Session
@@ -30,7 +29,7 @@ _HOMES = {
     "generate": "generate",
     "generate_step": "generate",
     "load": "checkpoints",
-    "load_demo": "demo",
+    "load_demo": "checkpoints",
     "load_draft_model": "checkpoints",
     "load_drafter": "checkpoints",
     "stream_generate": "generate",

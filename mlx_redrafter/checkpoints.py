@@ -1,4 +1,4 @@
-"""Loading and saving models and drafters: directories and hub ids."""
+"""Loading and saving models and drafters: directories, hub ids, and what a command's flags name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mlx.utils import tree_reduce
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _download
+from mlx_lm.utils import _download, dequantize_model
 
 from . import ranks
-from .atomic_files import replace_file
+from .atomic_files import expand_path, replace_file
+from .demo import DIRECTORY as DEMO
 from .drafters.checkpoint import find_not_finite as find_not_finite
 from .drafters.checkpoint import list_weights as list_weights
 from .drafters.draft_model import DraftModel
@@ -30,7 +32,7 @@ from .drafters.protocol import Drafter
 from .engine import kv_cache
 from .engine.blas import choose_threads, warn_of_slow_blas
 from .engine.model_checks import explain_chains
-from .errors import CheckpointError, UnsupportedModelError, one_line
+from .errors import CheckpointError, RedrafterError, UnsupportedModelError, one_line
 
 WEIGHTS = "model*.safetensors"
 
@@ -292,3 +294,182 @@ def check_directory(path: Path) -> None:
 def dtype_name(dtype: mx.Dtype) -> str:
     """The name of a dtype in `--dtype` and configs."""
     return str(dtype).removeprefix("mlx.core.")
+
+
+def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
+    """(model, tokenizer, drafter) of the packaged demo, a llama of 25 million parameters for Python source.
+
+    Stored in 8 bits, the drafter in 16, and decoded in float32, in which a CPU is fastest.
+
+    Args:
+        drafter: another drafter for the demo's target, a local directory or a hub id; it decodes in float32, too.
+
+    Raises:
+        CheckpointError: the package was installed without it, or that drafter does not fit this target.
+    """
+    model, tokenizer = load(DEMO / "target")
+    dequantize_model(model)
+    loaded = load_drafter(DEMO / "drafter" if drafter is None else drafter, model)
+    for module in (model, loaded):
+        module.set_dtype(mx.float32)
+    evaluate(model, loaded)
+    return model, tokenizer, loaded
+
+
+def strip_folders(name: str | Path) -> str:
+    """A hub id as it is, and only the last part of a local path, on one line: its folders mean nothing elsewhere."""
+    path = expand_path(name)
+    if path.is_dir():
+        return one_line(path.resolve().name)
+    return one_line(path.name if path.exists() else name)  # a file in the hub's cache links to one with a hash for name
+
+
+def card_header(base: str | None) -> str:
+    """The YAML header of a drafter's model card.
+
+    Args:
+        base: the target's name or directory; a directory says nothing to others and is left out.
+    """
+    lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
+    if base and not Path(base).expanduser().exists():
+        lines.append(f"base_model: {json.dumps(base, ensure_ascii=False)}")
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def check_demo_flags(name: str | None, args: Any) -> None:
+    """Refuses flags that change how a model is loaded where none is named: the packaged demo is loaded as it is.
+
+    Raises:
+        RedrafterError: naming the flag.
+    """
+    for flag in ("adapter_path", "quantize_activations"):
+        if name is None and getattr(args, flag, None):
+            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
+
+
+def find_drafter_name(args: Any) -> str | None:
+    """What the flags name as a drafter: a head, or a draft model."""
+    name: str | None = args.drafter or getattr(args, "draft_model", None)
+    return name
+
+
+def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
+    """(model, tokenizer) as a command's flags say.
+
+    Args:
+        args: has `adapter_path`, `trust_remote_code` and, where the command has the flags, `quantize_activations`,
+            `model_dtype` and `use_default_chat_template`.
+        name: a local directory or a hub id; None for the packaged demo.
+        tokenizer_config: more arguments for the tokenizer.
+
+    Raises:
+        RedrafterError: there is no such model, or it cannot be loaded in this way.
+    """
+    check_demo_flags(name, args)
+    config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
+    if (size := ranks.count()) > 1:
+        for flag in ("adapter_path", "quantize_activations"):
+            if getattr(args, flag, None):
+                raise RedrafterError(f"--{flag.replace('_', '-')} runs in one process, got {size}")
+        if name is None:
+            raise RedrafterError(f"{size} ranks need --model: the packaged demo runs in one process")
+        model, tokenizer = load_shards(
+            name, pipeline=args.pipeline, tokenizer_config=config, trust_remote_code=args.trust_remote_code
+        )
+    elif name is None:
+        model, tokenizer, _ = load_demo()
+    else:
+        model, tokenizer = load(
+            name,
+            adapter_path=args.adapter_path,
+            tokenizer_config=config,
+            model_config={"quantize_activations": getattr(args, "quantize_activations", False)},
+            trust_remote_code=args.trust_remote_code,
+        )
+    cast(model, args)
+    if getattr(args, "use_default_chat_template", False) and tokenizer.chat_template is None:
+        tokenizer.chat_template = getattr(tokenizer, "default_chat_template", None)  # newer tokenizers have none
+    return model, tokenizer
+
+
+def cast(model: nn.Module, args: Any) -> None:
+    """Casts a model's floating-point weights to the `model_dtype` of the flags, if any, as `mlx_lm.convert` does.
+
+    Raises:
+        RedrafterError: one of them is too large for it.
+    """
+    if (name := getattr(args, "model_dtype", None)) is None:
+        return
+    dtype: mx.Dtype = getattr(mx, name)
+    may_cast: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
+    kept = {} if may_cast is None else {k: w for k, w in list_weights(model).items() if not may_cast(k)}
+    model.set_dtype(dtype)
+    model.load_weights(list(kept.items()), strict=False)
+    evaluate(model)
+    if dtype == mx.float16 and (odd := find_not_finite(list_weights(model))) is not None:
+        raise RedrafterError(f"{odd} does not fit into {name}: give --dtype float32 or bfloat16")
+
+
+def load_pair(
+    args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
+) -> tuple[nn.Module, Any, Drafter | None]:
+    """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
+
+    Args:
+        args: see `load_target`; a `no_drafter` that is set loads none, a `draft_model` is loaded instead of a drafter.
+        drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
+        name, tokenizer_config: see `load_target`.
+
+    Raises:
+        RedrafterError: see `load_target`, `load_drafter` and `load_draft_model`.
+    """
+    without, draft_model = getattr(args, "no_drafter", False), getattr(args, "draft_model", None)
+    refuse_builtin(None if without else drafter_name)
+    if name is None and not without and draft_model is None and ranks.count() == 1:
+        check_demo_flags(name, args)
+        model, tokenizer, drafter = load_demo(drafter_name)
+        cast(model, args)
+        cast(drafter.weights, args)
+        return model, tokenizer, drafter
+    model, tokenizer = load_target(args, name, tokenizer_config)
+    kind = find_dtype(model)
+    advice = "--dtype float32 is faster, and takes twice the memory"
+    if is_quantized(model):
+        kind, advice = "quantized", "mlx_lm.convert --dequantize --dtype float32 makes a larger, faster copy"
+    if mx.default_device().type == mx.cpu and kind != "float32":
+        print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
+    if draft_model is not None:
+        loaded = load_draft_model(draft_model, model, tokenizer)
+        if name is None:  # as the demo's own
+            loaded.set_dtype(mx.float32)
+            evaluate(loaded)
+        cast(loaded.weights, args)
+        return model, tokenizer, loaded
+    if name is None or drafter_name is None or without:
+        return model, tokenizer, None
+    drafter = load_fast_drafter(drafter_name, model)
+    cast(drafter.weights, args)
+    base = drafter.args.base_model
+    if base is not None and Path(base).name != Path(name).resolve().name:  # the trainer records no folders
+        warning = f"warning: {drafter_name} was trained for {base}, not for {name}: expect few accepted tokens"
+        print(warning, file=sys.stderr)
+    return model, tokenizer, drafter
+
+
+def find_dtype(module: nn.Module) -> str:
+    """The name of the dtype of the largest array, in which most is computed."""
+    return dtype_name(max(list_weights(module).values(), key=lambda array: array.size).dtype)
+
+
+def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
+    """See `load_drafter`; beside a float32 model on a CPU, where 16 bits take four times as long, in float32."""
+    drafter = load_drafter(path_or_hf_repo, model)
+    if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":
+        drafter.weights.set_dtype(mx.float32)
+        evaluate(drafter)
+    return drafter
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether weights are packed, whose dtype says nothing then."""
+    return any(name.endswith(".scales") for name in list_weights(module))

@@ -33,10 +33,17 @@ from .engine.wired_limit import wired_limit
 from .errors import RedrafterError
 from .options import Options, takes_options
 from .pair import draw_seed, find_pair
-from .stop_strings import StopStrings
 
 USELESS_ROUNDS = 16
 """After this many drafting rounds without one accepted token the drafter is reported as useless."""
+
+TRIAL_PROMPTS = (
+    "Write a function that reverses a linked list.\n\ndef reverse(",
+    "Explain in three sentences why the sky is blue.",
+    "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
+    "List the planets of the solar system, with one fact about each.",
+)
+"""What `doctor` and `convert` try a drafter on."""
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -165,7 +172,7 @@ def stream_generate(
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
     parsed = parsed.require_tokens()
     ids = encode(tokenizer, prompt)
-    stops = make_stop_strings(stop)
+    stops = StopStrings(stop)
     detokenizer = tokenizer.detokenizer
     started = prompt_tps = 0.0
     callback = parsed.prompt_progress_callback
@@ -328,16 +335,49 @@ def decode_tokens(
         finish()
 
 
-def make_stop_strings(stop: str | Sequence[str] | None) -> StopStrings:
-    """What ends a text at one of these.
+class StopStrings:
+    """Cuts a stream of text before the stop string that is complete first, and holds back what might become one.
+
+    Args:
+        stop: one string or several; None for none.
+
+    Attributes:
+        found: the stop string that ended the text; None before.
 
     Raises:
         RedrafterError: it is neither a string nor several, or one is empty.
     """
-    stops = [stop] if isinstance(stop, str) else list(stop or ()) if isinstance(stop or (), Iterable) else [stop]
-    if not all(isinstance(text, str) for text in stops):
-        raise RedrafterError(f"stop must be a string or several, got {stop!r}")
-    return StopStrings(stops)
+
+    def __init__(self, stop: str | Sequence[str] | None) -> None:
+        if stop is not None and not isinstance(stop, Iterable):
+            raise RedrafterError(f"stop must be a string or several, got {stop!r}")
+        self._stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if not all(isinstance(text, str) and text for text in self._stops):
+            raise RedrafterError(f"a stop string must be a text that is not empty, got {self._stops!r}")
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string ended it)."""
+        self._held += text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            _, at, self.found = min(found)
+            return self._held[:at], True
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        return shown, False
+
+    def rest(self) -> str:
+        """The text that was held back, once there is no more."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _overlap(self, stop: str) -> int:
+        """How many characters at the end begin `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 def summary(last: GenerationResponse) -> str:
@@ -425,6 +465,12 @@ def decode_prompts(
         stats += step.stats
         texts.append(tuple(text))
     return PromptRuns(stats, tuple(texts), seconds)
+
+
+def try_drafter(model: nn.Module, tokenizer: Any, drafter: Drafter, options: Options) -> Stats:
+    """The rounds of decoding `TRIAL_PROMPTS` with a drafter, through the chat template where there is one."""
+    prompts = [encode_chat(tokenizer, text) for text in TRIAL_PROMPTS]
+    return decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids)).stats
 
 
 def explain_useless(drafter: Drafter | Source, rounds: int, has_processors: bool = False) -> str:

@@ -12,10 +12,9 @@ from mlx_lm.models import llama
 from small import save_target, small_drafter, small_llama
 from toys import make_tokenizer
 
-from mlx_redrafter import command_models
-from mlx_redrafter.checkpoints import list_weights, save_drafter
+from mlx_redrafter import checkpoints
+from mlx_redrafter.checkpoints import list_weights, load_pair, load_target, save_drafter
 from mlx_redrafter.cli.arguments import make_parser
-from mlx_redrafter.command_models import load_pair, load_target
 from mlx_redrafter.demo import DIRECTORY
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.training.settings import TrainingArgs
@@ -117,7 +116,7 @@ def test_a_tokenizers_default_chat_template_is_used_where_it_has_none(
 ) -> None:
     """As older tokenizers have one: one of these is put in place of the loader's."""
     tokenizer = Namespace(chat_template=own, default_chat_template="default")
-    monkeypatch.setattr(command_models, "load", lambda name, **options: (small_llama(), tokenizer))
+    monkeypatch.setattr(checkpoints, "load", lambda name, **options: (small_llama(), tokenizer))
     for asked, expected in ((False, own), (True, own or "default")):
         args = Namespace(adapter_path=None, trust_remote_code=False, use_default_chat_template=asked)
         assert load_target(args, "some/model")[1].chat_template == expected

@@ -18,7 +18,7 @@ from mlx_redrafter.drafters import TRAINABLE
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mlx_redrafter"
 COMMANDS = {"cli", "serving", "training", "convert"}
-ABOVE = {"planning", "session", "generate", "options", "checkpoints", "command_models", "model_card", *COMMANDS}
+ABOVE = {"planning", "session", "generate", "options", "checkpoints", *COMMANDS}
 
 
 def imports(folder: str) -> Iterator[tuple[str, str]]:

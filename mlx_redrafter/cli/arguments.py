@@ -10,8 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..answer_folder import ANSWERS_HELP
-from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES
-from ..command_models import find_drafter_name, load_pair
+from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, find_drafter_name, load_pair
 from ..drafters.protocol import Drafter
 from ..errors import Parser, RedrafterError
 from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_options

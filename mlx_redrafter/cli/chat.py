@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import ranks
-from ..command_models import find_drafter_name
+from ..checkpoints import find_drafter_name
 from ..errors import Parser, RedrafterError, one_line
 from ..generate import GenerationResponse
 from ..session.session import Session

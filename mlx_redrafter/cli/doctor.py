@@ -18,8 +18,7 @@ import numpy as np
 
 from .. import __version__
 from ..atomic_files import expand_path, replace_file
-from ..checkpoints import dtype_name, find_not_finite, list_weights
-from ..command_models import find_drafter_name, is_quantized, load_pair
+from ..checkpoints import dtype_name, find_drafter_name, find_not_finite, is_quantized, list_weights, load_pair
 from ..drafters import make_drafter
 from ..drafters.protocol import Drafter
 from ..engine.model_checks import check_draftable
@@ -28,6 +27,7 @@ from ..engine.plan import Plan, chain_plan
 from ..engine.target import Target
 from ..engine.types import Kept
 from ..errors import RedrafterError, UnsupportedModelError
+from ..generate import TRIAL_PROMPTS, try_drafter
 from ..options import Options
 from ..pair import Pair
 from ..planning.acceptance import UNKNOWN_ACCEPTANCE, AcceptanceTable, expected_tokens, find_acceptance, scale_row
@@ -36,7 +36,6 @@ from ..planning.machine import describe_machine, has_fast_blas, memory_bytes
 from ..planning.planner import HYSTERESIS, predict_all, starting_plan
 from ..planning.simulation import CHANGED_EVERY, predict_speeds
 from ..planning.sizing import choose_size
-from ..trial import PROMPTS, try_drafter
 from .arguments import make_parser
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
@@ -218,8 +217,8 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
     if trial:
         shares = " ".join(f"{share:.2f}" for share in trial["acceptance_per_depth"])
         lines.append(
-            f"Tried on {len(PROMPTS)} prompts, greedy: {trial['tokens_per_round']:.2f} tokens per round of a chain of "
-            f"{trial['depth']}, right at depth 1, 2, ...: {shares}"
+            f"Tried on {len(TRIAL_PROMPTS)} prompts, greedy: {trial['tokens_per_round']:.2f} tokens per round of a "
+            f"chain of {trial['depth']}, right at depth 1, 2, ...: {shares}"
         )
         if trial["others"]:
             tried = ", ".join(f"{tokens:.2f} with {what}" for what, tokens in trial["others"].items())

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .. import __version__, ranks
 from ..answer_folder import open_answers
-from ..command_models import find_drafter_name
+from ..checkpoints import find_drafter_name
 from ..demo import demo_prompts
 from ..drafters.protocol import Drafter
 from ..engine.cached_tokens import find_tokens

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from .. import __version__
 from ..answer_folder import open_answers
-from ..command_models import find_drafter_name
+from ..checkpoints import find_drafter_name
 from ..engine.stats import USAGE_FIELDS
 from ..errors import RedrafterError, one_line
 from ..generate import GenerationResponse

@@ -10,8 +10,7 @@ from typing import Any
 
 from .. import ranks
 from ..answer_folder import ANSWERS_HELP
-from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES
-from ..command_models import check_demo_flags
+from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, check_demo_flags
 from ..errors import Parser, RedrafterError
 from ..options import OPTION_FLAGS, Options, add_options
 

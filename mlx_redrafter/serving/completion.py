@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal
 
 from mlx_lm.server import convert_chat
 
-from ..command_models import find_drafter_name
+from ..checkpoints import find_drafter_name
 from ..engine.grammar import Grammar
 from ..engine.stats import USAGE_FIELDS, Stats
 from ..errors import RedrafterError

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from .. import ranks
 from ..answer_folder import open_answers
-from ..command_models import find_drafter_name, load_pair
+from ..checkpoints import find_drafter_name, load_pair
 from ..errors import RedrafterError, one_line
 from .app import make_app
 from .completion import Service

@@ -14,7 +14,7 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import one_line
-from ..stop_strings import StopStrings
+from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
 """State of mlx-lm's text state machine -> what its text is. In "tool" it is a tool call, in any other state markup."""

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
-from ..command_models import load_pair
+from ..checkpoints import load_pair
 from ..demo import demo_prompts
 from ..drafters.config import DrafterArgs
 from ..drafters.context import ContextSource

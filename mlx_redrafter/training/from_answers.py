@@ -15,8 +15,7 @@ from mlx.utils import tree_map
 from tqdm import tqdm
 
 from ..answer_folder import find_folder, number_request, read_texts
-from ..checkpoints import dtype_name, load_drafter
-from ..command_models import is_quantized, load_target
+from ..checkpoints import dtype_name, is_quantized, load_drafter, load_target
 from ..drafters import TRAINABLE
 from ..drafters.trainable import TrainableArgs, TrainableDrafter
 from ..engine.model_checks import check_draftable

@@ -20,8 +20,17 @@ import mlx.nn as nn
 import numpy as np
 
 from ..atomic_files import expand_path, lock_file, replace_file, why_not_writable, write_text
-from ..checkpoints import WEIGHTS, find_not_finite, list_weights, load_drafter, read_object, save_drafter
-from ..command_models import load_target
+from ..checkpoints import (
+    WEIGHTS,
+    card_header,
+    find_not_finite,
+    list_weights,
+    load_drafter,
+    load_target,
+    read_object,
+    save_drafter,
+    strip_folders,
+)
 from ..demo.sources import training_prompts
 from ..drafters import is_converted
 from ..drafters.config import DrafterArgs
@@ -30,7 +39,6 @@ from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
 from ..errors import RedrafterError, one_line
-from ..model_card import card_header, strip_folders
 from ..options import Options
 from ..planning.sizing import choose_size, n_weights
 from .data import (

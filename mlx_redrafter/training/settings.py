@@ -7,8 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..checkpoints import DTYPES
-from ..command_models import check_demo_flags
+from ..checkpoints import DTYPES, check_demo_flags
 from ..drafters import DEFAULT, TRAINABLE
 from ..drafters.trainable import TrainableArgs
 from ..engine.plan import MAX_DRAFT_DEPTH

@@ -12,7 +12,7 @@ from bench_records import parse_flags
 from benchmarks import heads
 from benchmarks.heads import Bigram, make_heads_table
 from benchmarks.records import Results, read_records
-from mlx_redrafter.demo import load_demo
+from mlx_redrafter import load_demo
 from mlx_redrafter.drafters.config import DrafterArgs
 from mlx_redrafter.training.data import Text
 

@@ -14,7 +14,7 @@ from small import small_llama
 
 from benchmarks import models, run
 from benchmarks.models import count_bytes, count_bytes_read, find_prompts, open_workload
-from mlx_redrafter.demo import load_demo
+from mlx_redrafter import load_demo
 from mlx_redrafter.errors import RedrafterError
 
 

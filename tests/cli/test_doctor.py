@@ -166,7 +166,7 @@ def test_a_users_own_models_are_examined(
     measured: Measured, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_llama(vocab=64)
-    monkeypatch.setattr("mlx_redrafter.command_models.load", lambda name, **options: (model, None))
+    monkeypatch.setattr("mlx_redrafter.checkpoints.load", lambda name, **options: (model, None))
     status, out, err = run("doctor", "--model", "mine")
     assert status == 0 and "no drafter given: measuring with a random one" in err and "This drafter is random" in out
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})

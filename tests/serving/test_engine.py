@@ -18,9 +18,9 @@ from grammars import ToyGrammar, mask_history
 from mlx_lm.sample_utils import make_logits_processors
 from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
-from mlx_redrafter import RedrafterError
+from mlx_redrafter import RedrafterError, load_demo
 from mlx_redrafter.answer_folder import AnswerFolder, decode_texts
-from mlx_redrafter.demo import demo_prompts, load_demo
+from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.options import Options
