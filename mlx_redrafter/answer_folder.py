@@ -13,7 +13,6 @@ import os
 import re
 import struct
 import threading
-import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from . import ranks
 from .atomic_files import expand_path, final_name, lock_file, replace_file
 from .drafters.matches import BITS
 from .drafters.past import Array, PastIndex
-from .errors import RedrafterError, one_line
+from .errors import RedrafterError, one_line, warn
 
 MAX_TOKENS = 200_000
 """Of a tokenizer in a folder; beyond it the oldest texts are dropped."""
@@ -207,7 +206,7 @@ class AnswerFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            warnings.warn(f"past answers cannot be read: {one_line(error)}", stacklevel=4)
+            warn(f"past answers cannot be read: {one_line(error)}")
             return []
         return [text for text in texts if self._fits(text.ids)]
 
@@ -248,7 +247,7 @@ class AnswerFolder:
             except (OSError, RedrafterError) as error:
                 if not self._has_warned:
                     self._has_warned = True
-                    warnings.warn(f"an answer could not be kept in {self._folder}: {one_line(error)}", stacklevel=3)
+                    warn(f"an answer could not be kept in {self._folder}: {one_line(error)}")
 
     def _append(self, record: bytes) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, exist_ok=True)

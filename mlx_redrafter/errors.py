@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
+from types import FrameType
 from typing import NoReturn
 
 
@@ -21,6 +24,15 @@ class UnsupportedModelError(RedrafterError):
 
 class CheckpointError(RedrafterError):
     """A model or drafter directory is missing, damaged, or does not fit the target."""
+
+
+def warn(message: str) -> None:
+    """Issues a warning at the line outside this package that led to it."""
+    level, frame = 1, sys._getframe()
+    above: FrameType | None = frame
+    while above is not None and str(above.f_globals.get("__name__")).split(".")[0] == __package__:
+        level, above = level + 1, above.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class Parser(argparse.ArgumentParser):

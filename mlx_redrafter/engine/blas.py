@@ -11,12 +11,13 @@ import ctypes
 import mmap
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from struct import error as StructError
 from struct import iter_unpack, unpack, unpack_from
+
+from ..errors import warn
 
 PACKAGE, LIBRARY = "scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so"
 PREFIX = "scipy_"  # of the names of its functions
@@ -131,7 +132,7 @@ def warn_of_slow_blas() -> None:
     if _problem is not None and mx.default_device().type == mx.cpu:
         (reason, command), _problem = _problem, None
         message = f"MLX computes with a slow BLAS, as OpenBLAS is not used ({reason}): {command}"
-        warnings.warn(message, stacklevel=3)
+        warn(message)
 
 
 def choose_threads(parameters: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from .. import ranks
 from ..atomic_files import write_text
 from ..drafters.protocol import Drafter
 from ..engine.model_parts import model_name
-from ..errors import one_line
+from ..errors import one_line, warn
 from .acceptance import Count, Counts
 from .costs import CostTable, is_disturbed, parse_costs
 from .machine import cache_directory, describe_machine
@@ -55,7 +54,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
     try:
         write_text(cache_directory() / file, text + "\n")
     except (OSError, RuntimeError) as error:
-        warnings.warn(f"the measured costs cannot be kept: {one_line(error)}", stacklevel=2)
+        warn(f"the measured costs cannot be kept: {one_line(error)}")
     return costs
 
 
