@@ -31,7 +31,7 @@ from mlx_redrafter.drafters.loading import find_base, find_source, read_drafter
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError, one_line
 from mlx_redrafter.generate import try_drafter
-from mlx_redrafter.options import Options
+from mlx_redrafter.options import Options, check_option
 
 from .output import check_destination, make_card, new_directory, upload
 from .sources import choose_files, read_checkpoint
@@ -116,7 +116,7 @@ def convert(
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
         raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
-    Options(draft_depth=draft_depth)  # refuses one out of its range
+    check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
         raise RedrafterError("a draft vocabulary needs both --draft-vocab-size and --token-counts")
     if upload_repo is not None:

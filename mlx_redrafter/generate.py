@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before MLX is imported, which may be missing
 import inspect
 import sys
 import time
-import warnings
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
@@ -30,7 +29,7 @@ from .engine.decode import on_stream
 from .engine.request_checks import check_prompt
 from .engine.stats import Stats
 from .engine.wired_limit import wired_limit
-from .errors import RedrafterError
+from .errors import RedrafterError, warn
 from .options import Options, takes_options
 from .pair import draw_seed, find_pair
 
@@ -170,12 +169,22 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     options["answers"] = open_answers(options.get("answers"), tokenizer)
     drafter, parsed = choose_drafter(drafter, draft_model, num_draft_tokens, options)
-    parsed = parsed.require_tokens()
+    yield from stream_text(model, tokenizer, prompt, drafter, parsed.require_tokens(), StopStrings(stop))
+
+
+def stream_text(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: Prompt,
+    drafter: Drafter | Source | None,
+    options: Options,
+    stops: StopStrings,
+) -> Generator[GenerationResponse, None, None]:
+    """`stream_generate` with options that are parsed already."""
     ids = encode(tokenizer, prompt)
-    stops = StopStrings(stop)
     detokenizer = tokenizer.detokenizer
     started = prompt_tps = 0.0
-    callback = parsed.prompt_progress_callback
+    callback = options.prompt_progress_callback
 
     def progress(done: int, total: int) -> None:
         nonlocal started
@@ -200,12 +209,12 @@ def stream_generate(
             **{name: getattr(step.stats, name) for name in ROUND_FIELDS},
         )
 
-    seed = draw_seed() if parsed.seed is None else parsed.seed
-    special = parsed.xtc_special_tokens
-    if parsed.xtc_probability and special is None:
+    seed = draw_seed() if options.seed is None else options.seed
+    special = options.xtc_special_tokens
+    if options.xtc_probability and special is None:
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-    parsed = replace(parsed, seed=seed, xtc_special_tokens=special, prompt_progress_callback=progress)
-    with wired_limit(model), closing(decode_tokens(ids, model, drafter, parsed)) as steps:
+    options = replace(options, seed=seed, xtc_special_tokens=special, prompt_progress_callback=progress)
+    with wired_limit(model), closing(decode_tokens(ids, model, drafter, options)) as steps:
         count, warned = 0, False
         for step in steps:
             count += 1
@@ -215,8 +224,8 @@ def stream_generate(
             if drafter is not None and not warned and step.stats.drafter_rounds >= USELESS_ROUNDS:
                 warned = True
                 if step.stats.accepted == step.stats.context_accepted:
-                    what = explain_useless(drafter, step.stats.drafter_rounds, bool(parsed.logits_processors))
-                    warnings.warn(what, stacklevel=2)
+                    what = explain_useless(drafter, step.stats.drafter_rounds, bool(options.logits_processors))
+                    warn(what)
             text = ""
             if step.token in tokenizer.eos_token_ids:
                 break
@@ -225,7 +234,7 @@ def stream_generate(
             if found:
                 yield make_response(step, count, text, "stop")
                 return
-            if count == parsed.max_tokens:
+            if count == options.max_tokens:
                 break
             yield make_response(step, count, text, None)
         detokenizer.finalize()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import cached_property, wraps
 from math import inf
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -25,15 +25,6 @@ from .errors import RedrafterError
 
 AUTO: Literal["auto"] = "auto"
 OFF: Literal["off"] = "off"
-
-PLAN_OPTIONS = ("plan", "beam_width", "draft_depth", "tree_size")
-"""The options that say what a round drafts."""
-
-SAMPLER_OPTIONS = ("temp", "top_p", "min_p", "top_k", "xtc_probability")
-"""The options that a sampler of the caller's own stands instead of."""
-
-CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-"""The options that say how a prompt cache is made."""
 
 ALIASES = {
     "temperature": "temp",
@@ -54,12 +45,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class OptionFlag(NamedTuple):
-    """An option that is a command-line flag: numbers and strings."""
+    """An option that is a command-line flag: numbers and strings.
+
+    Attributes:
+        group: "plan" for those that say what a round drafts, "sampler" for those that a sampler of the caller's own
+            replaces, "cache" for those that say how a prompt cache is made.
+    """
 
     name: str
     kind: type
     default: Any
     help: str
+    group: Literal["plan", "sampler", "cache"] | None = None
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[Any, ...] | None = None
@@ -102,34 +99,57 @@ class Options:
     """
 
     max_tokens: int = _flag(int, 256, "how many tokens to make; -1 for no limit")
-    temp: float = _flag(float, 0.0, "sampling temperature; 0 takes the likeliest token", minimum=0)
-    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", minimum=0, maximum=1)
-    min_p: float = _flag(float, 0.0, "sampling min-p", minimum=0, maximum=1)
+    temp: float = _flag(float, 0.0, "sampling temperature; 0 takes the likeliest token", group="sampler", minimum=0)
+    top_p: float = _flag(float, 1.0, "sampling top-p; 1 keeps all tokens", group="sampler", minimum=0, maximum=1)
+    min_p: float = _flag(float, 0.0, "sampling min-p", group="sampler", minimum=0, maximum=1)
     min_tokens_to_keep: int = _flag(int, 1, "tokens that min-p always keeps", minimum=1)
-    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", minimum=0)
-    xtc_probability: float = _flag(float, 0.0, "probability of XTC at each token", minimum=0, maximum=1)
+    top_k: int = _flag(int, 0, "sampling top-k; 0 keeps all tokens", group="sampler", minimum=0)
+    xtc_probability: float = _flag(
+        float, 0.0, "probability of XTC at each token", group="sampler", minimum=0, maximum=1
+    )
     xtc_threshold: float = _flag(float, 0.1, "probability a token needs for XTC to remove it", minimum=0, maximum=0.5)
     seed: int | None = _flag(int, None, "equal seeds give equal text, with and without a drafter; drawn if not given")
     plan: str | Sequence[int] = _flag(
-        str, AUTO, "auto measures this machine once, chooses round by round; off decodes plainly", choices=(AUTO, OFF)
+        str,
+        AUTO,
+        "auto measures this machine once, chooses round by round; off decodes plainly",
+        group="plan",
+        choices=(AUTO, OFF),
     )
-    beam_width: int | None = _flag(int, None, "W, how many continuations every round drafts; 1 if only K or N is given")
+    beam_width: int | None = _flag(
+        int, None, "W, how many continuations every round drafts; 1 if only K or N is given", group="plan", minimum=1
+    )
     draft_depth: int | None = _flag(
-        int, None, f"K, how many tokens each continuation is long; the drafter's own or {DRAFT_DEPTH} if not given"
+        int,
+        None,
+        f"K, how many tokens each continuation is long; the drafter's own or {DRAFT_DEPTH} if not given",
+        group="plan",
+        minimum=1,
+        maximum=MAX_DRAFT_DEPTH,
     )
-    tree_size: int | None = _flag(int, None, "N, how many nodes the target verifies, root included; all if not given")
+    tree_size: int | None = _flag(
+        int, None, "N, how many nodes the target verifies, root included; all if not given", group="plan"
+    )
     context: bool | None = _flag(
         bool, None, "draft from the context, what followed the same tokens earlier; with plan auto if not given"
     )
     prefill_step_size: int = _flag(int, 2048, "prompt tokens in one forward", minimum=1)
     max_kv_size: int | None = _flag(
-        int, None, "most rows of the KV cache, where the model leaves it open; the first 4 stay", minimum=MIN_RING_SIZE
+        int,
+        None,
+        "most rows of the KV cache, where the model leaves it open; the first 4 stay",
+        group="cache",
+        minimum=MIN_RING_SIZE,
     )
     kv_bits: int | None = _flag(
-        int, None, "bits of a quantized KV cache; not quantized if not given", choices=(2, 3, 4, 5, 6, 8)
+        int,
+        None,
+        "bits of a quantized KV cache; not quantized if not given",
+        group="cache",
+        choices=(2, 3, 4, 5, 6, 8),
     )
-    kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", choices=(32, 64, 128))
-    quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", minimum=0)
+    kv_group_size: int = _flag(int, 64, "group size of the quantized KV cache", group="cache", choices=(32, 64, 128))
+    quantized_kv_start: int = _flag(int, 5000, "length from which the KV cache is quantized", group="cache", minimum=0)
     xtc_special_tokens: Sequence[int] | None = None
     sampler: Callable[[mx.array], mx.array] | Sampler | None = None
     logits_processors: Sequence[Processor] | None = None
@@ -141,9 +161,8 @@ class Options:
     answers: AnswerFolder | None = None
 
     def __post_init__(self) -> None:
-        for flag in OPTION_FLAGS:
-            if flag.name != "plan":  # which may be a tuple
-                object.__setattr__(self, flag.name, _checked(flag, getattr(self, flag.name)))
+        for name in FLAGS.keys() - {"plan"}:  # which may be a tuple
+            object.__setattr__(self, name, check_option(name, getattr(self, name)))
         if self.max_tokens < -1:
             raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # beyond it 1 / temp is not a float32
@@ -151,7 +170,7 @@ class Options:
         self._check_sampler()
         self._check_functions()
         self._check_history()
-        shape = self.plan_shape()
+        shape = self.shape
         if shape is None and self.context:
             raise RedrafterError("give either plan 'off' or context, got both")
         if isinstance(shape, tuple):  # a drafter, which may limit it further, may be missing
@@ -209,7 +228,8 @@ class Options:
         """Of the KV cache."""
         return KVQuantization(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 
-    def plan_shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
+    @cached_property
+    def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
         """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding."""
         plan = self.plan
         given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
@@ -235,12 +255,11 @@ class Options:
         Raises:
             RedrafterError: a plan out of range for the drafter's vocabulary, or deeper than it can draft.
         """
-        shape = self.plan_shape()
-        if shape is None or drafter is None:
+        if self.shape is None or drafter is None:
             return None
-        if shape == AUTO:
+        if self.shape == AUTO:
             return AUTO
-        width, depth, size = shape
+        width, depth, size = self.shape
         depth = default_depth(drafter) if depth is None else depth
         most = drafter.args.max_depth
         if most is not None and depth > most:
@@ -260,12 +279,20 @@ OPTION_FLAGS: tuple[OptionFlag, ...] = tuple(
 )
 """The options that are flags, in the order of their declaration."""
 
-
+FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 OPTION_NAMES = frozenset(each.name for each in fields(Options))
+PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
+    tuple(flag.name for flag in OPTION_FLAGS if flag.group == group) for group in ("plan", "sampler", "cache")
+)
 
 
-def _checked(flag: OptionFlag, value: Any) -> Any:
-    """`value` as a plain Python number: NumPy's would not go through mlx-lm's compiled filters."""
+def check_option(name: str, value: Any) -> Any:
+    """The value of an option that is a flag, as a plain Python number: NumPy's do not go through mlx-lm's filters.
+
+    Raises:
+        RedrafterError: it is of another type or out of its range.
+    """
+    flag = FLAGS[name]
     if value is None and flag.optional:
         return None
     if flag.kind is bool:
@@ -308,7 +335,7 @@ def takes_options(function: F) -> F:
     options = inspect.signature(Options).parameters.values()
     known = {parameter.name for parameter in (*own, *options)}
 
-    @functools.wraps(function)
+    @wraps(function)
     def checked(*args: Any, **keywords: Any) -> Any:
         check_names(keywords, known)
         return function(*args, **keywords)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from .engine.plan import Plan, chain_plan
 from .engine.request_checks import check_prompt, check_request
 from .engine.round import TokenChooser
 from .engine.target import Target
-from .errors import RedrafterError, UnsupportedModelError
+from .errors import RedrafterError, UnsupportedModelError, warn
 from .options import AUTO, Options, default_depth
 from .planning.acceptance import find_acceptance
 from .planning.costs import CostTable
@@ -140,8 +139,7 @@ class Pair:
             reason = self.drafter.explain_chains()
         if reason is None:
             return plan
-        # The line that is pointed to is the one that called a public function.
-        warnings.warn(f"drafting chains, not trees, for {model_name(self.model)}: {reason}", stacklevel=6)
+        warn(f"drafting chains, not trees, for {model_name(self.model)}: {reason}")
         return chain_plan(plan.depth)
 
     def select_layers(self, cache: Cache) -> Cache:
@@ -217,7 +215,7 @@ class Pair:
             RedrafterError: the plan does not fit the drafter.
             UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
         """
-        model, drafter, shape = self.model, self.drafter, options.plan_shape()
+        model, drafter, shape = self.model, self.drafter, options.shape
         source = None if drafter is None else source or drafter.open(model)
         if source is not None:
             source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size

@@ -75,7 +75,7 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS}
     checked = Options(**options).require_tokens()
-    if args.no_drafter and (find_drafter_name(args) is not None or checked.plan_shape() not in (AUTO, None)):
+    if args.no_drafter and (find_drafter_name(args) is not None or checked.shape not in (AUTO, None)):
         drafting = ", ".join(f"--{name.replace('_', '-')}" for name in ("drafter", "draft_model", *PLAN_OPTIONS[1:]))
         raise RedrafterError(f"--no-drafter takes none of {drafting}")
     return options

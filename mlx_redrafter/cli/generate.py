@@ -96,7 +96,7 @@ def run() -> int:
         print("" if show else decoded.text)
     if args.verbose or (verdict and not args.json):
         print(summary(decoded.last), file=sys.stderr)
-        if drafter is not None and not decoded.last.drafted and Options(**options).plan_shape() == AUTO:
+        if drafter is not None and not decoded.last.drafted and Options(**options).shape == AUTO:
             print(NOTHING_DRAFTED, file=sys.stderr)
         if verdict:
             drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""

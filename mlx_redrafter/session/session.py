@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from ..drafters.protocol import Drafter
 from ..drafters.source import Source
 from ..engine import kv_cache
 from ..errors import RedrafterError
-from ..generate import GenerationResponse, stream_generate
+from ..generate import GenerationResponse, StopStrings, stream_text
 from ..options import CACHE_OPTIONS, OPTION_NAMES, PLAN_OPTIONS, SAMPLER_OPTIONS, Options, check_names, takes_options
 from .chat_template import Message, encode_conversation, encode_turn, make_template_args, parse_messages
 from .memory import free_memory, measure_cache
@@ -173,11 +173,10 @@ class Session:
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
-            keywords = _merge_options(self._options, options)
-            asked = Options(**keywords).require_tokens().max_tokens
-            turn, room = self._prepare_turn(sent, template, asked)
-            keywords |= {"max_tokens": room if asked == -1 else min(asked, room), "stop": stop}
-            yield from self._generate(turn, sent, template, keywords)
+            parsed = Options(**_merge_options(self._options, options)).require_tokens()
+            turn, room = self._prepare_turn(sent, template, asked := parsed.max_tokens)
+            parsed = replace(parsed, max_tokens=room if asked == -1 else min(asked, room))
+            yield from self._generate(turn, sent, template, parsed, StopStrings(stop))
 
     def cancel(self) -> bool:
         """Ends the answer that is being generated, within a round; from any thread, or a signal's handler.
@@ -300,16 +299,16 @@ class Session:
         return int(min(ranks.gather(longest)))
 
     def _generate(
-        self, turn: _Turn, sent: list[Message], template: dict[str, Any], keywords: dict[str, Any]
+        self, turn: _Turn, sent: list[Message], template: dict[str, Any], options: Options, stops: StopStrings
     ) -> Generator[GenerationResponse, None, None]:
         """The responses of a turn; afterwards the conversation has what was yielded.
 
         An exception leaves the cache undefined: it is discarded, and the next turn reads all tokens again.
         """
         history = turn.old if self._cache is not None else []
-        kept = (self._cache if history else None) or make_prompt_cache(self.model, self._options.get("max_kv_size"))
+        kept = (self._cache if history else None) or make_prompt_cache(self.model, options.max_kv_size)
         cache, states = list(kept), kv_cache.snapshot_rows(kept)  # another list: quantizing replaces its layers
-        callback, valid = keywords.get("prompt_progress_callback"), False
+        callback, valid = options.prompt_progress_callback, False
         source = self._source.fork() if history and self._source is not None else None
         if source is None and self.drafter is not None:
             source = self.drafter.open(self.model)
@@ -322,11 +321,10 @@ class Session:
             if callback is not None:
                 callback(done, total)
 
-        keywords |= {"prompt_cache": cache, "history": history, "prompt_progress_callback": progress}
+        options = replace(options, prompt_cache=cache, history=tuple(history), prompt_progress_callback=progress)
         prompt = [*turn.old[len(history) :], *turn.new]
         try:
-            responses = stream_generate(self.model, self.tokenizer, prompt, drafter=source, **keywords)
-            with closing(responses):
+            with closing(stream_text(self.model, self.tokenizer, prompt, source, options, stops)) as responses:
                 for response in responses:
                     kept, states = [], []  # they keep old arrays alive
                     tokens.append(response.token)
