@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,6 +51,20 @@ class Known:
 
     costs: dict[bool, CostTable] = field(default_factory=dict)
     history: History | None = None
+
+
+class Choice(NamedTuple):
+    """What was decided for a text.
+
+    Attributes:
+        sources: what drafts for it.
+        planner: what plans its rounds.
+        notes: a line of reason for each thing that would draft otherwise and does not.
+    """
+
+    sources: list[Source]
+    planner: Planner
+    notes: list[str]
 
 
 _known: dict[tuple[int, ...], Known] = {}
@@ -184,7 +199,7 @@ class Pair:
         warn_of_slow_blas()  # of a model that mlx-lm loaded
         if ranks.count() > 1:  # a rank that went on without its drafter would decide otherwise than the others
             options = replace(options, on_drafter_failure=None)
-        sources, planner = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
+        sources, planner, _ = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
         with on_stream():
             capture = [name for each in sources for name in each.capture]
             target = Target(self.model, cache, options.quantization, capture=capture)
@@ -204,8 +219,8 @@ class Pair:
 
     def choose(
         self, options: Options, cache: Cache = None, *, source: Source | None = None, grammar: Grammar | None = None
-    ) -> tuple[list[Source], Planner]:
-        """(what drafts, what plans it), as the options ask for it and the model takes it.
+    ) -> Choice:
+        """What drafts and what plans it, as the options ask for it and the model takes it.
 
         Args:
             cache: what is decoded with; None for the model's own kind.
@@ -215,46 +230,55 @@ class Pair:
             RedrafterError: the plan does not fit the drafter.
             UnsupportedModelError: see `check_draftable` and, if `context` is asked for, `check_verifiable`.
         """
-        model, drafter, shape = self.model, self.drafter, options.shape
+        model, drafter, shape, notes = self.model, self.drafter, options.shape, list[str]()
         source = None if drafter is None else source or drafter.open(model)
         if source is not None:
             source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
             find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
         plan = options.resolve_plan(drafter)
         if shape is None or options.max_tokens == 0:
-            return [], Planner(None)
+            return Choice([], Planner(None), ["plan is off"])
 
-        by_default = shape == AUTO or drafter is None or grammar is not None
         context: list[Source] = []
-        if by_default if options.context is None else options.context:
+        by_default = shape == AUTO or drafter is None or grammar is not None
+        if options.context is False or not (options.context or by_default):
+            reason = "a plan is fixed" if options.context is None else "it is off"
+            notes.append(f"the context does not draft: {reason}")
+        else:
             try:
                 check_verifiable(model, cache)
-            except UnsupportedModelError:
+            except UnsupportedModelError as error:
                 if options.context:
                     raise
+                notes.append(f"the context does not draft: {error}")
             else:
                 past = options.answers.index() if options.answers is not None else None
                 context = [ContextSource(past=past) if grammar is None else GrammarSource(grammar, past=past)]
 
         if plan == AUTO and source is not None and isinstance(drafter, nn.Module):
-            trees = check_draftable(model, tree=True, cache=cache, states=source.capture) is None
+            no_trees = check_draftable(model, tree=True, cache=cache, states=source.capture)
             try:
-                planner = self.make_planner(trees=trees, chains_only=bool(options.logits_processors))
+                planner = self.make_planner(trees=no_trees is None, chains_only=bool(options.logits_processors))
             except Exception as error:  # while it was measured
                 if options.on_drafter_failure is None:
                     raise
                 options.on_drafter_failure(error)
                 source = None
             else:
-                return [*([source] if planner.plans else []), *context], planner
+                if chains := no_trees or drafter.explain_chains():
+                    notes.append(f"chains, not trees: {chains}")
+                if not planner.plans:
+                    notes.append("the drafter does not draft: by its costs here no plan beats plain decoding")
+                return Choice([*([source] if planner.plans else []), *context], planner, notes)
         if source is not None:
             plan = plan if isinstance(plan, Plan) else chain_plan(default_depth(drafter))
             can_merge = bool(context) and not options.logits_processors and explain_chains(model) is None
-            return [source, *context], Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
+            planned = Planner(self.fit_plan(plan, cache, source.capture), can_merge=can_merge)
+            return Choice([source, *context], planned, notes)
         if context and (shape == AUTO or not options.context):
             replays = bool(kv_cache.unknown_types(cache or make_prompt_cache(model), kv_cache.TRIMMABLE))
-            return context, make_context_planner(Pair(model).history, replays=replays)
-        return context, Planner(None)
+            return Choice(context, make_context_planner(Pair(model).history, replays=replays), notes)
+        return Choice(context, Planner(None), notes)
 
 
 def find_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, Source | None]:

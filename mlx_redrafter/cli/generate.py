@@ -28,7 +28,7 @@ from ..engine.cached_tokens import find_tokens
 from ..engine.sampling import Sampler
 from ..errors import Parser, RedrafterError
 from ..generate import USELESS_ROUNDS, GenerationResponse, explain_useless, is_text, stream_generate, summary
-from ..options import AUTO, OFF, Options
+from ..options import OFF, Options
 from ..pair import Pair, draw_seed
 from ..planning.machine import PACKAGES, describe_machine, has_fast_blas
 from ..session.chat_template import render
@@ -36,7 +36,7 @@ from .arguments import load_models, make_text_parser, read_options
 
 DEMO_MAX_TOKENS = 400
 """Enough for the demo's own prompt, an edit."""
-NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor says more"
+NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor measures it"
 SHORT_RUN = 2.0
 """Seconds; a ratio of a shorter run is given with a caution."""
 WARM_UP_TOKENS = 16
@@ -96,8 +96,9 @@ def run() -> int:
         print("" if show else decoded.text)
     if args.verbose or (verdict and not args.json):
         print(summary(decoded.last), file=sys.stderr)
-        if drafter is not None and not decoded.last.drafted and Options(**options).shape == AUTO:
-            print(NOTHING_DRAFTED, file=sys.stderr)
+        if args.plan != OFF and (verdict or not decoded.last.drafted):
+            notes = Pair(model, drafter).choose(Options(**options)).notes
+            print("\n".join([NOTHING_DRAFTED][: not decoded.last.drafted] + notes), file=sys.stderr)
         if verdict:
             drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""
             print(describe(verdict, decoded.last, drawn, args.kv_bits), file=sys.stderr)

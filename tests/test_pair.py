@@ -1,0 +1,45 @@
+"""What is decided of a target and a drafter, and the reason for each thing that does not draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families import make_family
+from sessions import make_drafter
+from small import small_drafter, small_llama
+
+from mlx_redrafter.options import Options
+from mlx_redrafter.pair import Pair
+from mlx_redrafter.planning.costs import CostTable
+
+COSTS = CostTable((64,), (1, 2, 4), ((1.0, 3.0, 5.0),), (1.0,), (1,), (1.0,), (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "notes"),
+    [
+        ({"plan": "off"}, ["plan is off"]),
+        ({"plan": (1, 3)}, ["the context does not draft: a plan is fixed"]),
+        ({"plan": (1, 3), "context": True}, []),
+        ({"context": False}, ["the context does not draft: it is off", "the drafter does not draft: by its costs"]),
+        ({}, ["the drafter does not draft: by its costs"]),
+    ],
+    ids=str,
+)
+def test_what_does_not_draft_has_a_reason(
+    options: dict[str, Any], notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "costs", lambda self, **_: COSTS)
+    found = Pair(small_llama(), small_drafter()).choose(Options(**options)).notes
+    assert len(found) == len(notes) and all(map(str.startswith, found, notes))
+
+
+def test_a_model_that_takes_no_trees_or_no_drafts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = COSTS._replace(verify=((1.0, 1.0, 1.0),), level=(0.01,))
+    monkeypatch.setattr(Pair, "costs", lambda self, **_: cheap)
+    chains = make_family("qwen3_next")
+    (note,) = Pair(chains, make_drafter(chains)).choose(Options()).notes
+    assert note.startswith("chains, not trees: its cache (ArraysCache) takes tokens one after the other")
+    (note,) = Pair(make_family("phi3small")).choose(Options()).notes
+    assert note.startswith("the context does not draft: cannot draft for phi3small: its block-sparse layers")
