@@ -72,7 +72,7 @@ class Messages(Completion[CountTokensBody]):
         return {"type": f"{kind}_delta", kind: segment.text}
 
     def _describe_usage(self) -> dict[str, Any]:
-        cached = self._generations[0].stats.cached_tokens
+        cached = self._requests[0].cached_tokens
         return {
             "input_tokens": len(self.prompt) - cached,
             "cache_read_input_tokens": cached,

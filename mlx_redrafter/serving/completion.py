@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal
 
 from mlx_lm.server import convert_chat
@@ -20,18 +20,16 @@ from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, relax
 from .engine import Engine
-from .generation import Generation
 from .metrics import Metrics
+from .request import Request
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Asked, GrammarCompiler
 from .text_stream import Segment, TextStream
 from .types import (
-    REQUEST_OPTIONS,
     ClientLimitReached,
     ContextLengthExceeded,
     EngineClosed,
     GenerationFailed,
-    GenerationRequest,
     QueueFull,
     SchemaNotFollowed,
     TokenEvent,
@@ -132,7 +130,7 @@ class Completion(ABC, Generic[AnyBody]):
         self.reply: Event = {}
         self._state: str | None = None  # of mlx-lm's text state machine where the answer begins; None for text alone
         self._grammar: Callable[[], Grammar] | None = None
-        self._generations: list[Generation] = []
+        self._requests: list[Request] = []
         self._texts: list[TextStream] = []
 
     @abstractmethod
@@ -224,24 +222,21 @@ class Completion(ABC, Generic[AnyBody]):
         if self.choices > min(args.max_queue, args.max_per_client):
             limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
             raise ApiError(f"n must be within {limits}, got {self.choices}")
-        options = {name: getattr(args.options, name) for name in REQUEST_OPTIONS} | body.sampling()
-        if most is not None and not 0 < options["max_tokens"] <= most:
-            options["max_tokens"] = most
-        self._started = time.perf_counter()
-        request = GenerationRequest(
-            prompt=self.prompt,
-            draft=body.draft_model not in (None, PLAIN),
-            grammar=self._grammar,
-            top_logprobs=self.top_logprobs or 0,
-            include_drafts=self.include_drafts,
-            client=client,
-            **options,
-        )
+        asked = {
+            "grammar": self._grammar,
+            "top_logprobs": self.top_logprobs or 0,
+            "draft": body.draft_model not in (None, PLAIN),
+            "include_drafts": self.include_drafts,
+            "client": client,
+            **body.sampling(),
+        }
+        if most is not None and not 0 < asked.get("max_tokens", args.options.max_tokens) <= most:
+            asked["max_tokens"] = most
         functions, is_call = describe_tools(self.tools), bool(self.forced)
         try:
             for at in range(self.choices):
-                seed = None if request.seed is None else request.seed + at
-                self._generations.append(engine.submit(replace(request, seed=seed)))
+                seed = {} if body.seed is None else {"seed": body.seed + at}
+                self._requests.append(engine.submit(self.prompt, **asked | seed))
                 self._texts.append(TextStream(service.tokenizer, self._state, body.stop, functions, is_call=is_call))
         except RedrafterError as error:
             self.close()
@@ -249,15 +244,15 @@ class Completion(ABC, Generic[AnyBody]):
 
     async def read(self, choice: int) -> AsyncIterator[tuple[TokenEvent, str, list[Segment]]]:
         """Each token of a choice, the text and the segments that it completes. A stop string ends the generation."""
-        generation, text = self._generations[choice], self._texts[choice]
-        async for event in generation.events():
+        request, text = self._requests[choice], self._texts[choice]
+        async for event in request.events():
             self.n_tokens += 1
             self.n_reasoning += text.is_reasoning
             reason: str | None = event.finish_reason
             shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
             if text.stopped_by is not None:
                 reason = "stop"
-                generation.cancel()
+                request.cancel()
             self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
             yield event, shown, segments
             if reason is not None:
@@ -283,31 +278,31 @@ class Completion(ABC, Generic[AnyBody]):
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
         """What was read and made so far, as OpenAI's APIs tell it, in their words for both."""
-        stats = self._generations[0].stats
+        first = self._requests[0]
         return {
-            f"{read}_tokens": stats.prompt_tokens,
+            f"{read}_tokens": first.prompt_tokens,
             f"{made}_tokens": self.n_tokens,
-            "total_tokens": stats.prompt_tokens + self.n_tokens,
-            f"{read}_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
+            "total_tokens": first.prompt_tokens + self.n_tokens,
+            f"{read}_tokens_details": {"cached_tokens": first.cached_tokens, "cache_write_tokens": 0},
             f"{made}_tokens_details": {"reasoning_tokens": self.n_reasoning},
             **self.count_drafts(),
         }
 
     def count_drafts(self) -> dict[str, Any]:
         """What drafting did so far, in the fields of `USAGE_FIELDS`."""
-        total = sum((generation.stats.decoding for generation in self._generations), Stats())
+        total = sum((request.decoding for request in self._requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
     def cancel(self) -> None:
         """Ends what still runs."""
-        for generation in self._generations:
-            generation.cancel()
+        for request in self._requests:
+            request.cancel()
 
     def close(self) -> None:
         """Ends what still runs, and counts all; called once."""
         self.cancel()
-        for generation in self._generations:
-            self.service.metrics.count(generation.stats, time.perf_counter() - self._started)
+        for request in self._requests:
+            self.service.metrics.count(request)
 
 
 def to_event(data: Event) -> str:

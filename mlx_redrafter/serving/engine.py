@@ -16,12 +16,10 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import ranks
@@ -33,16 +31,14 @@ from ..engine.request_checks import check_request
 from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, one_line
 from ..options import Options
-from .generation import Generation
+from .request import Request
 from .scheduler import Scheduler
 from .types import (
     MAX_TOP_LOGPROBS,
-    REQUEST_OPTIONS,
     ClientLimitReached,
     ContextLengthExceeded,
     EngineClosed,
     GenerationFailed,
-    GenerationRequest,
     QueueFull,
     RequestError,
 )
@@ -55,9 +51,6 @@ CLOSING = "the server is shutting down"
 IDLE_SECONDS = 0.05
 """How often several ranks that have nothing to do ask rank 0 whether something has come."""
 
-PENALTIES = tuple(signature(make_logits_processors).parameters)
-"""Fields of a request too."""
-
 
 class Decisions(NamedTuple):
     """What rank 0 decides at the beginning of a step.
@@ -69,8 +62,8 @@ class Decisions(NamedTuple):
         is_last: whether the engine ends, with nothing left to do.
     """
 
-    ended: dict[Generation, str | Exception]
-    started: list[Generation]
+    ended: dict[Request, str | Exception]
+    started: list[Request]
     others_wait: bool = False
     is_last: bool = False
 
@@ -114,8 +107,9 @@ class Engine:
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
-        self._model, self._tokenizer, self._options = model, tokenizer, options
-        self._xtc_special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self._model, self._tokenizer = model, tokenizer
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self._defaults = replace(options, xtc_special_tokens=special)
         self._max_queue, self._max_per_client = max_queue, max_per_client
         self._max_prompt_tokens = max_prompt_tokens
         from_config = find_context_length(model) if options.max_kv_size is None else None
@@ -127,7 +121,7 @@ class Engine:
         )
         self.counters = self._scheduler.counters
         self._condition = threading.Condition()  # guards what follows
-        self._queue: deque[Generation] = deque()
+        self._queue: deque[Request] = deque()
         self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
         self._started = Future[None]()
@@ -196,19 +190,23 @@ class Engine:
             # After that MLX still frees the thread's compiled functions; an interpreter that ends meanwhile aborts.
             time.sleep(0.1)
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, prompt: list[int], **asked: Any) -> Request:
         """Puts a request into the queue.
+
+        Args:
+            prompt: token ids.
+            asked: the other keywords of `Request`; without a seed one is drawn.
 
         Raises:
             RequestError: a number out of range, or too long a prompt.
             ContextLengthExceeded: it leaves no room for an answer.
-            QueueFull: as many requests wait as may.
-            ClientLimitReached: the client has as many as it may have.
+            QueueFull: the queue has `max_queue` requests.
+            ClientLimitReached: the client has `max_per_client` requests.
             EngineClosed: the engine ends.
         """
-        if request.seed is None:
-            request = replace(request, seed=secrets.randbits(32))
-        generation = self._check(request, asyncio.get_running_loop())
+        if asked.get("seed") is None:
+            asked["seed"] = secrets.randbits(32)
+        request = self._make_request(asyncio.get_running_loop(), prompt, **asked)
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed(CLOSING)
@@ -218,12 +216,12 @@ class Engine:
             if self._clients[request.client] >= self._max_per_client:
                 raise ClientLimitReached(f"{self._max_per_client} requests of this client are waiting or running")
             self._clients[request.client] += 1
-            self._queue.append(generation)
+            self._queue.append(request)
             self._condition.notify()
-        return generation
+        return request
 
-    def _check(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop | None) -> Generation:
-        prompt, most, length = request.prompt, self._max_prompt_tokens, self.context_length
+    def _make_request(self, loop: asyncio.AbstractEventLoop | None, prompt: list[int], **asked: Any) -> Request:
+        most, length, top_logprobs = self._max_prompt_tokens, self.context_length, asked.get("top_logprobs", 0)
         if not prompt:
             raise RequestError("the prompt is empty: expected at least one token")
         if most is not None and len(prompt) > most:
@@ -233,41 +231,39 @@ class Engine:
                 f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
                 f"{length} tokens, those of the answer included"
             )
-        for name, ids in (("token ids", prompt), ("logit_bias token ids", request.logit_bias or ())):
+        for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
-        if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
-            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
-        given: dict[str, Any] = {name: getattr(request, name) for name in REQUEST_OPTIONS}
+        if not 0 <= top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
+            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
         try:
-            given["logits_processors"] = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
-            options = replace(self._options, xtc_special_tokens=self._xtc_special_tokens, **given).require_tokens()
-            options.make_sampler(0).check(self.vocab_size)  # the seed is there
+            request = Request(loop, self._defaults, prompt, **asked)
+            request.options.make_sampler(0).check(self.vocab_size)  # the seed is there
         except ValueError as error:
             raise RequestError(one_line(error)) from error
-        if length is not None and not 0 < options.max_tokens <= length - len(prompt):
-            options = replace(options, max_tokens=length - len(prompt))
-        return Generation(request, options, loop)
+        if length is not None and not 0 < request.options.max_tokens <= length - len(prompt):
+            request.options = replace(request.options, max_tokens=length - len(prompt))
+        return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
-        """Ends those that were cancelled while they waited, or with an error all that wait."""
-        for generation in [each for each in self._queue if error or each.cancelled]:
-            self._queue.remove(generation)
-            self._end(generation, error or "cancelled")
+        """Ends waiting requests: the cancelled ones, or with an error all of them."""
+        for request in [each for each in self._queue if error or each.cancelled]:
+            self._queue.remove(request)
+            self._end(request, error or "cancelled")
 
-    def _end(self, generation: Generation, reason: str | Exception) -> None:
-        """Counts a generation that ends, and tells its client."""
-        counters, cached = self.counters, generation.stats.cached_tokens
+    def _end(self, request: Request, reason: str | Exception) -> None:
+        """Counts a request that ends, and tells its client."""
+        counters = self.counters
         counters.finished[reason if isinstance(reason, str) else "failed"] += 1
-        counters.cached_tokens += cached
-        counters.prompt_tokens += generation.read - cached
+        counters.cached_tokens += request.cached_tokens
+        counters.prompt_tokens += request.read - request.cached_tokens
         with self._condition:
-            self._clients -= Counter([generation.request.client])  # keeps no zeros
+            self._clients -= Counter([request.client])  # keeps no zeros
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
             error = GenerationFailed(one_line(error))
-        generation.put(error)
+        request.send(error)
 
     # What follows is the engine's thread.
 
@@ -304,9 +300,7 @@ class Engine:
             if ranks.index():
                 return None
             self._drop_waiting()
-            ended: dict[Generation, str | Exception] = {
-                row: "cancelled" for row in self._scheduler.rows if row.cancelled
-            }
+            ended: dict[Request, str | Exception] = {row: "cancelled" for row in self._scheduler.rows if row.cancelled}
             if self._aborting:
                 ended = dict.fromkeys(self._scheduler.rows, EngineClosed(CLOSING))
             started = self._scheduler.choose(self._queue, ended)
@@ -333,18 +327,17 @@ class Engine:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
                 raise RedrafterError(f"the ranks decode different texts: {texts}")
-        told = None
+        sent = None
         if own is not None:
             ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
-            requests = [row.request for row in own.started]
-            grammars = [getattr(request.grammar, "arguments", None) for request in requests]
-            told = ended, [replace(request, grammar=None) for request in requests], grammars, *own[2:]
-        told = ranks.share(told)
-        if own is not None or told is None:
+            started = [(row.describe(), getattr(row.make_grammar, "arguments", None)) for row in own.started]
+            sent = ended, started, *own[2:]
+        received = ranks.share(sent)
+        if own is not None or received is None:
             return own or Decisions({}, [])
-        # The choices of one request came with one object of arguments, which pickle keeps one.
-        made = {id(arguments): self._grammars.compile(*arguments) for arguments in told[2] if arguments}
-        grammars = [made.get(id(arguments)) for arguments in told[2]]
-        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[1], grammars, strict=True)]
-        started = [self._check(request, None) for request in requests]
-        return Decisions({rows[at]: how for at, how in told[0]}, started, *told[3:])
+        ended, started, *others = received
+        # The choices of one request have one object of arguments, which pickle keeps one.
+        arguments = {id(given): given for _, given in started if given}
+        grammars = {at: self._grammars.compile(*given) for at, given in arguments.items()}
+        rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]
+        return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, *others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from .engine import Engine
-from .types import GenerationStats
+from .request import Request
 
 PREFIX = "mlx_redrafter_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -37,13 +38,13 @@ class Metrics(Collector):
         self._first = histogram("first_token", "From a request to its first token")
         self._answered = histogram("answer", "From a request to the end of its answer")
 
-    def count(self, stats: GenerationStats, seconds: float) -> None:
-        """Counts a generation that has ended, in whatever way."""
-        if stats.queue_seconds is not None:
-            self._queued.observe(stats.queue_seconds)
-        if stats.time_to_first_token is not None:
-            self._first.observe(stats.time_to_first_token)
-            self._answered.observe(seconds)
+    def count(self, request: Request) -> None:
+        """Counts the times of a request that has ended, in any way."""
+        if request.queue_seconds is not None:
+            self._queued.observe(request.queue_seconds)
+        if request.time_to_first_token is not None:
+            self._first.observe(request.time_to_first_token)
+            self._answered.observe(time.perf_counter() - request.submitted)
 
     def text(self) -> bytes:
         """All of them in Prometheus's text format."""

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, TypeVar
 from ..generate import encode
 from .completion import Completion, Event, Service
 from .conversation import choose_tools, read_tools
+from .request import Request
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
-from .types import GenerationStats, TokenEvent
+from .types import TokenEvent
 
 IMPOSSIBLE = -9999.0
 """The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
@@ -73,7 +74,7 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
                 if self.top_logprobs is not None:
                     logprobs.append(self._describe_token(event))
                 if self.include_drafts:
-                    self._note_drafts(drafts, event, text, self._generations[at].stats)
+                    self._note_drafts(drafts, event, text, self._requests[at])
                 if self.finish_reason is not None or (segments and self.body.stream):
                     choice = {"index": at, "finish_reason": self.finish_reason} | self.describe_text(at, segments)
                     yield choice | ({"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}), drafts
@@ -89,12 +90,12 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _note_drafts(self, told: dict[str, Any], event: TokenEvent, text: str, stats: GenerationStats) -> None:
+    def _note_drafts(self, told: dict[str, Any], event: TokenEvent, text: str, request: Request) -> None:
         source, drafts = event.draft_source, event.drafts
         token = {"text": text, "from_draft": source is not None, "draft_source": source}
         told.setdefault("tokens", []).append(token)
-        told |= {name: getattr(stats.decoding, name) for name in ("rounds", "drafted", "accepted")}
-        told["seconds"] = round(stats.seconds, 6)
+        told |= {name: getattr(request.decoding, name) for name in ("rounds", "drafted", "accepted")}
+        told["seconds"] = round(request.seconds, 6)
         if drafts is not None:
             *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
             told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}

@@ -26,7 +26,7 @@ from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from ..pair import find_pair
-from .generation import Generation
+from .request import Request
 from .types import SchemaNotFollowed
 
 MAX_PAUSE = 0.5
@@ -57,14 +57,14 @@ class Loops:
         self, model: nn.Module, drafter: Drafter | None, on_drafter_failure: Callable[[Exception], None]
     ) -> None:
         self._model, self._drafter, self._on_drafter_failure = model, drafter, on_drafter_failure
-        self._loops: dict[Generation, tuple[Decoder, Rounds]] = {}
+        self._loops: dict[Request, tuple[Decoder, Rounds]] = {}
 
     @property
-    def rows(self) -> list[Generation]:
+    def rows(self) -> list[Request]:
         """In the order of their turns."""
         return list(self._loops)
 
-    def add(self, row: Generation, start: Start) -> None:
+    def add(self, row: Request, start: Start) -> None:
         """Starts a loop on what the cache does not hold.
 
         Raises:
@@ -74,15 +74,15 @@ class Loops:
         options = replace(
             row.options,
             max_tokens=-1,
-            context=row.options.context if row.may_draft else False,
+            context=row.options.context if row.draft else False,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
             on_drafter_failure=self._on_drafter_failure,
         )
-        if row.may_draft and row.source is None and self._drafter is not None:
+        if row.draft and row.source is None and self._drafter is not None:
             row.source = self._drafter.open(self._model)
         if row.grammar is not None:  # which was told of all but what a batch has made last
-            for token in row.text[row.stats.prompt_tokens + row.grammar.length :]:
+            for token in row.text[row.prompt_tokens + row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
         pair, source = find_pair(self._model, row.source)
@@ -94,26 +94,26 @@ class Loops:
             may_run_ahead=lambda: row.may_run_ahead,
         )
 
-    def step(self, row: Generation) -> Round:
+    def step(self, row: Request) -> Round:
         """The row's next round, or an empty one after a piece of its prompt."""
         decoder, rounds = self._loops[row]
         made = next(rounds)
-        row.read = min(max(row.read, decoder.target.length), row.stats.prompt_tokens)
+        row.read = min(max(row.read, decoder.target.length), row.prompt_tokens)
         return made
 
-    def copy_cache(self, row: Generation) -> Start:
+    def copy_cache(self, row: Request) -> Start:
         """What is read of the row's prompt, which goes on."""
         target = self._loops[row][0].target
         return copy.deepcopy(target.cache), target.length
 
-    def stop_running_ahead(self, row: Generation) -> bool:
+    def stop_running_ahead(self, row: Request) -> bool:
         """Whether the row can be handed over now; if not, after its next round."""
         row.may_run_ahead = False
         return self._loops[row][0].target.length < len(row.text)
 
-    def remove(self, rows: Iterable[Generation], *, keep_caches: bool = True) -> dict[Generation, Start]:
+    def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
         """Takes those of the rows out that are here; see `Batch.remove`. After an exception a cache is undefined."""
-        removed: dict[Generation, Start] = {}
+        removed: dict[Request, Start] = {}
         for row in [row for row in rows if row in self._loops]:
             decoder, rounds = self._loops.pop(row)
             with closing(rounds):
@@ -170,18 +170,18 @@ class Batch:
         )
         self._prefill_rows, self._prefill_step_size, self._piece = prefill_rows, prefill_step_size, FIRST_PIECE
         self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
-        self._rows: dict[int, tuple[Generation, RowSampler]] = {}
+        self._rows: dict[int, tuple[Request, RowSampler]] = {}
 
     @property
-    def rows(self) -> list[Generation]:
+    def rows(self) -> list[Request]:
         """In the order in which they came."""
         return [row for row, _ in list(self._rows.values())]  # also asked for by other threads
 
-    def add(self, row: Generation, start: Start) -> None:
+    def add(self, row: Request, start: Start) -> None:
         """Adds a row, whose text goes on after what its cache holds."""
         (cache, held), sampler = start, self._greedy
         if row.options.temp:
-            sampler = RowSampler(row.options.make_sampler(row.stats.seed), len(row.text))
+            sampler = RowSampler(row.options.make_sampler(0), len(row.text))  # it has a seed of its own
         (uid,) = self._generator.insert(
             [row.text[held:]],
             [NO_LIMIT],
@@ -192,9 +192,9 @@ class Batch:
         )
         self._rows[uid] = row, sampler
 
-    def step(self) -> tuple[list[Generation], list[tuple[Generation, Round]]]:
+    def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
         """(the rows whose prompt is now read but for its last token, one token for each whose prompt is read)."""
-        started, reading = time.perf_counter(), sum(not row.stats.generated_tokens for row in self.rows)
+        started, reading = time.perf_counter(), sum(not row.generated_tokens for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
             size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
@@ -210,18 +210,18 @@ class Batch:
         read = []
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress
-            row.read = max(row.read, min(len(row.text) - total + done, row.stats.prompt_tokens))
+            row.read = max(row.read, min(len(row.text) - total + done, row.prompt_tokens))
             if each.end_of_segment and not each.end_of_prompt:
                 read.append(row)
         return read, [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
 
-    def copy_cache(self, row: Generation) -> Start:
+    def copy_cache(self, row: Request) -> Start:
         """What is read of the row's prompt, which goes on."""
         uid = next(uid for uid, (other, _) in self._rows.items() if other is row)
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return copy.deepcopy(cache), len(tokens)
 
-    def remove(self, rows: Iterable[Generation], *, keep_caches: bool = True) -> dict[Generation, Start]:
+    def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
         """Takes those of the rows out that are here; their caches hold all tokens that `step` returned.
 
         Args:
@@ -233,7 +233,7 @@ class Batch:
         removed = {uid: self._rows.pop(uid)[0] for uid in uids}
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
-    def remove_only(self) -> tuple[Generation, Round, Start]:
+    def remove_only(self) -> tuple[Request, Round, Start]:
         """Takes the only row out just after `step` returned a token of it; with the next one, being computed."""
         ((row, sampler),) = self._rows.values()
         assert sampler.last is not None
@@ -247,9 +247,9 @@ class Batch:
         self._generator.close()
 
 
-def make_masks(row: Generation) -> list[Processor]:
+def make_masks(row: Request) -> list[Processor]:
     """The logits processor of a row's grammar, whose errors end the row, not the batch; none without one."""
-    grammar, prompt_tokens = row.grammar, row.stats.prompt_tokens
+    grammar, prompt_tokens = row.grammar, row.prompt_tokens
     if grammar is None:
         return []
 

@@ -26,8 +26,8 @@ from ..engine.stats import Stats
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
-from .generation import Generation, make_events, read_logprobs
 from .prompt_cache import PromptCache, common_prefix, default_bytes
+from .request import Request, read_logprobs
 from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
@@ -60,10 +60,10 @@ class Scheduler:
         options: Options,
         size: int,
         cache_bytes: int | None,
-        on_end: Callable[[Generation, str | Exception], None],
+        on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._model, self._drafter, self._options, self._size = model, drafter, options, size
-        self._on_end, self.rows = on_end, dict[Generation, None]()
+        self._on_end, self.rows = on_end, dict[Request, None]()
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
         self.counters = EngineCounters()
         self.prompt_cache = PromptCache(min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes)))
@@ -76,7 +76,7 @@ class Scheduler:
         self._alone_steps = 0
 
     @property
-    def batch_rows(self) -> list[Generation]:
+    def batch_rows(self) -> list[Request]:
         """What runs in a batch."""
         return self._batch.rows
 
@@ -90,12 +90,12 @@ class Scheduler:
         for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)):
             pass
 
-    def choose(self, waiting: Iterable[Generation], ended: Container[Generation]) -> list[Generation]:
+    def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
         """Those that start now: all that there is room for, in their order, but those that wait for a prefix.
 
         Rows that are `ended` count no more.
         """
-        running, chosen = [row for row in self.rows if row not in ended], list[Generation]()
+        running, chosen = [row for row in self.rows if row not in ended], list[Request]()
         for row in waiting:
             if len(running) + len(chosen) < self._size:
                 other, shared = self._find_prefix(row, [*running, *chosen])
@@ -103,7 +103,7 @@ class Scheduler:
                     chosen.append(row)
         return chosen
 
-    def _find_prefix(self, row: Generation, rows: Iterable[Generation]) -> tuple[Generation | None, int]:
+    def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
         """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
 
         As soon as that is read, the cache is kept, and the row starts with it.
@@ -118,9 +118,7 @@ class Scheduler:
         is_kept = shared - self.prompt_cache.count(row.prompt) < MIN_SHARED if shared >= MIN_SHARED else True
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
-    def step(
-        self, ended: Mapping[Generation, str | Exception], started: Sequence[Generation], others_wait: bool
-    ) -> None:
+    def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request], others_wait: bool) -> None:
         """A round for every row, which sends its tokens.
 
         Args:
@@ -152,7 +150,7 @@ class Scheduler:
         mx.synchronize()
         self._batch.close()
 
-    def _start(self, started: Sequence[Generation]) -> None:
+    def _start(self, started: Sequence[Request]) -> None:
         """Starts rows, and makes a single one part of a batch where there is another."""
         for row in started:
             other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
@@ -162,20 +160,20 @@ class Scheduler:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
         for row in started:
-            row.stats.queue_seconds = time.perf_counter() - row.submitted
+            row.queue_seconds = time.perf_counter() - row.submitted
             with self._failing(row):
-                row.grammar = row.request.grammar() if row.request.grammar is not None else None
+                row.grammar = None if row.make_grammar is None else row.make_grammar()
                 start = self.prompt_cache.fetch(row.text)
-                row.read = row.stats.cached_tokens = start[1]
+                row.read = row.cached_tokens = start[1]
                 (self._batch if self._prefill_rows and len(self.rows) > 1 else self._loops).add(row, start)
 
-    def _store_prompt(self, row: Generation) -> None:
+    def _store_prompt(self, row: Request) -> None:
         """Keeps a copy of what is read of its prompt."""
         with self._failing(row):
             cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
-    def _hand_to_batch(self, row: Generation) -> None:
+    def _hand_to_batch(self, row: Request) -> None:
         """Once the row's cache ends before its last token, which is what the batch then reads first."""
         while row in self._loops.rows and not self._loops.stop_running_ahead(row):
             self._step_alone(row)
@@ -184,7 +182,7 @@ class Scheduler:
                 self._batch.add(row, self._loops.remove([row])[row])
                 self.counters.mode_switches["batch"] += 1
 
-    def _step_alone(self, row: Generation) -> None:
+    def _step_alone(self, row: Request) -> None:
         with self._failing(row):
             made = self._loops.step(row)
             if made.tokens:
@@ -201,7 +199,7 @@ class Scheduler:
         self._end(self._report(made))
         is_alone = len(made) == 1 and [made[0][0]] == self.batch_rows
         self._alone_steps = self._alone_steps + 1 if is_alone else 0
-        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].may_draft:
+        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].draft:
             # It goes on alone, after the token that the batch is computing.
             row, following, start = self._batch.remove_only()
             with self._failing(row):
@@ -212,7 +210,7 @@ class Scheduler:
                 self.counters.mode_switches["single"] += 1
                 self._end(ended)
 
-    def _report(self, made: list[tuple[Generation, Round]]) -> dict[Generation, FinishReason]:
+    def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
         """Notes what one forward has made for each row; returns the rows that end with it."""
         now = time.perf_counter()
         taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
@@ -220,22 +218,21 @@ class Scheduler:
             pairs = [pair for _, each, tokens, _ in taken for pair in zip(each.logprobs, tokens, strict=False)]
             logprobs = iter(read_logprobs(pairs))
             for row, each, tokens, reason in taken:
-                decoding, stats = Stats(), row.stats
-                if stats.time_to_first_token is None:
-                    stats.time_to_first_token = now - row.submitted
+                decoding = Stats()
+                if row.time_to_first_token is None:
+                    row.time_to_first_token = now - row.submitted
                 else:
                     decoding = decoding.add_round(
                         each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
                     )
-                stats.seconds = now - row.submitted - stats.time_to_first_token
-                for counts in (stats, self.counters):
+                row.seconds = now - row.submitted - row.time_to_first_token
+                for counts in (row, self.counters):
                     counts.decoding += decoding
                     counts.generated_tokens += len(tokens)
-                events = make_events(row.request, each, tokens, [next(logprobs) for _ in tokens], reason)
-                row.put(events)
+                row.send(row.make_events(each, tokens, [next(logprobs) for _ in tokens], reason))
         return {row: reason for row, _, _, reason in taken if reason}
 
-    def _end(self, ended: Mapping[Generation, str | Exception]) -> None:
+    def _end(self, ended: Mapping[Request, str | Exception]) -> None:
         """Takes rows out, by how they end; without an error their caches are kept for later requests."""
         kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
         try:
@@ -245,18 +242,18 @@ class Scheduler:
                 way.remove(ended, keep_caches=False)
             if self._options.answers is not None:
                 for row in ended:
-                    size = row.stats.prompt_tokens
-                    self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
+                    size = row.prompt_tokens
+                    self._options.answers.add(row.text[:size], row.text[size:], row.cached_tokens)
         finally:
             self._tell(ended)
 
-    def _tell(self, ended: Mapping[Generation, str | Exception]) -> None:
+    def _tell(self, ended: Mapping[Request, str | Exception]) -> None:
         for row in ended.keys() & self.rows.keys():
             del self.rows[row]
             self._on_end(row, ended[row])
 
     @contextmanager
-    def _failing(self, row: Generation) -> Iterator[None]:
+    def _failing(self, row: Request) -> Iterator[None]:
         """An exception fails this row alone."""
         try:
             yield

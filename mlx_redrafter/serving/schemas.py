@@ -20,8 +20,9 @@ from pydantic import (
 from pydantic_core import from_json
 
 from ..errors import RedrafterError
-from ..options import OPTION_FLAGS
-from .types import MAX_TOP_LOGPROBS, GenerationRequest
+from ..options import OPTION_FLAGS, OPTION_NAMES
+from .request import PENALTIES
+from .types import MAX_TOP_LOGPROBS
 
 DEFAULT_MODEL = "default_model"
 """mlx-lm's word for the model that the command line names; also for its drafter."""
@@ -157,8 +158,8 @@ class Body(Part):
     chat_template_kwargs: dict[str, Any] = {}
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `GenerationRequest` that are given."""
-        names = Body.model_fields.keys() & GenerationRequest.__dataclass_fields__.keys()
+        """The options and penalties that are given, as `Engine.submit` takes them."""
+        names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
