@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from mlx_lm import tokenizer_utils
@@ -196,8 +197,8 @@ class ScriptedEngine:
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
     counters: EngineCounters = field(default_factory=EngineCounters)
-    queued, running, prompt_cache_bytes, alive, mode, vocab_size = 0, 0, 0, True, "idle", 4098
-    context_length = 8192
+    queued, alive, vocab_size, context_length = 0, True, 4098, 8192
+    scheduler = SimpleNamespace(rows=(), mode="idle", prompt_cache=SimpleNamespace(nbytes=0))
 
     def __post_init__(self) -> None:
         self.gate.set()

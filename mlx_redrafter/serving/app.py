@@ -58,7 +58,8 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         """What runs, what waits, which drafter there is; 503 where nothing would be answered."""
         engine = service.engine
         status = "ok" if engine.alive else "unavailable"
-        counts = {"running": engine.running, "queue": engine.queued, "mode": engine.mode}
+        scheduler = engine.scheduler
+        counts = {"running": len(scheduler.rows), "queue": engine.queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
         return JSONResponse({"status": status} | names | counts, 200 if engine.alive else 503)
 

@@ -1,7 +1,7 @@
-"""The engine: one thread that owns MLX, and a queue in front of it. Its steps are the scheduler's.
+"""The engine: a queue of requests, and the one thread that uses MLX. The scheduler has the requests that run.
 
-Where several ranks share the model each has an engine, which takes the same steps. What comes from outside (requests,
-clients that go, the end) is decided on by rank 0 at the beginning of a step, and sent to the others.
+If several ranks share the model, each has an engine, and all take the same steps. Rank 0 decides about everything from
+outside (requests, cancellations, the end) at the beginning of a step, and sends it to the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +38,7 @@ from .types import (
     ClientLimitReached,
     ContextLengthExceeded,
     EngineClosed,
+    EngineCounters,
     GenerationFailed,
     QueueFull,
     RequestError,
@@ -84,7 +85,8 @@ class Engine:
 
     Attributes:
         context_length: None for no limit, as where old rows of the caches are dropped.
-        counters: what was done since the start.
+        counters: totals since the start, which the scheduler counts too.
+        scheduler: what runs.
         vocab_size: the model's.
 
     Raises:
@@ -116,10 +118,10 @@ class Engine:
         self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
-        self._scheduler = Scheduler(
-            model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes, self._end
+        self.counters = EngineCounters()
+        self.scheduler = Scheduler(
+            model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes, self.counters, self._end
         )
-        self.counters = self._scheduler.counters
         self._condition = threading.Condition()  # guards what follows
         self._queue: deque[Request] = deque()
         self._clients: Counter[str] = Counter()
@@ -136,28 +138,6 @@ class Engine:
     def queued(self) -> int:
         """How many requests wait."""
         return len(self._queue)
-
-    @property
-    def running(self) -> int:
-        """How many requests run."""
-        return len(self._scheduler.rows)
-
-    @property
-    def batch_rows(self) -> int:
-        """How many of them in a batch."""
-        return len(self._scheduler.batch_rows)
-
-    @property
-    def mode(self) -> Literal["idle", "single", "batch", "turns"]:
-        """How requests are decoded now."""
-        if self.batch_rows:
-            return "batch"
-        return "idle" if not self.running else "single" if self.running == 1 else "turns"
-
-    @property
-    def prompt_cache_bytes(self) -> int:
-        """Of all caches that are kept for later requests."""
-        return self._scheduler.prompt_cache.nbytes
 
     def start(self) -> None:
         """Starts the thread, and waits until it is ready: what `plan="auto"` needs to know is measured first.
@@ -183,8 +163,8 @@ class Engine:
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
-            if self.running:
-                logging.warning("The time to end is over: requests that still run (%d) are broken off", self.running)
+            if running := len(self.scheduler.rows):
+                logging.warning("The time to end is over: requests that still run (%d) are broken off", running)
             self._aborting = True
             self._thread.join()
             # After that MLX still frees the thread's compiled functions; an interpreter that ends meanwhile aborts.
@@ -270,7 +250,7 @@ class Engine:
     def _run(self) -> None:
         with on_stream(), wired_limit(self._model):
             try:
-                self._scheduler.warm_up()
+                self.scheduler.warm_up()
             except Exception as error:
                 return self._started.set_exception(error)
             self._started.set_result(None)
@@ -279,13 +259,13 @@ class Engine:
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
-                    self._scheduler.step(*decisions[:-1])
+                    self.scheduler.step(*decisions[:-1])
                 except Exception as error:
                     if ranks.count() > 1:  # the others may have gone on
                         ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
                     logging.exception("The engine has failed, and with it all requests that ran")
-                    self._scheduler.abort(error)
-            self._scheduler.close()
+                    self.scheduler.abort(error)
+            self.scheduler.close()
 
     def _decide(self) -> Decisions | None:
         """What to do next, on rank 0 once there is something to do; None for a round of what runs, and on other ranks.
@@ -294,19 +274,19 @@ class Engine:
         """
         is_alone = ranks.count() == 1
         with self._condition:
-            if not (self._queue or self.running):
+            if not (self._queue or self.scheduler.rows):
                 mx.clear_cache()
                 self._condition.wait_for(lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS)
             if ranks.index():
                 return None
             self._drop_waiting()
-            ended: dict[Request, str | Exception] = {row: "cancelled" for row in self._scheduler.rows if row.cancelled}
+            ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
             if self._aborting:
-                ended = dict.fromkeys(self._scheduler.rows, EngineClosed(CLOSING))
-            started = self._scheduler.choose(self._queue, ended)
+                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING))
+            started = self.scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)
-            is_last = self._closing and not (self._queue or self.running or started)
+            is_last = self._closing and not (self._queue or self.scheduler.rows or started)
             found = Decisions(ended, started, bool(self._queue), is_last)
         return found if is_alone or any(found) else None
 
@@ -322,7 +302,7 @@ class Engine:
         if ranks.count() == 1:
             assert own is not None
             return own
-        rows = list(self._scheduler.rows)
+        rows = list(self.scheduler.rows)
         if ranks.CHECK in os.environ:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):

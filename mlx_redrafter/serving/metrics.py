@@ -75,8 +75,8 @@ class Metrics(Collector):
             yield family
         for name, text, gauge in (
             ("queue_length", "Requests that wait", engine.queued),
-            ("running", "Requests that are answered", engine.running),
-            ("prompt_cache_bytes", "What the prompt cache keeps", engine.prompt_cache_bytes),
+            ("running", "Requests that are answered", len(engine.scheduler.rows)),
+            ("prompt_cache_bytes", "What the prompt cache keeps", engine.scheduler.prompt_cache.nbytes),
             ("active_memory_bytes", "Memory that arrays take", mx.get_active_memory()),
             ("cache_memory_bytes", "Memory that MLX keeps for arrays to come", mx.get_cache_memory()),
         ):

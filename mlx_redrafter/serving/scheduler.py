@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,12 +43,12 @@ class Scheduler:
 
     Args:
         model, tokenizer, drafter, options, size, cache_bytes: as `Engine` has them, `size` its `decode_concurrency`.
+        counters: the engine's, in which steps are counted.
         on_end: called once with each row that ends, after its last tokens, and how: "stop", "length", "cancelled", or
             an error.
 
     Attributes:
         rows: everything that runs, in the order in which it started, the same on all ranks.
-        counters: what was done since the start.
         prompt_cache: the caches that ended rows have left.
     """
 
@@ -60,12 +60,12 @@ class Scheduler:
         options: Options,
         size: int,
         cache_bytes: int | None,
+        counters: EngineCounters,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._model, self._drafter, self._options, self._size = model, drafter, options, size
-        self._on_end, self.rows = on_end, dict[Request, None]()
+        self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
-        self.counters = EngineCounters()
         self.prompt_cache = PromptCache(min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes)))
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
@@ -76,9 +76,11 @@ class Scheduler:
         self._alone_steps = 0
 
     @property
-    def batch_rows(self) -> list[Request]:
-        """What runs in a batch."""
-        return self._batch.rows
+    def mode(self) -> Literal["idle", "single", "batch", "turns"]:
+        """How requests are decoded now."""
+        if self._batch.rows:
+            return "batch"
+        return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
 
     def warm_up(self) -> None:
         """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
@@ -130,7 +132,7 @@ class Scheduler:
         self.rows.update(dict.fromkeys(started))
         self._end({row: row.error or ended[row] for row in running if row.error or row in ended})
         self._start(started)
-        if self.batch_rows:
+        if self._batch.rows:
             self._step_batch(others_wait=others_wait)
         for row in self._loops.rows:
             self._step_alone(row)
@@ -180,13 +182,13 @@ class Scheduler:
         if row in self._loops.rows:
             with self._failing(row):
                 self._batch.add(row, self._loops.remove([row])[row])
-                self.counters.mode_switches["batch"] += 1
+                self._counters.mode_switches["batch"] += 1
 
     def _step_alone(self, row: Request) -> None:
         with self._failing(row):
             made = self._loops.step(row)
             if made.tokens:
-                self.counters.rounds += 1
+                self._counters.rounds += 1
                 self._end(self._report([(row, made)]))
             elif row.read == len(row.prompt):
                 self._store_prompt(row)
@@ -195,9 +197,9 @@ class Scheduler:
         read, made = self._batch.step()
         for row in read:
             self._store_prompt(row)
-        self.counters.batch_steps += len(made) > 0
+        self._counters.batch_steps += len(made) > 0
         self._end(self._report(made))
-        is_alone = len(made) == 1 and [made[0][0]] == self.batch_rows
+        is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
         self._alone_steps = self._alone_steps + 1 if is_alone else 0
         if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].draft:
             # It goes on alone, after the token that the batch is computing.
@@ -207,7 +209,7 @@ class Scheduler:
                     raise row.error
                 ended = self._report([(row, following)])
                 self._loops.add(row, start)
-                self.counters.mode_switches["single"] += 1
+                self._counters.mode_switches["single"] += 1
                 self._end(ended)
 
     def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
@@ -226,7 +228,7 @@ class Scheduler:
                         each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
                     )
                 row.seconds = now - row.submitted - row.time_to_first_token
-                for counts in (row, self.counters):
+                for counts in (row, self._counters):
                     counts.decoding += decoding
                     counts.generated_tokens += len(tokens)
                 row.send(row.make_events(each, tokens, [next(logprobs) for _ in tokens], reason))
@@ -265,5 +267,5 @@ class Scheduler:
             self._end({row: error})
 
     def _note_drafter_failure(self, error: Exception) -> None:
-        self.counters.drafter_failures += 1
+        self._counters.drafter_failures += 1
         logging.error("The drafter has failed; the request goes on without it", exc_info=error)

@@ -166,7 +166,7 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
         first = engine.submit(**long)
         stream = first.events()
         head = [await anext(stream) for _ in range(10)]
-        assert engine.mode == "single"
+        assert engine.scheduler.mode == "single"
         others = await asyncio.gather(*[collect(engine.submit(**request)) for request in short])
         return [head + [event async for event in stream], *others]
 
@@ -177,7 +177,7 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
         assert engine.counters.prompt_tokens == sum(len(request["prompt"]) for request in [long, *short])
         assert engine.counters.generated_tokens == 150 + 60
-        assert engine.mode == "idle"
+        assert engine.scheduler.mode == "idle"
 
 
 async def decode_around_a_batch(
@@ -221,7 +221,7 @@ def test_prompt_that_is_being_read_joins_a_batch() -> None:
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
         first = engine.submit(**long)
-        await wait_until(lambda: engine.running == 1)
+        await wait_until(lambda: len(engine.scheduler.rows) == 1)
         return await asyncio.gather(collect(first), collect(engine.submit(**short)))
 
     with running(options={"prefill_step_size": 4}) as engine:
@@ -241,7 +241,7 @@ def test_caches_that_cannot_be_batched_take_turns(kind: str, options: dict[str, 
         async def watch(request: Request) -> list[TokenEvent]:
             events = []
             async for event in request.events():
-                modes.add(engine.mode)
+                modes.add(engine.scheduler.mode)
                 events.append(event)
             return events
 
@@ -409,7 +409,7 @@ def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(isinstance(error, GenerationFailed) and "out of memory" in str(error) for error in errors)
         requests = [ask(prompt) for prompt in PROMPTS]
         assert [tokens_of(events) for events in generate(engine, *requests)] == [plain(each) for each in requests]
-        assert engine.alive and engine.running == 0
+        assert engine.alive and len(engine.scheduler.rows) == 0
 
 
 def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,7 @@ def test_cancelled_at_any_stage() -> None:
         first.cancel()  # alone or in the batch
         count = len([event async for event in stream])
         assert first.generated_tokens == count + 1
-        await wait_until(lambda: engine.mode == "idle")
+        await wait_until(lambda: engine.scheduler.mode == "idle")
 
     with running(decode_concurrency=2, options={"prefill_step_size": 16}) as engine:
         asyncio.run(finish(main(engine)))
@@ -469,7 +469,7 @@ def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
         for each in others:
             await anext(each.events())
         generation = engine.submit(**long)
-        await wait_until(lambda: engine.running == together)
+        await wait_until(lambda: len(engine.scheduler.rows) == together)
         await asyncio.sleep(0.02)
         for each in (generation, *others):
             each.cancel()
@@ -503,9 +503,9 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_queue_and_clients_are_limited() -> None:
     async def main(engine: Engine) -> None:
         runs = engine.submit(**ask(PROMPTS[0], -1, client="a"))
-        await wait_until(lambda: engine.running == 1)
+        await wait_until(lambda: len(engine.scheduler.rows) == 1)
         waits = [engine.submit(**ask(PROMPTS[0], 2, client=client)) for client in "ab"]
-        assert (engine.queued, engine.running) == (2, 1)
+        assert (engine.queued, len(engine.scheduler.rows)) == (2, 1)
         with pytest.raises(ClientLimitReached, match="2 requests of this client"):
             engine.submit(**ask(PROMPTS[0], 2, client="a"))
         third = engine.submit(**ask(PROMPTS[0], 2, client="c"))
@@ -538,7 +538,7 @@ def test_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
             assert tokens_of(events) == plain(request, model)
         # What stood before, and the last token of an answer perhaps, were not read again.
         assert engine.counters.prompt_tokens - read <= 3 * together
-        assert engine.prompt_cache_bytes > 0
+        assert engine.scheduler.prompt_cache.nbytes > 0
 
 
 FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
@@ -680,7 +680,7 @@ def test_impossible_requests_are_refused(fields: dict[str, Any], message: str) -
     with running(max_prompt_tokens=50) as engine:
         with pytest.raises(RequestError, match=message):
             asyncio.run(main(engine))
-        assert engine.queued == engine.running == 0
+        assert engine.queued == len(engine.scheduler.rows) == 0
 
 
 @pytest.mark.parametrize(
@@ -718,7 +718,7 @@ def test_context_length_bounds_prompt_and_answer() -> None:
 def test_closing_drains_what_runs() -> None:
     async def main(engine: Engine) -> None:
         runs = engine.submit(**ask(PROMPTS[0], 200))
-        await wait_until(lambda: engine.running == 1)
+        await wait_until(lambda: len(engine.scheduler.rows) == 1)
         waits = engine.submit(**ask(PROMPTS[1]))
         closing = asyncio.create_task(asyncio.to_thread(engine.close, 60))
         with pytest.raises(EngineClosed):
@@ -736,7 +736,7 @@ def test_closing_drains_what_runs() -> None:
 def test_closing_ends_what_takes_too_long() -> None:
     async def main(engine: Engine) -> None:
         endless = [engine.submit(**ask(prompt, -1)) for prompt in PROMPTS[:2]]
-        await wait_until(lambda: engine.batch_rows == 2)
+        await wait_until(lambda: engine.scheduler.mode == "batch")
         closing = asyncio.create_task(asyncio.to_thread(engine.close, 0.1))
         for generation in endless:
             with pytest.raises(EngineClosed):

@@ -167,9 +167,9 @@ def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> Non
     cancelled = engine.counters.finished["cancelled"]
     fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
     with send(demo, request_bytes(**fields)) as connection:
-        until(lambda: engine.running == 1)
+        until(lambda: len(engine.scheduler.rows) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
-    until(lambda: engine.running == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
+    until(lambda: len(engine.scheduler.rows) == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
 
 
 def test_a_silent_stream_is_kept_alive(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
