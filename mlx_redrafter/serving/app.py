@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
+import json
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -25,10 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RedrafterError
 from .anthropic_messages import CountTokens, Messages
-from .completion import Completion, Service, make_api_error
+from .completion import Answer, Completion, Event, Service, make_api_error, make_prompt
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
 from .schemas import ApiError, parse_body
+from .types import GenerationFailed
 
 APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
@@ -55,7 +57,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     """
 
     async def show_health(request: Request) -> Response:
-        """What runs, what waits, which drafter there is; 503 where nothing would be answered."""
+        """What runs, what waits, which drafter there is; 503 if nothing would be answered."""
         engine = service.engine
         status = "ok" if engine.alive else "unavailable"
         scheduler = engine.scheduler
@@ -110,18 +112,20 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
     service.check_model(body.model)
     completion = api(service, body)
-    await asyncio.get_running_loop().run_in_executor(service.prompt_thread, completion.prepare)
+    prompt = await asyncio.get_running_loop().run_in_executor(service.prompt_thread, make_prompt, completion)
     if api is CountTokens:
-        return JSONResponse({"input_tokens": len(completion.prompt)})
-    completion.submit("" if request.client is None else request.client.host)
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
+    answer = Answer(completion, prompt, "" if request.client is None else request.client.host)
     if body.stream:
-        return EventStream(completion)
-    watching = asyncio.create_task(cancel_when_gone(request, completion))
+        return EventStream(completion, answer)
+    watching = asyncio.create_task(cancel_on_disconnect(request, answer))
     try:
-        return JSONResponse(await completion.collect())
+        async for _ in completion.events(answer):
+            pass
+        return JSONResponse(completion.reply)
     finally:
         watching.cancel()
-        completion.close()
+        answer.close()
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -139,28 +143,45 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def cancel_when_gone(request: Request, completion: Completion[Any]) -> None:
-    """Ends a completion when its client goes."""
+async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
+    """Cancels an answer when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    completion.cancel()
+    answer.cancel()
+
+
+async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
+    """The reply as server-sent events, which end with an error if the engine has one."""
+    try:
+        async for event in completion.events(answer):
+            yield format_event(event)
+    except GenerationFailed as error:
+        yield format_event(completion.describe_failure(make_api_error(error)))
+    if completion.last_line:
+        yield completion.last_line
+
+
+def format_event(data: Event) -> str:
+    """A server-sent event, named after its type if it has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A reply as server-sent events; the completion is closed however it ends."""
+    """A reply as server-sent events; the answer is closed however it ends."""
 
-    def __init__(self, completion: Completion[Any]) -> None:
-        self._completion = completion
-        super().__init__(completion.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, completion: Completion[Any], answer: Answer) -> None:
+        self._answer, events = answer, stream_events(completion, answer)
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the last one, or until the client goes."""
+        """Sends the events until the last one, or until the client disconnects."""
         pinging = asyncio.create_task(self._ping(send))
         try:
             await super().__call__(scope, receive, send)
         finally:
             pinging.cancel()
-            self._completion.close()
+            self._answer.close()
 
     async def _ping(self, send: Send) -> None:
         while True:

@@ -1,15 +1,18 @@
-"""One request, of whatever API: from what was asked to the pieces of its choices, and to server-sent events."""
+"""What all APIs share: a body is parsed, its prompt encoded, its requests submitted, and their tokens rendered.
+
+Each step takes what the one before returns: `Completion(service, body)`, `make_prompt(completion)`, `Answer(completion,
+prompt)`, `completion.events(answer)`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal
+from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from mlx_lm.server import convert_chat
 
@@ -46,7 +49,7 @@ ANY_NAME = "*"
 MAX_RETRY_SECONDS = 60
 
 STATUSES = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, SchemaNotFollowed: 400, GenerationFailed: 500}
-"""Errors -> the status of HTTP of the first that fits; 400 for others."""
+"""Errors -> the HTTP status; the first that fits counts, and others are 400."""
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Service:
         args: the command's flags.
         model_name: what the model is shown as.
         drafter_name: the same of the drafter; None without one.
-        prompt_thread: makes prompts, one at a time, so that a long one does not keep other streams waiting.
+        prompt_thread: encodes prompts, one at a time, so that a long one does not delay other streams.
         items: the last items of responses, by their ids, for clients that refer to them.
     """
 
@@ -84,11 +87,22 @@ class Service:
             raise ApiError(f"there is no model {name!r:.100} here, expected {expected}", 404, code="model_not_found")
 
 
-class Completion(ABC, Generic[AnyBody]):
-    """A request and the reply to it; a subclass for each API.
+class Prompt(NamedTuple):
+    """An encoded prompt.
 
-    It is made of a body, its prompt is prepared, it is submitted, and then collected or streamed; at last it is closed.
-    What cannot be had is an `ApiError`; where the engine fails, what reads its tokens raises `GenerationFailed`.
+    Attributes:
+        tokens: its ids.
+        state: of mlx-lm's text state machine where the answer begins; None if all of the answer is text.
+        grammar: makes what the answer must follow; None for any answer.
+    """
+
+    tokens: list[int]
+    state: str | None = None
+    grammar: Callable[[], Grammar] | None = None
+
+
+class Completion(ABC, Generic[AnyBody]):
+    """A parsed body, and how its answer is rendered; a subclass for each API.
 
     Attributes:
         body_type: what the body is checked against.
@@ -96,17 +110,17 @@ class Completion(ABC, Generic[AnyBody]):
         messages: as `conversation.arrange` takes them.
         prefilled: whether the last message is the beginning of the answer.
         tools: those that may be called.
-        forced: those of which one must be called; empty for no such duty.
+        forced: those of which one must be called; empty if none must.
         form: what the answer must follow.
-        template_args: variables for the chat template that the client's own overrule; None is left out.
-        role_mapping: what is put before each role's text where there is no template.
+        template_args: variables for the chat template, which the client's own override; None is left out.
+        role_mapping: what is put before each role's text if there is no template.
         choices: how many texts; with a seed each has its own, from that one on.
         top_logprobs: of each token; None for no log-probabilities.
-        include_drafts: whether chunks say what was drafted.
-        prompt: the token ids, after `prepare`.
-        n_tokens, n_reasoning: how many tokens were made so far, and how many of them are reasoning.
-        finish_reason: "stop", "length" or "tool_calls" with the last token of the choice that is read, None before.
-        reply: the reply in one piece, after the last event.
+        include_drafts: whether chunks show the rounds' drafts.
+        reply: the reply in one piece, once `events` has ended.
+
+    Raises:
+        ApiError: the body asks for something that cannot be had.
     """
 
     body_type: ClassVar[type[Any]]
@@ -117,8 +131,6 @@ class Completion(ABC, Generic[AnyBody]):
     choices = 1
     top_logprobs: int | None = None
     include_drafts = False
-    n_tokens = n_reasoning = 0
-    finish_reason: str | None = None
 
     def __init__(self, service: Service, body: AnyBody) -> None:
         self.service, self.body = service, body
@@ -126,22 +138,15 @@ class Completion(ABC, Generic[AnyBody]):
         self.tools: Tools = {}
         self.forced: Tools = {}
         self.template_args: dict[str, Any] = {}
-        self.prompt: list[int] = []
         self.reply: Event = {}
-        self._state: str | None = None  # of mlx-lm's text state machine where the answer begins; None for text alone
-        self._grammar: Callable[[], Grammar] | None = None
-        self._requests: list[Request] = []
-        self._texts: list[TextStream] = []
+
+    def encode_prompt(self) -> Prompt:
+        """The messages as token ids."""
+        return encode_messages(self)
 
     @abstractmethod
-    def events(self) -> AsyncIterator[Event]:
+    def events(self, answer: Answer) -> AsyncIterator[Event]:
         """The data of the server-sent events."""
-
-    async def collect(self) -> Event:
-        """The reply in one piece."""
-        async for _ in self.events():
-            pass
-        return self.reply
 
     @staticmethod
     def describe_error(error: ApiError) -> Event:
@@ -153,116 +158,148 @@ class Completion(ABC, Generic[AnyBody]):
         """The last event of a stream that fails."""
         return self.describe_error(error)
 
-    async def stream(self) -> AsyncIterator[str]:
-        """The reply as server-sent events, which end with an error if the engine has one."""
+    def find_tool(self, segment: Segment) -> Tool:
+        """The tool that a call names; one that the client has not given is a function."""
+        return self.tools.get(segment.name) or Tool({}, "function", segment.name)
+
+
+def encode_messages(completion: Completion[Any]) -> Prompt:
+    """The messages of a conversation through the chat template, or joined if there is none.
+
+    Raises:
+        RedrafterError: messages or tools that the model or its template does not take.
+    """
+    service, own, tools = completion.service, completion.body.chat_template_kwargs, completion.tools
+    tokenizer, prefilled = service.tokenizer, completion.prefilled
+    if "chat_template" in own:  # it might never end
+        raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
+    if tools and not (tokenizer.has_tool_calling or completion.forced):
+        raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
+    messages = arrange(completion.messages, prefilled=prefilled)
+    if not tokenizer.has_chat_template:
+        return Prompt(list(tokenizer.encode(convert_chat(messages, completion.role_mapping))), "normal")
+    given = {name: value for name, value in completion.template_args.items() if value is not None}
+    args = service.args.chat_template_args | given | own | {"tools": describe_tools(tools) or None}
+    errors: list[RedrafterError] = []
+    for variant in (messages, *relax(messages)):
         try:
-            async for event in self.events():
-                yield to_event(event)
-        except GenerationFailed as error:
-            yield to_event(self.describe_failure(make_api_error(error)))
-        if self.last_line:
-            yield self.last_line
+            text = render(tokenizer, variant, args, prefilled=prefilled)
+            break
+        except RedrafterError as error:
+            errors.append(error)
+    else:
+        raise errors[0]
+    prompt = list(tokenizer.encode(text, add_special_tokens=False))
+    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+    return Prompt(prompt, tokenizer.response_initial_state or ("reasoning" if thinks else "normal"))
 
-    def prepare(self) -> None:
-        """Makes the prompt and the grammar; called in the thread for that."""
-        tokenizer = self.service.tokenizer
-        self.prompt = self.encode_prompt()
-        asked: Asked | None = self.form.schema_to_follow if self.form else None
-        unless: tuple[int, ...] = ()
-        if self.forced:
-            asked = [tool.function for tool in self.forced.values()]
-        elif asked is not None and self.tools:
-            if not tokenizer.tool_call_start:
-                raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
-            unless = tuple(tokenizer.tool_call_start_tokens)
-        if asked is not None:
-            if self.prefilled:
-                raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
-            self._grammar = self.service.grammars.compile(asked, self._state, unless)
 
-    def encode_prompt(self) -> list[int]:
-        """The messages as token ids."""
-        tokenizer, own = self.service.tokenizer, self.body.chat_template_kwargs
-        if "chat_template" in own:  # it might never end
-            raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
-        if self.tools and not (tokenizer.has_tool_calling or self.forced):
-            raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
-        messages, self._state = arrange(self.messages, prefilled=self.prefilled), "normal"
-        if not tokenizer.has_chat_template:
-            return list(tokenizer.encode(convert_chat(messages, self.role_mapping)))
-        given = {name: value for name, value in self.template_args.items() if value is not None}
-        args = self.service.args.chat_template_args | given | own | {"tools": describe_tools(self.tools) or None}
-        errors: list[RedrafterError] = []
-        for variant in (messages, *relax(messages)):
-            try:
-                text = render(tokenizer, variant, args, prefilled=self.prefilled)
-                break
-            except RedrafterError as error:
-                errors.append(error)
-        else:
-            raise errors[0]
-        prompt = list(tokenizer.encode(text, add_special_tokens=False))
-        if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt):
-            self._state = "reasoning"
-        self._state = tokenizer.response_initial_state or self._state
+def make_prompt(completion: Completion[Any]) -> Prompt:
+    """The prompt and the grammar of a completion; slow, so not for the event loop.
+
+    Raises:
+        RedrafterError: see `encode_messages` and `GrammarCompiler.compile`.
+    """
+    service, prompt = completion.service, completion.encode_prompt()
+    asked: Asked | None = completion.form.schema_to_follow if completion.form else None
+    unless: tuple[int, ...] = ()
+    if completion.forced:
+        asked = [tool.function for tool in completion.forced.values()]
+    elif asked is not None and completion.tools:
+        if not service.tokenizer.tool_call_start:
+            raise ApiError("this model's tool calls have no mark: give either tools or an answer's format")
+        unless = tuple(service.tokenizer.tool_call_start_tokens)
+    if asked is None:
         return prompt
+    if completion.prefilled:
+        raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
+    return Prompt(prompt.tokens, prompt.state, service.grammars.compile(asked, prompt.state, unless))
 
-    def submit(self, client: str) -> None:
-        """Puts the request of the client with this address into the engine's queue, once for each choice."""
-        service, body = self.service, self.body
-        engine, args = service.engine, service.args
-        most, drafters = args.max_completion_tokens, [name for name in (service.drafter_name, PLAIN) if name]
-        if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
-            expected = " or ".join(drafters)
-            raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {expected}")
-        if body.adapters not in (None, args.adapter_path):
-            raise ApiError(f"adapters must be those of --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
-        if most is not None and (body.max_tokens or 0) > most:
-            raise ApiError(f"max_tokens must be at most {most}, got {body.max_tokens}")
-        if self.choices > min(args.max_queue, args.max_per_client):
-            limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
-            raise ApiError(f"n must be within {limits}, got {self.choices}")
+
+class Piece(NamedTuple):
+    """What one token adds to an answer.
+
+    Attributes:
+        choice: the index of its text.
+        text, segments: what the token completes, twice: as it is, and divided.
+        finish_reason: "stop", "length" or "tool_calls" with the last token of the choice, None before.
+    """
+
+    choice: int
+    event: TokenEvent
+    text: str
+    segments: list[Segment]
+    finish_reason: str | None
+
+
+class Answer:
+    """The submitted requests of a completion, one for each choice, and their texts. It has to be closed.
+
+    Args:
+        client: the address of the client.
+
+    Attributes:
+        n_tokens, n_reasoning: how many tokens were read so far, and how many of them are reasoning.
+        finish_reason: of the piece that was read last.
+
+    Raises:
+        ApiError: what the engine, or a limit of the server, refuses.
+    """
+
+    def __init__(self, completion: Completion[Any], prompt: Prompt, client: str) -> None:
+        service, body = completion.service, completion.body
+        engine, limit = service.engine, service.args.max_completion_tokens
+        check_limits(completion)
         asked = {
-            "grammar": self._grammar,
-            "top_logprobs": self.top_logprobs or 0,
+            "grammar": prompt.grammar,
+            "top_logprobs": completion.top_logprobs or 0,
             "draft": body.draft_model not in (None, PLAIN),
-            "include_drafts": self.include_drafts,
+            "include_drafts": completion.include_drafts,
             "client": client,
             **body.sampling(),
         }
-        if most is not None and not 0 < asked.get("max_tokens", args.options.max_tokens) <= most:
-            asked["max_tokens"] = most
-        functions, is_call = describe_tools(self.tools), bool(self.forced)
+        if limit is not None and not 0 < asked.get("max_tokens", service.args.options.max_tokens) <= limit:
+            asked["max_tokens"] = limit
+        self._metrics = service.metrics
+        self.requests: list[Request] = []
+        self.texts: list[TextStream] = []
+        self.n_tokens = self.n_reasoning = 0
+        self.finish_reason: str | None = None
+        functions, is_call = describe_tools(completion.tools), bool(completion.forced)
         try:
-            for at in range(self.choices):
+            for at in range(completion.choices):
                 seed = {} if body.seed is None else {"seed": body.seed + at}
-                self._requests.append(engine.submit(self.prompt, **asked | seed))
-                self._texts.append(TextStream(service.tokenizer, self._state, body.stop, functions, is_call=is_call))
+                self.requests.append(engine.submit(prompt.tokens, **asked | seed))
+                self.texts.append(TextStream(service.tokenizer, prompt.state, body.stop, functions, is_call=is_call))
         except RedrafterError as error:
             self.close()
             raise make_api_error(error, engine.queued) from error
 
-    async def read(self, choice: int) -> AsyncIterator[tuple[TokenEvent, str, list[Segment]]]:
-        """Each token of a choice, the text and the segments that it completes. A stop string ends the generation."""
-        request, text = self._requests[choice], self._texts[choice]
-        async for event in request.events():
-            self.n_tokens += 1
-            self.n_reasoning += text.is_reasoning
-            reason: str | None = event.finish_reason
-            shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
-            if text.stopped_by is not None:
-                reason = "stop"
-                request.cancel()
-            self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
-            yield event, shown, segments
-            if reason is not None:
-                break
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yields what each token adds, one choice after the other. A stop string ends a choice.
+
+        Raises:
+            GenerationFailed: an error of the server's.
+        """
+        for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
+            async for event in request.events():
+                self.n_tokens += 1
+                self.n_reasoning += text.is_reasoning
+                reason: str | None = event.finish_reason
+                shown, segments = text.add(None if reason == "stop" else event.token, is_last=reason is not None)
+                if text.stopped_by is not None:
+                    reason = "stop"
+                    request.cancel()
+                self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
+                yield Piece(choice, event, shown, segments, self.finish_reason)
+                if reason is not None:
+                    break
 
     async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
         """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block."""
         last: Segment | None = None
-        async for _, _, segments in self.read(0):
-            for segment in segments:
+        async for piece in self.pieces():
+            for segment in piece.segments:
                 if last is None or segment.kind != last.kind or segment.kind == "tool_call":
                     if last is not None:
                         yield "end", last
@@ -272,13 +309,9 @@ class Completion(ABC, Generic[AnyBody]):
         if last is not None:
             yield "end", last
 
-    def find_tool(self, segment: Segment) -> Tool:
-        """The tool that a call names; one that the client has not given is a function."""
-        return self.tools.get(segment.name) or Tool({}, "function", segment.name)
-
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
-        """What was read and made so far, as OpenAI's APIs tell it, in their words for both."""
-        first = self._requests[0]
+        """What was read and generated so far, with OpenAI's field names, which differ in their words for both."""
+        first = self.requests[0]
         return {
             f"{read}_tokens": first.prompt_tokens,
             f"{made}_tokens": self.n_tokens,
@@ -290,25 +323,35 @@ class Completion(ABC, Generic[AnyBody]):
 
     def count_drafts(self) -> dict[str, Any]:
         """What drafting did so far, in the fields of `USAGE_FIELDS`."""
-        total = sum((request.decoding for request in self._requests), Stats())
+        total = sum((request.decoding for request in self.requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
     def cancel(self) -> None:
         """Ends what still runs."""
-        for request in self._requests:
+        for request in self.requests:
             request.cancel()
 
     def close(self) -> None:
         """Ends what still runs, and counts all; called once."""
         self.cancel()
-        for request in self._requests:
-            self.service.metrics.count(request)
+        for request in self.requests:
+            self._metrics.count(request)
 
 
-def to_event(data: Event) -> str:
-    """A server-sent event, named after its type where it has one."""
-    name = f"event: {data['type']}\n" if "type" in data else ""
-    return f"{name}data: {json.dumps(data)}\n\n"
+def check_limits(completion: Completion[Any]) -> None:
+    """Raises an `ApiError` for another drafter or adapter than the server's, and for more than its flags allow."""
+    service, body, choices = completion.service, completion.body, completion.choices
+    args, drafters = service.args, [name for name in (service.drafter_name, PLAIN) if name]
+    limit = args.max_completion_tokens
+    if body.draft_model not in (None, DEFAULT_MODEL, find_drafter_name(args), *drafters):
+        raise ApiError(f"there is no drafter {body.draft_model!r:.100} here, expected {' or '.join(drafters)}")
+    if body.adapters not in (None, args.adapter_path):
+        raise ApiError(f"adapters must be those of --adapter-path, {args.adapter_path}, got {body.adapters!r:.100}")
+    if limit is not None and (body.max_tokens or 0) > limit:
+        raise ApiError(f"max_tokens must be at most {limit}, got {body.max_tokens}")
+    if choices > min(args.max_queue, args.max_per_client):
+        limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
+        raise ApiError(f"n must be within {limits}, got {choices}")
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:
@@ -317,10 +360,10 @@ def describe_tools(tools: Tools) -> list[dict[str, Any]]:
 
 
 def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError:
-    """What a client is told of an error.
+    """The reply to an error.
 
     Args:
-        queued: how many requests wait, where the client may try again once they are through.
+        queued: how many requests wait; the client may try again after them.
     """
     if isinstance(error, ApiError):
         return error

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar
 
 from ..generate import encode
-from .completion import Completion, Event, Service
+from .completion import Answer, Completion, Event, Piece, Prompt, Service
 from .conversation import choose_tools, read_tools
 from .request import Request
 from .schemas import ChatBody, CompletionBody, OpenAIBody
@@ -53,32 +53,29 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         """The field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def collect(self) -> Event:
-        """The reply in one piece."""
-        choices = [choice async for choice, _ in self._choices()]
-        return self.reply | {"choices": choices, "usage": self.describe_usage("prompt", "completion")}
-
-    async def events(self) -> AsyncIterator[Event]:
-        """The chunks of a stream."""
-        async for choice, drafts in self._choices():
-            yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
+    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+        """The chunks of a stream; without a stream the choices are whole, and the reply has them."""
+        choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
+        async for piece in answer.pieces():
+            segments += piece.segments
+            if self.top_logprobs is not None:
+                logprobs.append(self._describe_token(piece.event))
+            if self.include_drafts:
+                self._note_drafts(drafts, piece, answer.requests[piece.choice])
+            if piece.finish_reason is None and not (segments and self.body.stream):
+                continue
+            choice: Event = {"index": piece.choice, "finish_reason": piece.finish_reason}
+            choice |= self.describe_text(piece.choice, segments)
+            choice |= {"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}
+            if self.body.stream:
+                yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
+            else:
+                choices.append(choice)
+            segments, logprobs, drafts = [], [], {}
+        usage = {"usage": answer.describe_usage("prompt", "completion")}
         if self.body.stream_options.get("include_usage"):
-            yield self.reply | {"choices": [], "usage": self.describe_usage("prompt", "completion")}
-
-    async def _choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """(a choice, or what a chunk of a stream adds to it; the field `redrafter`), one choice after the other."""
-        for at in range(self.choices):
-            segments, logprobs, drafts = list[Segment](), list[dict[str, Any]](), dict[str, Any]()
-            async for event, text, more in self.read(at):
-                segments += more
-                if self.top_logprobs is not None:
-                    logprobs.append(self._describe_token(event))
-                if self.include_drafts:
-                    self._note_drafts(drafts, event, text, self._requests[at])
-                if self.finish_reason is not None or (segments and self.body.stream):
-                    choice = {"index": at, "finish_reason": self.finish_reason} | self.describe_text(at, segments)
-                    yield choice | ({"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}), drafts
-                    segments, logprobs, drafts = [], [], {}
+            yield self.reply | {"choices": []} | usage
+        self.reply |= {"choices": choices} | usage
 
     def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
         tokenizer = self.service.tokenizer
@@ -90,15 +87,15 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _note_drafts(self, told: dict[str, Any], event: TokenEvent, text: str, request: Request) -> None:
-        source, drafts = event.draft_source, event.drafts
-        token = {"text": text, "from_draft": source is not None, "draft_source": source}
-        told.setdefault("tokens", []).append(token)
-        told |= {name: getattr(request.decoding, name) for name in ("rounds", "drafted", "accepted")}
-        told["seconds"] = round(request.seconds, 6)
+    def _note_drafts(self, noted: Event, piece: Piece, request: Request) -> None:
+        source, drafts = piece.event.draft_source, piece.event.drafts
+        token = {"text": piece.text, "from_draft": source is not None, "draft_source": source}
+        noted.setdefault("tokens", []).append(token)
+        noted |= {name: getattr(request.decoding, name) for name in ("rounds", "drafted", "accepted")}
+        noted["seconds"] = round(request.seconds, 6)
         if drafts is not None:
             *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
-            told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
+            noted["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):
@@ -151,10 +148,10 @@ class Completions(OpenAICompletions[CompletionBody]):
         if body.logprobs is not False or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
 
-    def encode_prompt(self) -> list[int]:
-        """The prompt as it is."""
+    def encode_prompt(self) -> Prompt:
+        """The prompt without a template."""
         prompt = self.body.prompt
-        return encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        return Prompt(encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt)
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         """The field `text`."""

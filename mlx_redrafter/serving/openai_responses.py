@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from .completion import Completion, Event, Service
+from .completion import Answer, Completion, Event, Service
 from .conversation import Message, choose_tools, join_name, join_parts, make_call, read_tools
 from .openai_completions import read_input
 from .schemas import ApiError, ResponsesBody, log_once
@@ -49,18 +49,19 @@ class Responses(Completion[ResponsesBody]):
             "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self, answer: Answer) -> AsyncIterator[Event]:
         """The events in the API's order."""
         yield self._event("created", response=self.reply)
         yield self._event("in_progress", response=self.reply)
-        steps = {"begin": self._begin_item, "add": self._add_segment, "end": self._end_item}
-        async for step, segment in self.blocks():
-            for event in steps[step](segment):
+        steps = {"begin": self._begin_item, "add": self._add_segment}
+        async for step, segment in answer.blocks():
+            is_cut = answer.finish_reason == "length"
+            for event in self._end_item(is_cut=is_cut) if step == "end" else steps[step](segment):
                 yield event
-        is_cut = self.finish_reason == "length"
+        is_cut = answer.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
-        usage = self.describe_usage("input", "output")
+        usage = answer.describe_usage("input", "output")
         self.reply |= {"status": status, "incomplete_details": details, "usage": usage}
         yield self._event(status, response=self.reply)
 
@@ -101,14 +102,13 @@ class Responses(Completion[ResponsesBody]):
             yield self._item_event("function_call_arguments.delta", delta=segment.text)
             yield self._item_event("function_call_arguments.done", name=item["name"], arguments=segment.text)
 
-    def _end_item(self, segment: Segment) -> Iterator[Event]:
+    def _end_item(self, *, is_cut: bool) -> Iterator[Event]:
         item = self._output[-1]
         for part in item.get("content", ()):
             yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._item_event("content_part.done", part=part)
-        # The last item of an answer that was cut short is not whole; a call always is.
-        is_cut = self.finish_reason == "length" and "content" in item
-        item["status"] = "incomplete" if is_cut else "completed"
+        # A call is always whole, also the last item of an answer that was cut short.
+        item["status"] = "incomplete" if is_cut and "content" in item else "completed"
         items = self.service.items
         items[item["id"]] = item
         if len(items) > MAX_ITEMS:
