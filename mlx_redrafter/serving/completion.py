@@ -1,8 +1,5 @@
-"""What all APIs share: a body is parsed, its prompt encoded, its requests submitted, and their tokens rendered.
-
-Each step takes what the one before returns: `Completion(service, body)`, `make_prompt(completion)`, `Answer(completion,
-prompt)`, `completion.events(answer)`.
-"""
+"""What all APIs share: `Completion(service, body)` parses a body, `make_prompt(completion)` encodes its prompt,
+`Answer(completion, prompt, client)` submits it, and `completion.events(answer)` renders the tokens."""
 
 from __future__ import annotations
 
@@ -28,15 +25,7 @@ from .request import Request
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Asked, GrammarCompiler
 from .text_stream import Segment, TextStream
-from .types import (
-    ClientLimitReached,
-    ContextLengthExceeded,
-    EngineClosed,
-    GenerationFailed,
-    QueueFull,
-    SchemaNotFollowed,
-    TokenEvent,
-)
+from .types import TokenEvent
 
 Event = dict[str, Any]
 
@@ -47,9 +36,6 @@ ANY_NAME = "*"
 """A served name that stands for all."""
 
 MAX_RETRY_SECONDS = 60
-
-STATUSES = {ClientLimitReached: 429, QueueFull: 503, EngineClosed: 503, SchemaNotFollowed: 400, GenerationFailed: 500}
-"""Errors -> the HTTP status; the first that fits counts, and others are 400."""
 
 
 @dataclass
@@ -88,12 +74,9 @@ class Service:
 
 
 class Prompt(NamedTuple):
-    """An encoded prompt.
+    """Token ids, the state of mlx-lm's text state machine after them, and what makes the grammar of the answer.
 
-    Attributes:
-        tokens: its ids.
-        state: of mlx-lm's text state machine where the answer begins; None if all of the answer is text.
-        grammar: makes what the answer must follow; None for any answer.
+    Without a state all of the answer is text.
     """
 
     tokens: list[int]
@@ -105,22 +88,17 @@ class Completion(ABC, Generic[AnyBody]):
     """A parsed body, and how its answer is rendered; a subclass for each API.
 
     Attributes:
-        body_type: what the body is checked against.
-        last_line: what a stream ends with.
+        last_line: the end of a stream.
         messages: as `conversation.arrange` takes them.
         prefilled: whether the last message is the beginning of the answer.
-        tools: those that may be called.
-        forced: those of which one must be called; empty if none must.
-        form: what the answer must follow.
-        template_args: variables for the chat template, which the client's own override; None is left out.
-        role_mapping: what is put before each role's text if there is no template.
+        tools, forced: the tools that may be called, and those of which one must be.
+        form: the format that the answer must follow.
+        template_args: variables for the chat template; the client's own override them, and None is left out.
+        role_mapping: what precedes each role's text if there is no template.
         choices: how many texts; with a seed each has its own, from that one on.
         top_logprobs: of each token; None for no log-probabilities.
         include_drafts: whether chunks show the rounds' drafts.
         reply: the reply in one piece, once `events` has ended.
-
-    Raises:
-        ApiError: the body asks for something that cannot be had.
     """
 
     body_type: ClassVar[type[Any]]
@@ -164,11 +142,7 @@ class Completion(ABC, Generic[AnyBody]):
 
 
 def encode_messages(completion: Completion[Any]) -> Prompt:
-    """The messages of a conversation through the chat template, or joined if there is none.
-
-    Raises:
-        RedrafterError: messages or tools that the model or its template does not take.
-    """
+    """Encodes the messages with the chat template, or joined if there is none."""
     service, own, tools = completion.service, completion.body.chat_template_kwargs, completion.tools
     tokenizer, prefilled = service.tokenizer, completion.prefilled
     if "chat_template" in own:  # it might never end
@@ -195,11 +169,7 @@ def encode_messages(completion: Completion[Any]) -> Prompt:
 
 
 def make_prompt(completion: Completion[Any]) -> Prompt:
-    """The prompt and the grammar of a completion; slow, so not for the event loop.
-
-    Raises:
-        RedrafterError: see `encode_messages` and `GrammarCompiler.compile`.
-    """
+    """Returns the prompt and the grammar of a completion. Slow: not for the event loop."""
     service, prompt = completion.service, completion.encode_prompt()
     asked: Asked | None = completion.form.schema_to_follow if completion.form else None
     unless: tuple[int, ...] = ()
@@ -217,13 +187,7 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
 
 
 class Piece(NamedTuple):
-    """What one token adds to an answer.
-
-    Attributes:
-        choice: the index of its text.
-        text, segments: what the token completes, twice: as it is, and divided.
-        finish_reason: "stop", "length" or "tool_calls" with the last token of the choice, None before.
-    """
+    """A token of a choice, the text that it completes, whole and in segments, and why the choice ends, if it does."""
 
     choice: int
     event: TokenEvent
@@ -233,17 +197,14 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The submitted requests of a completion, one for each choice, and their texts. It has to be closed.
-
-    Args:
-        client: the address of the client.
+    """The submitted requests of a completion, one for each choice, and their texts; to be closed.
 
     Attributes:
         n_tokens, n_reasoning: how many tokens were read so far, and how many of them are reasoning.
-        finish_reason: of the piece that was read last.
+        finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
 
     Raises:
-        ApiError: what the engine, or a limit of the server, refuses.
+        ApiError: the engine, or a limit of the server, refuses the request.
     """
 
     def __init__(self, completion: Completion[Any], prompt: Prompt, client: str) -> None:
@@ -276,11 +237,7 @@ class Answer:
             raise make_api_error(error, engine.queued) from error
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yields what each token adds, one choice after the other. A stop string ends a choice.
-
-        Raises:
-            GenerationFailed: an error of the server's.
-        """
+        """Yields the tokens, one choice after the other; raises `GenerationFailed`. A stop string ends a choice."""
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
             async for event in request.events():
                 self.n_tokens += 1
@@ -310,7 +267,7 @@ class Answer:
             yield "end", last
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
-        """What was read and generated so far, with OpenAI's field names, which differ in their words for both."""
+        """The token counts so far, as in OpenAI's APIs, whose words for `read` and `made` differ."""
         first = self.requests[0]
         return {
             f"{read}_tokens": first.prompt_tokens,
@@ -322,7 +279,7 @@ class Answer:
         }
 
     def count_drafts(self) -> dict[str, Any]:
-        """What drafting did so far, in the fields of `USAGE_FIELDS`."""
+        """Speculative-decoding statistics so far: the fields of `USAGE_FIELDS`."""
         total = sum((request.decoding for request in self.requests), Stats())
         return {name: round(getattr(total, name), 3) for name in USAGE_FIELDS}
 
@@ -339,7 +296,7 @@ class Answer:
 
 
 def check_limits(completion: Completion[Any]) -> None:
-    """Raises an `ApiError` for another drafter or adapter than the server's, and for more than its flags allow."""
+    """Raises an `ApiError` for a drafter or adapter that is not the server's, and above the limits of its flags."""
     service, body, choices = completion.service, completion.body, completion.choices
     args, drafters = service.args, [name for name in (service.drafter_name, PLAIN) if name]
     limit = args.max_completion_tokens
@@ -367,8 +324,7 @@ def make_api_error(error: RedrafterError, queued: int | None = None) -> ApiError
     """
     if isinstance(error, ApiError):
         return error
-    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 400)
-    code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+    status, code = getattr(error, "status", 400), getattr(error, "code", None)
     headers = {}
     if queued is not None and status in (429, 503):
         headers["Retry-After"] = str(min(MAX_RETRY_SECONDS, 1 + queued))

@@ -1,4 +1,7 @@
-"""What passes between the interfaces and the engine: plain Python values, no arrays."""
+"""Errors, token events and counters of the engine: plain Python values, no arrays.
+
+An error may have the `status` of the HTTP reply, if that is not 400, and a `code`.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +20,53 @@ MAX_TOP_LOGPROBS = 20
 
 
 class RequestError(RedrafterError):
-    """A request that cannot be served as it is: a number out of range, too long a prompt."""
+    """A request that cannot be served: a number out of range, too long a prompt."""
 
 
 class ContextLengthExceeded(RequestError):
     """A prompt that leaves no room for an answer in the model's context."""
 
+    code = "context_length_exceeded"
+
 
 class QueueFull(RedrafterError):
-    """As many requests wait as may; another one can be tried later."""
+    """The queue is full; the client may try again later."""
+
+    status = 503
 
 
 class ClientLimitReached(QueueFull):
-    """As many requests of this client wait or run as may."""
+    """The client has as many requests waiting or running as it may."""
+
+    status = 429
 
 
 class GenerationFailed(RedrafterError):
-    """A generation that ended with an error of the server's."""
+    """A generation ended with a server error."""
+
+    status = 500
 
 
 class SchemaNotFollowed(GenerationFailed):
-    """A generation whose schema turned out to be one that cannot be followed."""
+    """A schema turned out to be too complex to follow."""
+
+    status = 400
 
 
 class EngineClosed(GenerationFailed):
-    """The engine ends: it takes no more requests, and refuses those that wait."""
+    """The engine is shutting down: it takes no more requests, and refuses those that wait."""
+
+    status = 503
 
 
 class DraftedRound(NamedTuple):
-    """What a round drafted, and what came of it.
+    """The draft of a round, and what was accepted.
 
     Attributes:
-        tokens: of the nodes, the root first, which is the token before the round's.
-        parents: each node's; the root is its own.
+        tokens: the nodes' tokens; the first is the root, the token before the round.
+        parents: the parent of each node; the root is its own.
         path: the accepted nodes from the root down.
-        next: the token after them, the target's own.
+        next: the target's own token after them.
     """
 
     tokens: list[int]
@@ -66,10 +81,10 @@ class TokenEvent(NamedTuple):
     Attributes:
         logprob: its log-probability.
         top_logprobs: (token, log-probability) of the likeliest tokens, as many as asked for, the likeliest first.
-        draft_source: what had drafted it; None for one of the target's own.
+        draft_source: what drafted it; None if the target chose it itself.
         finish_reason: "stop" for an end-of-text token, which is not part of the text, "length" for the last of
             `max_tokens`, None for all others.
-        drafts: the round that it is the first token of, where that is asked for and the round drafted.
+        drafts: the draft of its round, if it is the round's first token and the request includes drafts.
     """
 
     token: int
@@ -82,16 +97,16 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class EngineCounters:
-    """What an engine has done since its start; counters only grow.
+    """Totals since the engine started; they only grow.
 
     Attributes:
-        prompt_tokens: read by the model, those of the prompt cache not counted.
+        prompt_tokens: read by the model, without those of the prompt cache.
         cached_tokens, generated_tokens, decoding: of all requests, see `Request`.
         rounds: of single mode, plain steps included.
         batch_steps: of batch mode.
         mode_switches: to "batch" and to "single".
-        finished: generations, by how they ended: "stop", "length", "cancelled", "failed".
-        drafter_failures: generations that went on without their drafter.
+        finished: requests by how they ended: "stop", "length", "cancelled", "failed".
+        drafter_failures: requests that went on without their drafter.
     """
 
     prompt_tokens: int = 0
