@@ -44,8 +44,9 @@ class Request:
     Attributes:
         options: its sampling and logits processors, and how caches are made.
         text: prompt and generated tokens.
-        prompt: (T - 1,) int32, all that others may share: its last token is always read.
-        read: how many of the prompt's tokens are in its cache.
+        prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always read.
+        prompt_tokens: the length of the prompt.
+        read: how many of its tokens are in the cache.
         source: the drafter's state for this text; what a batch decodes is a hole in it.
         grammar: the state of its grammar once it runs; None without one.
         may_run_ahead: whether its loop enqueues steps before it has read the one before.
@@ -81,7 +82,7 @@ class Request:
         given = {name: value for name, value in sampling.items() if name not in penalties}
         processors = make_logits_processors(**penalties)
         self.options = replace(defaults, logits_processors=processors, **given).require_tokens()
-        self.text, self.prompt, self.prompt_tokens = list(prompt), np.array(prompt[:-1], np.int32), len(prompt)
+        self.text, self.prefix, self.prompt_tokens = list(prompt), np.array(prompt[:-1], np.int32), len(prompt)
         self.read = 0
         self.source: Source | None = None
         self.grammar: Grammar | None = None

@@ -1,7 +1,7 @@
-"""What runs, and its steps: one request alone is decoded by this package's loop, several by mlx-lm's batches.
+"""The scheduler: the requests that run, and their steps.
 
-The change from one to the other is at a round's end, with the cache. Where mlx-lm cannot batch a model's caches,
-requests take turns, a round each.
+One request alone is decoded by this package's loop, several by mlx-lm's batches. A request moves between them at
+the end of a round, with its cache. If mlx-lm cannot batch a model's caches, requests take turns, a round each.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
 MIN_SHARED = 32
-"""Tokens of a prompt that another one is reading too for which a request waits."""
+"""A request waits for another one that is reading the same tokens if there are at least this many."""
 
 ALONE_STEPS = 16
-"""Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
+"""Tokens that the only row of a batch gets before it leaves the batch: the next request may come soon."""
 
 
 class Scheduler:
-    """Rows, and the caches of earlier ones. All but the attributes and properties belongs to the engine's thread.
+    """Rows and their steps, and the caches of earlier rows. Methods are called in the engine's thread.
 
     Args:
-        model, tokenizer, drafter, options, size, cache_bytes: as `Engine` has them, `size` its `decode_concurrency`.
-        counters: the engine's, in which steps are counted.
+        model, tokenizer, drafter, options: as for `Engine`.
+        size: its `decode_concurrency`.
+        cache_bytes: its `prompt_cache_bytes`.
+        counters: counts the steps.
         on_end: called once with each row that ends, after its last tokens, and how: "stop", "length", "cancelled", or
             an error.
 
     Attributes:
-        rows: everything that runs, in the order in which it started, the same on all ranks.
-        prompt_cache: the caches that ended rows have left.
+        rows: all that run, in the order in which they started, the same on all ranks.
+        prompt_cache: the caches of rows that have ended.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Scheduler:
         return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
 
     def warm_up(self) -> None:
-        """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
+        """Measures costs, if `plan="auto"` has not yet, and compiles what a request needs.
 
         Raises:
             RedrafterError: the drafter does not fit the model.
@@ -93,9 +95,9 @@ class Scheduler:
             pass
 
     def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
-        """Those that start now: all that there is room for, in their order, but those that wait for a prefix.
+        """The requests that start now: as many as there is room for, in order, except those that wait for a prefix.
 
-        Rows that are `ended` count no more.
+        Rows that are `ended` no longer count.
         """
         running, chosen = [row for row in self.rows if row not in ended], list[Request]()
         for row in waiting:
@@ -106,27 +108,25 @@ class Scheduler:
         return chosen
 
     def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
-        """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
+        """(the row that reads the longest common prefix, its length), or (None, 0) if waiting is not worthwhile.
 
-        As soon as that is read, the cache is kept, and the row starts with it.
+        Once the prefix is read, its cache is kept, and the other row starts with it.
         """
         shared, other = 0, None
         for each in rows:
-            if each.read >= len(each.prompt):
-                continue  # it was kept when it was read
-            count = common_prefix(row.prompt, each.prompt)
-            if count > shared and (self._can_fork or count == len(each.prompt)):
+            if each.read >= len(each.prefix):
+                continue  # its cache was kept
+            count = common_prefix(row.prefix, each.prefix)
+            if count > shared and (self._can_fork or count == len(each.prefix)):
                 shared, other = count, each
-        is_kept = shared - self.prompt_cache.count(row.prompt) < MIN_SHARED if shared >= MIN_SHARED else True
+        is_kept = shared - self.prompt_cache.count(row.prefix) < MIN_SHARED if shared >= MIN_SHARED else True
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
     def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request], others_wait: bool) -> None:
-        """A round for every row, which sends its tokens.
+        """Decodes a round of every row, and sends the tokens.
 
         Args:
-            ended: rows that end, by how; those that have an `error` do, too.
-            started: new rows.
-            others_wait: whether there are more in the queue.
+            ended, started, others_wait: see `Decisions`; rows with an `error` end, too.
         """
         running = list(self.rows)
         self.rows.update(dict.fromkeys(started))
@@ -138,7 +138,7 @@ class Scheduler:
             self._step_alone(row)
 
     def abort(self, error: Exception) -> None:
-        """Ends all rows with an error after which nothing is sure, and drops all caches."""
+        """Ends all rows with an error that leaves the state undefined, and drops all caches."""
         self._tell(dict.fromkeys(self.rows, error))
         self._loops.remove(self._loops.rows, keep_caches=False)
         self._batch.close()
@@ -147,13 +147,13 @@ class Scheduler:
         mx.clear_cache()
 
     def close(self) -> None:
-        """Frees what mlx-lm holds, and the caches."""
+        """Frees the batch and all caches."""
         self.prompt_cache.clear()
         mx.synchronize()
         self._batch.close()
 
     def _start(self, started: Sequence[Request]) -> None:
-        """Starts rows, and makes a single one part of a batch where there is another."""
+        """Starts rows, and moves a single one into a batch if there is another."""
         for row in started:
             other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
             if other is not None and other.read >= shared:
@@ -170,13 +170,13 @@ class Scheduler:
                 (self._batch if self._prefill_rows and len(self.rows) > 1 else self._loops).add(row, start)
 
     def _store_prompt(self, row: Request) -> None:
-        """Keeps a copy of what is read of its prompt."""
+        """Keeps a copy of the cache of the prompt so far."""
         with self._failing(row):
             cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
     def _hand_to_batch(self, row: Request) -> None:
-        """Once the row's cache ends before its last token, which is what the batch then reads first."""
+        """Moves a row once its cache ends before its last token, which the batch then reads first."""
         while row in self._loops.rows and not self._loops.stop_running_ahead(row):
             self._step_alone(row)
         if row in self._loops.rows:
@@ -190,7 +190,7 @@ class Scheduler:
             if made.tokens:
                 self._counters.rounds += 1
                 self._end(self._report([(row, made)]))
-            elif row.read == len(row.prompt):
+            elif row.read == len(row.prefix):
                 self._store_prompt(row)
 
     def _step_batch(self, *, others_wait: bool) -> None:
@@ -213,7 +213,7 @@ class Scheduler:
                 self._end(ended)
 
     def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
-        """Notes what one forward has made for each row; returns the rows that end with it."""
+        """Counts and sends what one forward has made for each row; returns the rows that end with it."""
         now = time.perf_counter()
         taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
         with mx.stream(self._host_stream):
@@ -235,7 +235,7 @@ class Scheduler:
         return {row: reason for row, _, _, reason in taken if reason}
 
     def _end(self, ended: Mapping[Request, str | Exception]) -> None:
-        """Takes rows out, by how they end; without an error their caches are kept for later requests."""
+        """Removes rows, and keeps the caches of those that end without an error."""
         kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
         try:
             for way in (self._batch, self._loops):
@@ -256,7 +256,7 @@ class Scheduler:
 
     @contextmanager
     def _failing(self, row: Request) -> Iterator[None]:
-        """An exception fails this row alone."""
+        """An exception ends this row alone."""
         try:
             yield
         except Exception as error:
