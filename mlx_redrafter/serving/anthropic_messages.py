@@ -15,7 +15,7 @@ from .text_stream import Segment
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 BILLING = "x-anthropic-billing-header:"
-"""How the first text of Claude Code's system prompt begins, which is another one in each request."""
+"""The start of a text in Claude Code's system prompt that changes with every request."""
 
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 CLOSING = "the server is shutting down"
 
 IDLE_SECONDS = 0.05
-"""How often several ranks that have nothing to do ask rank 0 whether something has come."""
+"""How often idle ranks ask rank 0 for requests."""
 
 
 class Decisions(NamedTuple):
     """What rank 0 decides at the beginning of a step.
 
     Attributes:
-        ended: rows that end, by how.
+        ended: the rows that end -> "cancelled", or an error.
         started: new rows.
-        others_wait: whether there are more in the queue.
-        is_last: whether the engine ends, with nothing left to do.
+        others_wait: whether more requests are in the queue.
+        is_last: whether the engine stops, with nothing left to do.
     """
 
     ended: dict[Request, str | Exception]
@@ -70,23 +70,23 @@ class Decisions(NamedTuple):
 
 
 class Engine:
-    """Generates for several clients at once. `submit` is called in an event loop; a thread of its own does the work.
+    """Serves several clients at once: `submit` is called in an event loop, and one thread decodes.
 
     Args:
         model, tokenizer: as `mlx_lm.load` returns them.
-        drafter: None drafts from the context alone, where the options say so.
-        options: what requests do not say: plan, context, caches; see `Options`.
-        max_queue: requests that may wait.
-        max_per_client: requests of one client that may wait or run.
+        drafter: None drafts from the context alone, if the options allow that.
+        options: the defaults of requests, and everything that they cannot set; see `Options`.
+        max_queue: most requests that wait.
+        max_per_client: most requests of one client that wait or run.
         max_prompt_tokens: None for no limit.
-        context_length: of prompt and answer together; None for what the model's config says.
-        decode_concurrency: requests that may run together.
-        prompt_cache_bytes: of caches that are kept for later requests; 0 for none, None for `default_bytes`.
+        context_length: of prompt and answer together; None takes it from the model's config.
+        decode_concurrency: most requests that run together.
+        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `default_bytes`.
 
     Attributes:
-        context_length: None for no limit, as where old rows of the caches are dropped.
-        counters: totals since the start, which the scheduler counts too.
-        scheduler: what runs.
+        context_length: None for no limit, also if the caches drop old rows.
+        counters: totals since the start; the scheduler counts in them too.
+        scheduler: the requests that run.
         vocab_size: the model's.
 
     Raises:
@@ -140,7 +140,7 @@ class Engine:
         return len(self._queue)
 
     def start(self) -> None:
-        """Starts the thread, and waits until it is ready: what `plan="auto"` needs to know is measured first.
+        """Starts the thread, and waits until it is ready; with `plan="auto"` it first measures the machine.
 
         Raises:
             RedrafterError: the drafter does not fit the model.
@@ -153,9 +153,9 @@ class Engine:
         self._thread.join()
 
     def close(self, timeout: float) -> None:
-        """Refuses what waits, and lets what runs end, for `timeout` seconds at most. Blocks: not for the event loop.
+        """Refuses the requests that wait, and finishes those that run, within `timeout` seconds. Blocks.
 
-        What is refused, or ended before its time, raises `EngineClosed`.
+        Requests that are refused or cut short raise `EngineClosed`.
         """
         with self._condition:
             self._closing = True
@@ -182,7 +182,7 @@ class Engine:
             ContextLengthExceeded: it leaves no room for an answer.
             QueueFull: the queue has `max_queue` requests.
             ClientLimitReached: the client has `max_per_client` requests.
-            EngineClosed: the engine ends.
+            EngineClosed: the engine is closing.
         """
         if asked.get("seed") is None:
             asked["seed"] = secrets.randbits(32)
@@ -233,7 +233,7 @@ class Engine:
             self._end(request, error or "cancelled")
 
     def _end(self, request: Request, reason: str | Exception) -> None:
-        """Counts a request that ends, and tells its client."""
+        """Counts a request that has ended, and sends the end to its client."""
         counters = self.counters
         counters.finished[reason if isinstance(reason, str) else "failed"] += 1
         counters.cached_tokens += request.cached_tokens
@@ -268,9 +268,9 @@ class Engine:
             self.scheduler.close()
 
     def _decide(self) -> Decisions | None:
-        """What to do next, on rank 0 once there is something to do; None for a round of what runs, and on other ranks.
+        """The next decisions, once there is something to do. None on other ranks, and if rank 0 has none to send.
 
-        Several ranks without anything to do wait for `IDLE_SECONDS` only: a message that one waits for takes a core.
+        Idle ranks exchange a message every `IDLE_SECONDS`: waiting for one occupies a core.
         """
         is_alone = ranks.count() == 1
         with self._condition:
@@ -292,13 +292,13 @@ class Engine:
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
-        """Compiles on another rank what rank 0 has compiled already."""
+        """Compiles on another rank what rank 0 compiled before."""
         from .structured_output import GrammarCompiler  # which needs more than an engine does
 
         return GrammarCompiler(self._tokenizer, self.vocab_size)
 
     def _share(self, own: Decisions | None) -> Decisions:
-        """The decisions of rank 0 on every rank, where rows stand in the same order."""
+        """The decisions of rank 0. Every rank has the same rows in the same order."""
         if ranks.count() == 1:
             assert own is not None
             return own

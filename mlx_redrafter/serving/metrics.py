@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 1
 
 
 class Metrics(Collector):
-    """The metrics of one server, in a registry of its own. Every name begins with `mlx_redrafter_`."""
+    """The metrics of one server, in their own registry. Every name begins with `mlx_redrafter_`."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -47,11 +47,11 @@ class Metrics(Collector):
             self._answered.observe(time.perf_counter() - request.submitted)
 
     def text(self) -> bytes:
-        """All of them in Prometheus's text format."""
+        """Returns all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's counters and gauges as they are now; the registry asks."""
+        """Yields the engine's counters and gauges; called by the registry."""
         engine, counts = self._engine, self._engine.counters
         tokens = {
             "prompt": counts.prompt_tokens + counts.cached_tokens,

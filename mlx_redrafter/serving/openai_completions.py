@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions, with the fields that mlx-lm's server adds to them."""
+"""OpenAI's chat and text completions, with the additional fields of mlx-lm's server."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
 class OpenAICompletions(Completion[AnyOpenAIBody]):
-    """What both have in common.
-
-    Attributes:
-        kinds: the field `object` of a whole reply, and of a chunk.
-    """
+    """What both share; `kinds` is the field `object` of a whole reply, and of a chunk."""
 
     kinds: ClassVar[tuple[str, str]]
     last_line = "data: [DONE]\n\n"
@@ -47,14 +43,14 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     @abstractmethod
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """The text of a choice, or what a chunk adds to it."""
+        """Returns the field with the text of a choice, or of a chunk."""
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """The field `logprobs` of a choice."""
+        """Returns the field `logprobs` of a choice."""
         return {"content": tokens}
 
     async def events(self, answer: Answer) -> AsyncIterator[Event]:
-        """The chunks of a stream; without a stream the choices are whole, and the reply has them."""
+        """Yields the chunks of a stream; otherwise whole choices go into the reply."""
         choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
         async for piece in answer.pieces():
             segments += piece.segments
@@ -114,7 +110,6 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         self._call_counts = [0] * body.n
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """The field `message`, or `delta`."""
         text, reasoning = ("".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning"))
         message: dict[str, Any] = {"role": "assistant"}
         if text or not self.body.stream:
@@ -154,11 +149,10 @@ class Completions(OpenAICompletions[CompletionBody]):
         return Prompt(encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt)
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """The field `text`."""
         return {"text": "".join(segment.text for segment in segments)}
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """OpenAI's older form where `logprobs` is a number, which OpenAI's clients send; else mlx-lm's."""
+        """Returns OpenAI's older form if `logprobs` is a number, as OpenAI's clients send it, otherwise mlx-lm's."""
         if isinstance(self.body.logprobs, bool):
             return super().describe_logprobs(tokens)
         return {
@@ -170,5 +164,5 @@ class Completions(OpenAICompletions[CompletionBody]):
 
 
 def read_input(segment: Segment) -> str:
-    """The text that a custom tool is called with."""
+    """The input of a call of a custom tool."""
     return str(json.loads(segment.text).get("input", ""))

@@ -1,4 +1,4 @@
-"""OpenAI's responses: text, reasoning and calls of tools as items. Of what was answered the last items are kept."""
+"""OpenAI's responses: text, reasoning and tool calls as items. The server keeps the last items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schemas import ApiError, ResponsesBody, log_once
 from .text_stream import Segment
 
 MAX_ITEMS = 1000
-"""How many of the last items of responses are kept."""
+"""How many items are kept."""
 
 ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": (
@@ -24,7 +24,7 @@ ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "reasoning": ({"type": "reasoning", "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
 }
-"""Kind of a segment -> (the item that it begins, the part of the item's content)."""
+"""Kind of a segment -> (the item that it begins, the part in the item's content)."""
 
 
 class Responses(Completion[ResponsesBody]):
@@ -66,7 +66,7 @@ class Responses(Completion[ResponsesBody]):
         yield self._event(status, response=self.reply)
 
     def describe_failure(self, error: ApiError) -> Event:
-        """The last event of a stream that fails: the response with what came until then."""
+        """The last event of a stream that fails: the response so far."""
         self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         return self._event("failed", response=self.reply)
 
@@ -125,10 +125,10 @@ class Responses(Completion[ResponsesBody]):
 
 
 def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Message]:
-    """The items of a conversation as messages; what the assistant said and called in a row is one of them.
+    """Returns the items of a conversation as messages; consecutive text and calls of the assistant become one.
 
-    Calls of tools that are not functions are shown as calls of a function, their outputs as its results. What tools of
-    the API's own servers did is left out.
+    Calls of tools that are not functions are shown as function calls, their outputs as its results. Items of tools that
+    run on the API's own servers are left out.
     """
     messages: list[Message] = []
 
