@@ -119,8 +119,30 @@ class Completion(ABC, Generic[AnyBody]):
         self.reply: Event = {}
 
     def encode_prompt(self) -> Prompt:
-        """The messages as token ids."""
-        return encode_messages(self)
+        """Encodes the messages with the chat template, or joined if there is none."""
+        service, own, tools = self.service, self.body.chat_template_kwargs, self.tools
+        tokenizer, prefilled = service.tokenizer, self.prefilled
+        if "chat_template" in own:  # it might never end
+            raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
+        if tools and not (tokenizer.has_tool_calling or self.forced):
+            raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
+        messages = arrange(self.messages, prefilled=prefilled)
+        if not tokenizer.has_chat_template:
+            return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
+        given = {name: value for name, value in self.template_args.items() if value is not None}
+        args = service.args.chat_template_args | given | own | {"tools": describe_tools(tools) or None}
+        errors: list[RedrafterError] = []
+        for variant in (messages, *relax(messages)):
+            try:
+                text = render(tokenizer, variant, args, prefilled=prefilled)
+                break
+            except RedrafterError as error:
+                errors.append(error)
+        else:
+            raise errors[0]
+        prompt = list(tokenizer.encode(text, add_special_tokens=False))
+        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+        return Prompt(prompt, tokenizer.response_initial_state or ("reasoning" if thinks else "normal"))
 
     @abstractmethod
     def events(self, answer: Answer) -> AsyncIterator[Event]:
@@ -139,33 +161,6 @@ class Completion(ABC, Generic[AnyBody]):
     def find_tool(self, segment: Segment) -> Tool:
         """The tool that a call names; one that the client has not given is a function."""
         return self.tools.get(segment.name) or Tool({}, "function", segment.name)
-
-
-def encode_messages(completion: Completion[Any]) -> Prompt:
-    """Encodes the messages with the chat template, or joined if there is none."""
-    service, own, tools = completion.service, completion.body.chat_template_kwargs, completion.tools
-    tokenizer, prefilled = service.tokenizer, completion.prefilled
-    if "chat_template" in own:  # it might never end
-        raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
-    if tools and not (tokenizer.has_tool_calling or completion.forced):
-        raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
-    messages = arrange(completion.messages, prefilled=prefilled)
-    if not tokenizer.has_chat_template:
-        return Prompt(list(tokenizer.encode(convert_chat(messages, completion.role_mapping))), "normal")
-    given = {name: value for name, value in completion.template_args.items() if value is not None}
-    args = service.args.chat_template_args | given | own | {"tools": describe_tools(tools) or None}
-    errors: list[RedrafterError] = []
-    for variant in (messages, *relax(messages)):
-        try:
-            text = render(tokenizer, variant, args, prefilled=prefilled)
-            break
-        except RedrafterError as error:
-            errors.append(error)
-    else:
-        raise errors[0]
-    prompt = list(tokenizer.encode(text, add_special_tokens=False))
-    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
-    return Prompt(prompt, tokenizer.response_initial_state or ("reasoning" if thinks else "normal"))
 
 
 def make_prompt(completion: Completion[Any]) -> Prompt:
@@ -253,7 +248,7 @@ class Answer:
                     break
 
     async def blocks(self) -> AsyncIterator[tuple[Literal["begin", "add", "end"], Segment]]:
-        """The segments of a single choice in blocks: each is added; one of another kind or a call begins a block."""
+        """Yields the segments of a single choice as blocks; a call, or a segment of another kind, begins one."""
         last: Segment | None = None
         async for piece in self.pieces():
             for segment in piece.segments:

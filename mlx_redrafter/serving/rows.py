@@ -221,7 +221,7 @@ class Batch:
         return copy.deepcopy(cache), len(tokens)
 
     def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
-        """Removes the given rows, except those that are not here; without `keep_caches` returns nothing.
+        """Removes those of the rows that are in the batch, and returns their caches if `keep_caches`.
 
         The caches hold all tokens that `step` returned.
         """
