@@ -736,7 +736,7 @@ def test_closing_drains_what_runs() -> None:
 def test_closing_ends_what_takes_too_long() -> None:
     async def main(engine: Engine) -> None:
         endless = [engine.submit(**ask(prompt, -1)) for prompt in PROMPTS[:2]]
-        await wait_until(lambda: engine.scheduler.mode == "batch")
+        await wait_until(lambda: engine.scheduler.mode == "batch" and len(engine.scheduler.rows) == 2)
         closing = asyncio.create_task(asyncio.to_thread(engine.close, 0.1))
         for generation in endless:
             with pytest.raises(EngineClosed):
