@@ -16,7 +16,7 @@ from typing import Any
 from mlx_redrafter import load_demo
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving.engine import Engine
-from mlx_redrafter.serving.types import GenerationRequest, GenerationStats
+from mlx_redrafter.serving.request import Request
 
 from .command import add_json, parse_positive
 from .tables import show_rows
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The row of a schema."""
-    request = {
+    asked = {
         "prompt": tokenizer.encode(PROMPT.format(name)),
         "grammar": compiler.compile(SCHEMAS[name]),
         "max_tokens": args.max_tokens,
@@ -106,9 +106,9 @@ def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: 
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(args.repeats):
         for draft, found in speeds.items():
-            tokens, stats = asyncio.run(generate(engine, GenerationRequest(draft=draft, **request)))
+            tokens, made = asyncio.run(generate(engine, draft=draft, **asked))
             texts.add(tuple(tokens))
-            found.append((stats.generated_tokens - 1) / stats.seconds)
+            found.append((made.generated_tokens - 1) / made.seconds)
     plain, drafted = median(speeds[False]), median(speeds[True])
     return {
         "schema": name,
@@ -116,12 +116,12 @@ def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: 
         "plain, tokens/s": plain,
         "drafted, tokens/s": drafted,
         "ratio": drafted / plain,
-        "tokens per round": (len(tokens) - 1) / stats.decoding.rounds,
+        "tokens per round": (len(tokens) - 1) / made.decoding.rounds,
         "same text": len(texts) == 1,
     }
 
 
-async def generate(engine: Engine, request: GenerationRequest) -> tuple[list[int], GenerationStats]:
-    """The tokens of an answer, and its counts."""
-    generation = engine.submit(request)
-    return [event.token async for event in generation.events()], generation.stats
+async def generate(engine: Engine, **asked: Any) -> tuple[list[int], Request]:
+    """The tokens of an answer, and the request, which has its counts."""
+    request = engine.submit(**asked)
+    return [event.token async for event in request.events()], request

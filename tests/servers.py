@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from mlx_lm import tokenizer_utils
@@ -27,8 +28,6 @@ from mlx_redrafter.serving.metrics import Metrics
 from mlx_redrafter.serving.process import Server, bind, load_service, url_of
 from mlx_redrafter.serving.types import (
     EngineCounters,
-    GenerationRequest,
-    GenerationStats,
     RequestError,
     TokenEvent,
 )
@@ -149,13 +148,18 @@ def save_tokenizer(folder: Path) -> Any:
 
 
 @dataclass
-class ScriptedGeneration:
-    """A generation that says a text."""
+class ScriptedRequest:
+    """A request that is answered with a text."""
 
-    request: GenerationRequest
+    asked: dict[str, Any]
     events_to_come: list[TokenEvent | Exception]
     gate: threading.Event
-    stats: GenerationStats
+    prompt_tokens: int
+    cached_tokens: int = 1
+    decoding: Stats = Stats(4, 8, 6)
+    queue_seconds: float | None = None
+    time_to_first_token: float | None = None
+    seconds: float = 0.0
     cancelled: bool = False
 
     async def events(self) -> AsyncIterator[TokenEvent]:
@@ -169,7 +173,6 @@ class ScriptedGeneration:
                 raise event
             if self.cancelled:
                 return
-            self.stats.generated_tokens += 1
             yield event
 
     def cancel(self) -> None:
@@ -185,26 +188,26 @@ class ScriptedEngine:
         texts: a token's id may stand instead of a text's part; an exception is raised where it stands.
         gate: nothing is said before it is set.
         refusal: what `submit` raises.
-        requests: those that came.
+        requests: those that came, with what was asked.
     """
 
     tokenizer: Any
     texts: list[Sequence[str | int | Exception]] = field(default_factory=lambda: [["hello"]])
     gate: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
-    generations: list[ScriptedGeneration] = field(default_factory=list)
+    requests: list[ScriptedRequest] = field(default_factory=list)
     counters: EngineCounters = field(default_factory=EngineCounters)
-    queued, running, prompt_cache_bytes, alive, mode, vocab_size = 0, 0, 0, True, "idle", 4098
-    context_length = 8192
+    queued, alive, vocab_size, context_length = 0, True, 4098, 8192
+    scheduler = SimpleNamespace(rows=(), mode="idle", prompt_cache=SimpleNamespace(nbytes=0))
 
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def submit(self, request: GenerationRequest) -> ScriptedGeneration:
-        """A generation of the next text; an end-of-text token ends it where `max_tokens` does not."""
+    def submit(self, prompt: list[int], **asked: Any) -> ScriptedRequest:
+        """A request that gets the next text; an end-of-text token ends it where `max_tokens` does not."""
         if self.refusal is not None:
             raise self.refusal
-        if not request.prompt:
+        if not prompt:
             raise RequestError("the prompt is empty")
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
         ids: list[int | Exception] = []
@@ -212,21 +215,20 @@ class ScriptedEngine:
             ids += self.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else [part]
         end: int = next(iter(self.tokenizer.eos_token_ids))
         events: list[TokenEvent | Exception] = []
-        for at, token in enumerate([*ids, end][: request.max_tokens]):
+        for at, token in enumerate([*ids, end][: asked.get("max_tokens")]):
             if isinstance(token, Exception):
                 events.append(token)
                 continue
-            top = [(token, -0.5), (token + 1, -float("inf"))][: request.top_logprobs]
-            last = "stop" if token == end else "length" if at + 1 == request.max_tokens else None
+            top = [(token, -0.5), (token + 1, -float("inf"))][: asked.get("top_logprobs")]
+            last = "stop" if token == end else "length" if at + 1 == asked.get("max_tokens") else None
             events.append(TokenEvent(token, -0.5, top, finish_reason=last))  # type: ignore[arg-type]
-        stats = GenerationStats(len(request.prompt), seed=0, cached_tokens=1, decoding=Stats(4, 8, 6))
-        self.generations.append(ScriptedGeneration(request, events, self.gate, stats))
-        return self.generations[-1]
+        self.requests.append(ScriptedRequest(asked | {"prompt": prompt}, events, self.gate, len(prompt)))
+        return self.requests[-1]
 
     @property
     def prompt(self) -> str:
         """The text of the last request's prompt."""
-        return str(self.tokenizer.decode(self.generations[-1].request.prompt))
+        return str(self.tokenizer.decode(self.requests[-1].asked["prompt"]))
 
     def close(self, timeout: float) -> None:
         """Nothing runs here."""

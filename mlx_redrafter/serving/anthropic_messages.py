@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from .completion import Completion, Event, Service
+from .completion import Answer, Completion, Event, Service
 from .conversation import Message, choose_tools, join_parts, make_call, read_tools
 from .schemas import ApiError, CountTokensBody, MessagesBody
 from .text_stream import Segment
@@ -15,7 +15,7 @@ from .text_stream import Segment
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 BILLING = "x-anthropic-billing-header:"
-"""How the first text of Claude Code's system prompt begins, which is another one in each request."""
+"""The start of a text in Claude Code's system prompt that changes with every request."""
 
 STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -41,10 +41,10 @@ class Messages(Completion[CountTokensBody]):
             "model": service.names[0], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self, answer: Answer) -> AsyncIterator[Event]:
         """The events in the API's order."""
-        yield {"type": "message_start", "message": self.reply | {"usage": self._describe_usage()}}
-        async for step, segment in self.blocks():
+        yield {"type": "message_start", "message": self.reply | {"usage": describe_usage(answer)}}
+        async for step, segment in answer.blocks():
             if step == "begin":
                 self._content.append(make_block(segment))
                 yield self._block_event("start", content_block=self._content[-1])
@@ -52,10 +52,10 @@ class Messages(Completion[CountTokensBody]):
                 yield self._block_event("delta", delta=self._add_segment(segment))
             else:
                 yield self._block_event("stop")
-        stopped_by = self._texts[0].stopped_by
-        reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(self.finish_reason)
+        stopped_by = answer.texts[0].stopped_by
+        reason = "stop_sequence" if stopped_by is not None else STOP_REASONS.get(answer.finish_reason)
         ended = {"stop_reason": reason, "stop_sequence": stopped_by}
-        self.reply |= {**ended, "usage": self._describe_usage()}
+        self.reply |= {**ended, "usage": describe_usage(answer)}
         yield {"type": "message_delta", "delta": ended, "usage": self.reply["usage"]}
         yield {"type": "message_stop"}
 
@@ -71,16 +71,6 @@ class Messages(Completion[CountTokensBody]):
         block[kind] += segment.text
         return {"type": f"{kind}_delta", kind: segment.text}
 
-    def _describe_usage(self) -> dict[str, Any]:
-        cached = self._generations[0].stats.cached_tokens
-        return {
-            "input_tokens": len(self.prompt) - cached,
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": self.n_tokens,
-            **self.count_drafts(),
-        }
-
     @staticmethod
     def describe_error(error: ApiError) -> Event:
         """An error as Anthropic's clients read it."""
@@ -89,9 +79,21 @@ class Messages(Completion[CountTokensBody]):
 
 
 class CountTokens(Messages):
-    """POST /v1/messages/count_tokens: the prompt is made and not answered."""
+    """POST /v1/messages/count_tokens: the prompt is encoded and not answered."""
 
     body_type = CountTokensBody
+
+
+def describe_usage(answer: Answer) -> dict[str, Any]:
+    """What was read and generated so far."""
+    request = answer.requests[0]
+    return {
+        "input_tokens": request.prompt_tokens - request.cached_tokens,
+        "cache_read_input_tokens": request.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": answer.n_tokens,
+        **answer.count_drafts(),
+    }
 
 
 def make_block(segment: Segment) -> dict[str, Any]:

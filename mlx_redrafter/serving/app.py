@@ -1,13 +1,14 @@
-"""The HTTP application: who may ask, routes, bodies, and errors in the shape that each client expects."""
+"""The HTTP application: access, routes, bodies, and errors in the form that each client expects."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import hmac
+import json
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -25,10 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import RedrafterError
 from .anthropic_messages import CountTokens, Messages
-from .completion import Completion, Service, make_api_error
+from .completion import Answer, Completion, Event, Service, make_api_error, make_prompt
 from .openai_completions import ChatCompletions, Completions
 from .openai_responses import Responses
 from .schemas import ApiError, parse_body
+from .types import GenerationFailed
 
 APIS: dict[str, type[Completion[Any]]] = {
     "/v1/chat/completions": ChatCompletions,
@@ -37,14 +39,14 @@ APIS: dict[str, type[Completion[Any]]] = {
     "/v1/messages": Messages,
     "/v1/messages/count_tokens": CountTokens,
 }
-"""Path -> what answers there; also without /v1."""
+"""Path -> the API; also without /v1."""
 
 LOOPBACK_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d*)?", re.IGNORECASE)
-"""Host headers that name this machine as no other can. starlette's `TrustedHostMiddleware` would refuse others with 400
-and plain text, which clients of the APIs cannot read."""
+"""Host headers that can only mean this machine. starlette's `TrustedHostMiddleware` refuses others with plain text,
+which the APIs' clients cannot read."""
 
 PING_SECONDS = 10.0
-"""How often a stream has a comment, for clients and proxies that do not wait forever for a first token."""
+"""How often a stream sends a comment, so that clients and proxies wait for a first token."""
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
@@ -55,10 +57,10 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     """
 
     async def show_health(request: Request) -> Response:
-        """What runs, what waits, which drafter there is; 503 where nothing would be answered."""
         engine = service.engine
         status = "ok" if engine.alive else "unavailable"
-        counts = {"running": engine.running, "queue": engine.queued, "mode": engine.mode}
+        scheduler = engine.scheduler
+        counts = {"running": len(scheduler.rows), "queue": engine.queued, "mode": scheduler.mode}
         names = {"model": service.model_name, "drafter": service.drafter_name}
         return JSONResponse({"status": status} | names | counts, 200 if engine.alive else 503)
 
@@ -66,7 +68,7 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
         return Response(service.metrics.text(), media_type=service.metrics.content_type)
 
     async def list_models(request: Request) -> Response:
-        """The names that the model is served under, in the shape of both OpenAI and Anthropic."""
+        """The names that the model is served under, with the fields of both OpenAI and Anthropic."""
         length, when = service.engine.context_length, service.created
         models = [
             {
@@ -105,28 +107,30 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
 
 
 async def answer_request(service: Service, api: type[Completion[Any]], request: Request) -> Response:
-    """The reply to a request of an API."""
+    """Returns the reply to a request of an API."""
     body = parse_body(api.body_type, await read_body(request, service.args.max_request_bytes))
     service.check_model(body.model)
     completion = api(service, body)
-    await asyncio.get_running_loop().run_in_executor(service.prompt_thread, completion.prepare)
+    prompt = await asyncio.get_running_loop().run_in_executor(service.prompt_thread, make_prompt, completion)
     if api is CountTokens:
-        return JSONResponse({"input_tokens": len(completion.prompt)})
-    completion.submit("" if request.client is None else request.client.host)
+        return JSONResponse({"input_tokens": len(prompt.tokens)})
+    answer = Answer(completion, prompt, "" if request.client is None else request.client.host)
     if body.stream:
-        return EventStream(completion)
-    watching = asyncio.create_task(cancel_when_gone(request, completion))
+        return EventStream(completion, answer)
+    watching = asyncio.create_task(cancel_on_disconnect(request, answer))
     try:
-        return JSONResponse(await completion.collect())
+        async for _ in completion.events(answer):
+            pass
+        return JSONResponse(completion.reply)
     finally:
         watching.cancel()
-        completion.close()
+        answer.close()
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The request's body; an `ApiError` where it has more than `most` bytes.
+    """Returns the request's body; raises an `ApiError` if it has more than `most` bytes.
 
-    It is read to its end then too, or the client might not see the reply.
+    Such a body is also read to its end, as the client might not see the reply otherwise.
     """
     body, size = bytearray(), 0
     async for piece in request.stream():
@@ -138,28 +142,45 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-async def cancel_when_gone(request: Request, completion: Completion[Any]) -> None:
-    """Ends a completion when its client goes."""
+async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
+    """Cancels an answer when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    completion.cancel()
+    answer.cancel()
+
+
+async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
+    """The reply as server-sent events, which end with an error if the engine has one."""
+    try:
+        async for event in completion.events(answer):
+            yield format_event(event)
+    except GenerationFailed as error:
+        yield format_event(completion.describe_failure(make_api_error(error)))
+    if completion.last_line:
+        yield completion.last_line
+
+
+def format_event(data: Event) -> str:
+    """A server-sent event, named after its type if it has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A reply as server-sent events; the completion is closed however it ends."""
+    """A reply as server-sent events; the answer is closed however it ends."""
 
-    def __init__(self, completion: Completion[Any]) -> None:
-        self._completion = completion
-        super().__init__(completion.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(self, completion: Completion[Any], answer: Answer) -> None:
+        self._answer, events = answer, stream_events(completion, answer)
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the last one, or until the client goes."""
+        """Sends the events until the last one, or until the client disconnects."""
         pinging = asyncio.create_task(self._ping(send))
         try:
             await super().__call__(scope, receive, send)
         finally:
             pinging.cancel()
-            self._completion.close()
+            self._answer.close()
 
     async def _ping(self, send: Send) -> None:
         while True:
@@ -168,7 +189,7 @@ class EventStream(StreamingResponse):
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """The reply to a request that failed with this error, in the shape of the API that it asked."""
+    """Returns the reply to a request that failed, in the form of its API."""
     if isinstance(error, HTTPException):
         expected = f"expected one of {', '.join(APIS)}" if error.status_code == 404 else error.detail
         error = ApiError(expected, error.status_code, headers=error.headers)
@@ -177,18 +198,17 @@ async def handle_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, RedrafterError):
         logging.error("A request has failed", exc_info=error)
         error = ApiError("the server failed; see its log", 500)
-    told = make_api_error(error)
+    api_error = make_api_error(error)
     api = APIS.get(f"/v1{request.url.path.removeprefix('/v1')}", ChatCompletions)
-    return JSONResponse(api.describe_error(told), told.status, told.headers)
+    return JSONResponse(api.describe_error(api_error), api_error.status, api_error.headers)
 
 
 def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set[str]) -> ASGIApp:
     """Middleware that refuses requests before they are read, and counts all replies.
 
     Args:
-        app: what answers the others.
         open_paths: need no key.
-        known_paths: have a label of their own in the metrics, which is never taken from what a client sends.
+        known_paths: have their own label in the metrics; all other paths share one.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,7 +229,7 @@ def guard(app: ASGIApp, service: Service, open_paths: set[str], known_paths: set
 
 
 def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool) -> None:
-    """Raises an `ApiError` for requests of other web pages, by other names, and without the key."""
+    """Raises an `ApiError` for an Origin or a Host that is not allowed, and without the key."""
     host, origin = headers.get("host", ""), headers.get("origin")
     is_own_page = origin in (f"http://{host}", f"https://{host}")  # a proxy may add TLS
     if not (origin is None or is_own_page or {"*", origin} & set(args.allowed_origins)):

@@ -1,6 +1,6 @@
-"""Whether mlx-lm decodes rows of a model together as it decodes each alone.
+"""Finds out whether mlx-lm decodes rows of a model in a batch as it decodes each alone.
 
-For some architectures it does not: their states or masks know nothing of the padding of shorter prompts, or of rows at
+For some architectures it does not: their states or masks ignore the padding of shorter prompts, or that rows are at
 different positions.
 """
 
@@ -23,7 +23,7 @@ from ..engine.round import log_softmax
 from ..options import Options
 
 PREFILL_ROWS = 8
-"""Prompts that a batch reads together, as in mlx-lm's server."""
+"""Prompts that a batch prefills together, as in mlx-lm's server."""
 
 PROMPTS = ([1, 2, 3, 0, 2], [3, 1, 0, 2, 1, 3, 2, 0, 1, 1, 2, 3, 0, 2])
 FOLLOWING = [1, 1, 1]
@@ -31,13 +31,13 @@ TOLERANCE, NOISE = 1e-3, 3.0  # of the logits' deviation; how many times that of
 
 
 def count_prefill_rows(model: nn.Module, options: Options) -> int:
-    """How many prompts mlx-lm may read together: `PREFILL_ROWS`, or 1; 0 where it cannot decode rows together at all.
+    """How many prompts mlx-lm may prefill together: `PREFILL_ROWS`, or 1; 0 if it cannot batch the model at all.
 
-    What it computes for two short prompts is compared with each alone, in float32: in 16 bits forwards of different
-    shapes differ by as much as some wrong batches do. In the model's own dtype a batch must only work.
+    Two short prompts in a batch are compared with each alone, in float32: in 16 bits forwards of different shapes
+    differ by as much as some wrong batches do. In the model's own dtype a batch only has to work.
     """
     cache = make_prompt_cache(model, options.max_kv_size)
-    # A batch's cache is not quantized, and its rings have no rows that stay.
+    # A batch cannot quantize its cache, and its rings keep no first rows.
     if options.kv_bits is not None or any(getattr(c, "keep", 0) for c in kv_cache.leaves(cache)):
         return 0
     exact = cast(nn.Module, _InFloat32(model))
@@ -50,14 +50,14 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
                 own = mx.concatenate(_decode_together(model, rows))
                 if not mx.isnan(own).any().item():
                     return rows
-        except Exception as error:  # whatever a model's code makes of a batch
+        except Exception as error:  # a model's code may raise anything for a batch
             logging.debug(f"mlx-lm cannot batch {model_name(model)}", exc_info=error)
     logging.warning(f"mlx-lm does not batch {model_name(model)} as it decodes it alone: requests take turns")
     return 0
 
 
 class _InFloat32:
-    """A model that is called with its weights, scales and biases in float32.
+    """A model whose weights, scales and biases are cast to float32.
 
     They are cast in the graph of each forward, and freed with it: there is never a second copy of the model.
     """
@@ -69,7 +69,6 @@ class _InFloat32:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **keywords: Any) -> mx.array:
-        """What the model returns, in float32."""
         model: Any = self._model
         own = model.parameters()
         model.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, own))
@@ -81,18 +80,18 @@ class _InFloat32:
 
 
 def _decode_alone(model: nn.Module, prompt: list[int], size: int) -> mx.array:
-    """(1 + F, V) log-probabilities after the prompt and each of `FOLLOWING`; the first `size` tokens in one forward."""
+    """(1 + F, V) log-probabilities after the prompt and each of `FOLLOWING`; the first forward has `size` tokens."""
     text, cache = mx.array([prompt + FOLLOWING]), make_prompt_cache(model)
     pieces = [text[:, :size], *(text[:, i : i + 1] for i in range(size, text.shape[1]))]
     logits = []
     for piece in pieces:
         logits.append(model(piece, cache=cache)[0])
-        mx.eval(logits)  # several ranks send their messages in the order in which they compute
+        mx.eval(logits)  # ranks must send their messages in the same order
     return log_softmax(mx.concatenate(logits)[len(prompt) - 1 :].astype(mx.float32))
 
 
 def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
-    """The same for all prompts in one batch."""
+    """The same for all prompts in a batch."""
     generator = BatchGenerator(
         model,
         sampler=lambda logprobs: mx.full((logprobs.shape[0],), FOLLOWING[0], mx.uint32),
@@ -107,7 +106,7 @@ def _decode_together(model: nn.Module, prefill_rows: int) -> list[mx.array]:
         return [mx.stack(rows) for rows in made.values()]
     finally:
         generator.close()
-        mx.synchronize(generator.stream)  # the step that it began last: ranks send in the order of one stream alone
+        mx.synchronize(generator.stream)  # for its last step: ranks send in the order of only one stream
 
 
 def _deviation(expected: Sequence[mx.array], found: Sequence[mx.array]) -> float:

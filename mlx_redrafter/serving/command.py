@@ -1,4 +1,4 @@
-"""What `server` does, and its flags, which need nothing of the `server` extra."""
+"""The command `server` and its flags, which need nothing of the `server` extra."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 OF_REQUESTS = ("seed", "min_tokens_to_keep", "xtc_probability", "xtc_threshold", "max_kv_size")
-"""Options that are no flags here: a request has them, or nobody."""
+"""Options without a flag here: only requests set them, or nothing does."""
 
 
 def run() -> int:
-    """Serves as `sys.argv` says until a signal; the exit status."""
+    """Serves until a signal; returns the exit status."""
     args = check_args(make_parser().parse_args())
     from .process import serve  # which a --help does not need
 
@@ -30,7 +30,7 @@ def run() -> int:
 
 
 def make_parser() -> Parser:
-    """The parser: flags and defaults of mlx-lm's server, and ours."""
+    """The parser: the flags and defaults of mlx-lm's server, and ours."""
     about = "Serve the OpenAI and Anthropic APIs, with speculative decoding; without --model the packaged demo."
     parser = Parser(prog="mlx_redrafter.server", description=about)
     add = parser.add_argument
@@ -87,7 +87,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes, with a unit or without."""
+    """A number of bytes, with or without a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:
@@ -96,22 +96,22 @@ def parse_size(text: str) -> int:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What the text says."""
+    """A JSON object."""
     return dict(json.loads(text))
 
 
 def read_key(name: str) -> str:
-    """The key in a file, which rank 0 alone needs."""
+    """The key in a file, which only rank 0 needs."""
     if ranks.index():
         return "none"
     return Path(name).expanduser().read_text(encoding="utf-8")
 
 
 def check_args(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags, checked before anything is loaded, with the decoding options in `options`.
+    """Checks the flags before anything is loaded, and adds the decoding options as `options`.
 
     Raises:
-        RedrafterError: flags that do not go together, or out of their range.
+        RedrafterError: flags that exclude each other, or out of range.
     """
     check_demo_flags(args.model, args)
     if args.chat_template and args.model is None:

@@ -1,13 +1,13 @@
-"""What clients send as a conversation, as chat templates take it: the policies of all APIs in one place.
+"""Conversations of clients, arranged for chat templates: the policies of all APIs in one place.
 
-- Leading messages of the system and of the developer are one system message; later ones become marked text of the
-  user's next turn, as many templates take a system message at the beginning only.
-- Images, audio and files become placeholders, so that one of them does not end a conversation. A last turn that holds
-  nothing else is refused.
-- Of the tools that are not functions `custom`, `namespace` and `local_shell` are shown as functions; the others, most
-  of which run on the API's own servers, are left out. What was called in earlier turns is shown as calls.
+- Leading system and developer messages become one system message; later ones become marked text of the user's next
+  turn, as many templates take a system message only at the beginning.
+- Images, audio and files become placeholders, so that one of them does not end a conversation. A last turn with nothing
+  else is refused.
+- `custom`, `namespace` and `local_shell` tools are shown as functions; others, most of which run on the API's own
+  servers, are left out. Calls of earlier turns are shown as calls.
 
-What cannot be read is an `ApiError`, which says where it is.
+Anything that cannot be read is an `ApiError` that names its place.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .schemas import ApiError, log_once
 Message = dict[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
-"""The types of content parts that hold text."""
+"""The types of text parts."""
 
 MARK = "\ufdd0"
-"""Before what stands for a part that is not text: no character, so that no text has it."""
+"""Marks placeholders: not a character, so that no text contains it."""
 
 PLACEHOLDER = re.compile(rf"{MARK}\[\w{{1,40}} omitted\]")
 
 CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""The parameters of a tool whose input is a text."""
+"""The parameters of a tool with a text as its input."""
 
 LOCAL_SHELL = {
     "name": "local_shell",
@@ -52,9 +52,9 @@ class Tool(NamedTuple):
     """A tool that the client runs.
 
     Attributes:
-        function: what the template is shown: `name`, `description`, `parameters`.
+        function: shown to the template: `name`, `description`, `parameters`.
         kind: "function", "custom", whose input is a text, or "local_shell".
-        name, namespace: what the client calls it.
+        name, namespace: the client's own.
     """
 
     function: dict[str, Any]
@@ -64,11 +64,11 @@ class Tool(NamedTuple):
 
 
 Tools = dict[str, Tool]
-"""Tools by the names that the model is shown."""
+"""Tools by the names that the model sees."""
 
 
 def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Message]:
-    """The messages with those of the system where templates take them, see above; each content is one text.
+    """Returns the messages with system messages where templates take them, see above; each content is one text.
 
     Args:
         prefilled: whether the last message is the beginning of the answer.
@@ -101,7 +101,7 @@ def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Mes
 
 
 def flatten(message: Message, where: str) -> Message:
-    """A message with its content as one text, the system's role, and the arguments of tool calls as objects."""
+    """A message with its content as one text, the role "system" for "developer", and parsed tool calls."""
     role = message.get("role")
     if not isinstance(role, str):
         raise ApiError(f"{where}.role must be a string, got {role!r:.100}")
@@ -117,7 +117,7 @@ def flatten(message: Message, where: str) -> Message:
 
 
 def relax(messages: Sequence[Message]) -> list[list[Message]]:
-    """The same conversation for templates that refuse it: turns of one role in a row joined, then without a system."""
+    """Variants for templates that refuse a conversation: turns of one role joined, then without a system message."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else {}
@@ -133,7 +133,7 @@ def relax(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def join_parts(content: Any, where: str) -> str:
-    """The text of a content: a string, a list of parts, or None; with a placeholder for each part that is not text."""
+    """The text of a content (a string, a list of parts, or None), with placeholders for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -145,7 +145,7 @@ def join_parts(content: Any, where: str) -> str:
 
 
 def read_part(part: dict[str, Any]) -> Any:
-    """The text of a part; a placeholder for another one than text."""
+    """The text of a part, or a placeholder."""
     kind, source = str(part.get("type")), part.get("source")
     if kind in TEXT_PARTS:
         return part.get("text", part.get("refusal"))
@@ -160,7 +160,7 @@ def read_part(part: dict[str, Any]) -> Any:
 
 
 def read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments, which clients send back as JSON, are an object; a custom tool's as a function's."""
+    """A tool call with parsed arguments; a custom tool's call becomes a function's."""
     if "custom" in call:
         return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
@@ -175,12 +175,12 @@ def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def join_name(name: str, namespace: str | None) -> str:
-    """The name that the model is shown of a tool in a namespace."""
+    """The name under which the model sees a tool in a namespace."""
     return name if not namespace else namespace + ("" if namespace.endswith("__") else "__") + name
 
 
 def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespace: str | None = None) -> Tools:
-    """The tools of a request in any API's form, by the names that the model is shown."""
+    """The tools of a request, in the form of any API, by the names that the model sees."""
     tools: Tools = {}
     for at, tool in enumerate(given):
         kind, place = str(tool.get("type") or "function"), f"{where}[{at}]"
@@ -200,7 +200,7 @@ def read_tools(given: Iterable[Mapping[str, Any]], where: str = "tools", namespa
 
 
 def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str | None) -> Tool:
-    """A function, or a custom tool as one; of a function of chat completions the model is shown all fields."""
+    """A function, or a custom tool as one; a function of chat completions is shown with all its fields."""
     own, shown = tool, dict[str, Any]()
     if "input_schema" in tool:  # as in messages
         kind, own = "function", {**tool, "parameters": tool["input_schema"]}
@@ -221,7 +221,7 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
-    """(the tools that may be called, those of which one must be) by the `tool_choice` of any API."""
+    """Returns (the tools that may be called, those of which one must be) for the `tool_choice` of any API."""
     choice = choice if isinstance(choice, dict) else {"type": choice}
     match kind := choice.get("type", "auto"):
         case "auto":
@@ -250,7 +250,7 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:
 
 
 def find_tool(tools: Tools, name: Any) -> Tools:
-    """The tool that a client calls so."""
+    """The tool with this name."""
     for shown, tool in tools.items():
         if name in (tool.name, shown):
             return {shown: tool}

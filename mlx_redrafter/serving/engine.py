@@ -1,7 +1,7 @@
-"""The engine: one thread that owns MLX, and a queue in front of it. Its steps are the scheduler's.
+"""The engine: a queue of requests, and the one thread that uses MLX. The scheduler has the requests that run.
 
-Where several ranks share the model each has an engine, which takes the same steps. What comes from outside (requests,
-clients that go, the end) is decided on by rank 0 at the beginning of a step, and sent to the others.
+If several ranks share the model, each has an engine, and all take the same steps. Rank 0 decides about everything from
+outside (requests, cancellations, the end) at the beginning of a step, and sends it to the others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
-from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import ranks
@@ -33,16 +31,15 @@ from ..engine.request_checks import check_request
 from ..engine.wired_limit import wired_limit
 from ..errors import RedrafterError, one_line
 from ..options import Options
-from .generation import Generation
+from .request import Request
 from .scheduler import Scheduler
 from .types import (
     MAX_TOP_LOGPROBS,
-    REQUEST_OPTIONS,
     ClientLimitReached,
     ContextLengthExceeded,
     EngineClosed,
+    EngineCounters,
     GenerationFailed,
-    GenerationRequest,
     QueueFull,
     RequestError,
 )
@@ -53,45 +50,43 @@ if TYPE_CHECKING:
 CLOSING = "the server is shutting down"
 
 IDLE_SECONDS = 0.05
-"""How often several ranks that have nothing to do ask rank 0 whether something has come."""
-
-PENALTIES = tuple(signature(make_logits_processors).parameters)
-"""Fields of a request too."""
+"""How often idle ranks ask rank 0 for requests."""
 
 
 class Decisions(NamedTuple):
     """What rank 0 decides at the beginning of a step.
 
     Attributes:
-        ended: rows that end, by how.
+        ended: the rows that end -> "cancelled", or an error.
         started: new rows.
-        others_wait: whether there are more in the queue.
-        is_last: whether the engine ends, with nothing left to do.
+        others_wait: whether more requests are in the queue.
+        is_last: whether the engine stops, with nothing left to do.
     """
 
-    ended: dict[Generation, str | Exception]
-    started: list[Generation]
+    ended: dict[Request, str | Exception]
+    started: list[Request]
     others_wait: bool = False
     is_last: bool = False
 
 
 class Engine:
-    """Generates for several clients at once. `submit` is called in an event loop; a thread of its own does the work.
+    """Serves several clients at once: `submit` is called in an event loop, and one thread decodes.
 
     Args:
         model, tokenizer: as `mlx_lm.load` returns them.
-        drafter: None drafts from the context alone, where the options say so.
-        options: what requests do not say: plan, context, caches; see `Options`.
-        max_queue: requests that may wait.
-        max_per_client: requests of one client that may wait or run.
+        drafter: None drafts from the context alone, if the options allow that.
+        options: the defaults of requests, and everything that they cannot set; see `Options`.
+        max_queue: most requests that wait.
+        max_per_client: most requests of one client that wait or run.
         max_prompt_tokens: None for no limit.
-        context_length: of prompt and answer together; None for what the model's config says.
-        decode_concurrency: requests that may run together.
-        prompt_cache_bytes: of caches that are kept for later requests; 0 for none, None for `default_bytes`.
+        context_length: of prompt and answer together; None takes it from the model's config.
+        decode_concurrency: most requests that run together.
+        prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `default_bytes`.
 
     Attributes:
-        context_length: None for no limit, as where old rows of the caches are dropped.
-        counters: what was done since the start.
+        context_length: None for no limit, also if the caches drop old rows.
+        counters: totals since the start; the scheduler counts in them too.
+        scheduler: the requests that run.
         vocab_size: the model's.
 
     Raises:
@@ -114,20 +109,21 @@ class Engine:
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
-        self._model, self._tokenizer, self._options = model, tokenizer, options
-        self._xtc_special_tokens = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self._model, self._tokenizer = model, tokenizer
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self._defaults = replace(options, xtc_special_tokens=special)
         self._max_queue, self._max_per_client = max_queue, max_per_client
         self._max_prompt_tokens = max_prompt_tokens
         from_config = find_context_length(model) if options.max_kv_size is None else None
         self.context_length = from_config if context_length is None else context_length
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
-        self._scheduler = Scheduler(
-            model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes, self._end
+        self.counters = EngineCounters()
+        self.scheduler = Scheduler(
+            model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes, self.counters, self._end
         )
-        self.counters = self._scheduler.counters
         self._condition = threading.Condition()  # guards what follows
-        self._queue: deque[Generation] = deque()
+        self._queue: deque[Request] = deque()
         self._clients: Counter[str] = Counter()
         self._closing = self._aborting = False
         self._started = Future[None]()
@@ -143,30 +139,8 @@ class Engine:
         """How many requests wait."""
         return len(self._queue)
 
-    @property
-    def running(self) -> int:
-        """How many requests run."""
-        return len(self._scheduler.rows)
-
-    @property
-    def batch_rows(self) -> int:
-        """How many of them in a batch."""
-        return len(self._scheduler.batch_rows)
-
-    @property
-    def mode(self) -> Literal["idle", "single", "batch", "turns"]:
-        """How requests are decoded now."""
-        if self.batch_rows:
-            return "batch"
-        return "idle" if not self.running else "single" if self.running == 1 else "turns"
-
-    @property
-    def prompt_cache_bytes(self) -> int:
-        """Of all caches that are kept for later requests."""
-        return self._scheduler.prompt_cache.nbytes
-
     def start(self) -> None:
-        """Starts the thread, and waits until it is ready: what `plan="auto"` needs to know is measured first.
+        """Starts the thread, and waits until it is ready; with `plan="auto"` it first measures the machine.
 
         Raises:
             RedrafterError: the drafter does not fit the model.
@@ -179,9 +153,9 @@ class Engine:
         self._thread.join()
 
     def close(self, timeout: float) -> None:
-        """Refuses what waits, and lets what runs end, for `timeout` seconds at most. Blocks: not for the event loop.
+        """Refuses the requests that wait, and finishes those that run, within `timeout` seconds. Blocks.
 
-        What is refused, or ended before its time, raises `EngineClosed`.
+        Requests that are refused or cut short raise `EngineClosed`.
         """
         with self._condition:
             self._closing = True
@@ -189,26 +163,30 @@ class Engine:
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
-            if self.running:
-                logging.warning("The time to end is over: requests that still run (%d) are broken off", self.running)
+            if running := len(self.scheduler.rows):
+                logging.warning("The time to end is over: requests that still run (%d) are broken off", running)
             self._aborting = True
             self._thread.join()
             # After that MLX still frees the thread's compiled functions; an interpreter that ends meanwhile aborts.
             time.sleep(0.1)
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, prompt: list[int], **asked: Any) -> Request:
         """Puts a request into the queue.
+
+        Args:
+            prompt: token ids.
+            asked: the other keywords of `Request`; without a seed one is drawn.
 
         Raises:
             RequestError: a number out of range, or too long a prompt.
             ContextLengthExceeded: it leaves no room for an answer.
-            QueueFull: as many requests wait as may.
-            ClientLimitReached: the client has as many as it may have.
-            EngineClosed: the engine ends.
+            QueueFull: the queue has `max_queue` requests.
+            ClientLimitReached: the client has `max_per_client` requests.
+            EngineClosed: the engine is closing.
         """
-        if request.seed is None:
-            request = replace(request, seed=secrets.randbits(32))
-        generation = self._check(request, asyncio.get_running_loop())
+        if asked.get("seed") is None:
+            asked["seed"] = secrets.randbits(32)
+        request = self._make_request(asyncio.get_running_loop(), prompt, **asked)
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed(CLOSING)
@@ -218,12 +196,12 @@ class Engine:
             if self._clients[request.client] >= self._max_per_client:
                 raise ClientLimitReached(f"{self._max_per_client} requests of this client are waiting or running")
             self._clients[request.client] += 1
-            self._queue.append(generation)
+            self._queue.append(request)
             self._condition.notify()
-        return generation
+        return request
 
-    def _check(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop | None) -> Generation:
-        prompt, most, length = request.prompt, self._max_prompt_tokens, self.context_length
+    def _make_request(self, loop: asyncio.AbstractEventLoop | None, prompt: list[int], **asked: Any) -> Request:
+        most, length, top_logprobs = self._max_prompt_tokens, self.context_length, asked.get("top_logprobs", 0)
         if not prompt:
             raise RequestError("the prompt is empty: expected at least one token")
         if most is not None and len(prompt) > most:
@@ -233,48 +211,46 @@ class Engine:
                 f"prompt is too long: {len(prompt)} tokens > {length} maximum; the model's maximum context length is "
                 f"{length} tokens, those of the answer included"
             )
-        for name, ids in (("token ids", prompt), ("logit_bias token ids", request.logit_bias or ())):
+        for name, ids in (("token ids", prompt), ("logit_bias token ids", asked.get("logit_bias") or ())):
             for extreme in (min(ids, default=0), max(ids, default=0)):
                 if not 0 <= extreme < self.vocab_size:
                     raise RequestError(f"{name} must be from 0 to {self.vocab_size - 1}, got {extreme}")
-        if not 0 <= request.top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
-            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
-        given: dict[str, Any] = {name: getattr(request, name) for name in REQUEST_OPTIONS}
+        if not 0 <= top_logprobs <= min(MAX_TOP_LOGPROBS, self.vocab_size):
+            raise RequestError(f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {top_logprobs}")
         try:
-            given["logits_processors"] = make_logits_processors(**{name: getattr(request, name) for name in PENALTIES})
-            options = replace(self._options, xtc_special_tokens=self._xtc_special_tokens, **given).require_tokens()
-            options.make_sampler(0).check(self.vocab_size)  # the seed is there
+            request = Request(loop, self._defaults, prompt, **asked)
+            request.options.make_sampler(0).check(self.vocab_size)  # the seed is there
         except ValueError as error:
             raise RequestError(one_line(error)) from error
-        if length is not None and not 0 < options.max_tokens <= length - len(prompt):
-            options = replace(options, max_tokens=length - len(prompt))
-        return Generation(request, options, loop)
+        if length is not None and not 0 < request.options.max_tokens <= length - len(prompt):
+            request.options = replace(request.options, max_tokens=length - len(prompt))
+        return request
 
     def _drop_waiting(self, error: Exception | None = None) -> None:
-        """Ends those that were cancelled while they waited, or with an error all that wait."""
-        for generation in [each for each in self._queue if error or each.cancelled]:
-            self._queue.remove(generation)
-            self._end(generation, error or "cancelled")
+        """Ends waiting requests: the cancelled ones, or with an error all of them."""
+        for request in [each for each in self._queue if error or each.cancelled]:
+            self._queue.remove(request)
+            self._end(request, error or "cancelled")
 
-    def _end(self, generation: Generation, reason: str | Exception) -> None:
-        """Counts a generation that ends, and tells its client."""
-        counters, cached = self.counters, generation.stats.cached_tokens
+    def _end(self, request: Request, reason: str | Exception) -> None:
+        """Counts a request that has ended, and sends the end to its client."""
+        counters = self.counters
         counters.finished[reason if isinstance(reason, str) else "failed"] += 1
-        counters.cached_tokens += cached
-        counters.prompt_tokens += generation.read - cached
+        counters.cached_tokens += request.cached_tokens
+        counters.prompt_tokens += request.read - request.cached_tokens
         with self._condition:
-            self._clients -= Counter([generation.request.client])  # keeps no zeros
+            self._clients -= Counter([request.client])  # keeps no zeros
         error = None if isinstance(reason, str) else reason
         if error is not None and not isinstance(error, GenerationFailed):
             error = GenerationFailed(one_line(error))
-        generation.put(error)
+        request.send(error)
 
     # What follows is the engine's thread.
 
     def _run(self) -> None:
         with on_stream(), wired_limit(self._model):
             try:
-                self._scheduler.warm_up()
+                self.scheduler.warm_up()
             except Exception as error:
                 return self._started.set_exception(error)
             self._started.set_result(None)
@@ -283,68 +259,65 @@ class Engine:
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
-                    self._scheduler.step(*decisions[:-1])
+                    self.scheduler.step(*decisions[:-1])
                 except Exception as error:
                     if ranks.count() > 1:  # the others may have gone on
                         ranks.exit_with_error(f"{type(error).__name__}: {one_line(error)}")
                     logging.exception("The engine has failed, and with it all requests that ran")
-                    self._scheduler.abort(error)
-            self._scheduler.close()
+                    self.scheduler.abort(error)
+            self.scheduler.close()
 
     def _decide(self) -> Decisions | None:
-        """What to do next, on rank 0 once there is something to do; None for a round of what runs, and on other ranks.
+        """The next decisions, once there is something to do. None on other ranks, and if rank 0 has none to send.
 
-        Several ranks without anything to do wait for `IDLE_SECONDS` only: a message that one waits for takes a core.
+        Idle ranks exchange a message every `IDLE_SECONDS`: waiting for one occupies a core.
         """
         is_alone = ranks.count() == 1
         with self._condition:
-            if not (self._queue or self.running):
+            if not (self._queue or self.scheduler.rows):
                 mx.clear_cache()
                 self._condition.wait_for(lambda: self._queue or self._closing, None if is_alone else IDLE_SECONDS)
             if ranks.index():
                 return None
             self._drop_waiting()
-            ended: dict[Generation, str | Exception] = {
-                row: "cancelled" for row in self._scheduler.rows if row.cancelled
-            }
+            ended: dict[Request, str | Exception] = {row: "cancelled" for row in self.scheduler.rows if row.cancelled}
             if self._aborting:
-                ended = dict.fromkeys(self._scheduler.rows, EngineClosed(CLOSING))
-            started = self._scheduler.choose(self._queue, ended)
+                ended = dict.fromkeys(self.scheduler.rows, EngineClosed(CLOSING))
+            started = self.scheduler.choose(self._queue, ended)
             for row in started:
                 self._queue.remove(row)
-            is_last = self._closing and not (self._queue or self.running or started)
+            is_last = self._closing and not (self._queue or self.scheduler.rows or started)
             found = Decisions(ended, started, bool(self._queue), is_last)
         return found if is_alone or any(found) else None
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
-        """Compiles on another rank what rank 0 has compiled already."""
+        """Compiles on another rank what rank 0 compiled before."""
         from .structured_output import GrammarCompiler  # which needs more than an engine does
 
         return GrammarCompiler(self._tokenizer, self.vocab_size)
 
     def _share(self, own: Decisions | None) -> Decisions:
-        """The decisions of rank 0 on every rank, where rows stand in the same order."""
+        """The decisions of rank 0. Every rank has the same rows in the same order."""
         if ranks.count() == 1:
             assert own is not None
             return own
-        rows = list(self._scheduler.rows)
+        rows = list(self.scheduler.rows)
         if ranks.CHECK in os.environ:
             texts = ranks.gather([(len(row.text), row.text[-1], row.read) for row in rows])
             if any(each != texts[0] for each in texts):
                 raise RedrafterError(f"the ranks decode different texts: {texts}")
-        told = None
+        sent = None
         if own is not None:
             ended = [(rows.index(row), reason) for row, reason in own.ended.items()]
-            requests = [row.request for row in own.started]
-            grammars = [getattr(request.grammar, "arguments", None) for request in requests]
-            told = ended, [replace(request, grammar=None) for request in requests], grammars, *own[2:]
-        told = ranks.share(told)
-        if own is not None or told is None:
+            started = [(row.describe(), getattr(row.make_grammar, "arguments", None)) for row in own.started]
+            sent = ended, started, *own[2:]
+        received = ranks.share(sent)
+        if own is not None or received is None:
             return own or Decisions({}, [])
-        # The choices of one request came with one object of arguments, which pickle keeps one.
-        made = {id(arguments): self._grammars.compile(*arguments) for arguments in told[2] if arguments}
-        grammars = [made.get(id(arguments)) for arguments in told[2]]
-        requests = [replace(request, grammar=grammar) for request, grammar in zip(told[1], grammars, strict=True)]
-        started = [self._check(request, None) for request in requests]
-        return Decisions({rows[at]: how for at, how in told[0]}, started, *told[3:])
+        ended, started, *others = received
+        # The choices of one request have one object of arguments, which pickle keeps one.
+        arguments = {id(given): given for _, given in started if given}
+        grammars = {at: self._grammars.compile(*given) for at, given in arguments.items()}
+        rebuilt = [self._make_request(None, **asked, grammar=grammars.get(id(given))) for asked, given in started]
+        return Decisions({rows[at]: reason for at, reason in ended}, rebuilt, *others)

@@ -1,7 +1,8 @@
-"""What a server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from .engine import Engine
-from .types import GenerationStats
+from .request import Request
 
 PREFIX = "mlx_redrafter_"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -20,7 +21,7 @@ BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 1
 
 
 class Metrics(Collector):
-    """The metrics of one server, in a registry of its own. Every name begins with `mlx_redrafter_`."""
+    """The metrics of one server, in their own registry. Every name begins with `mlx_redrafter_`."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -37,20 +38,20 @@ class Metrics(Collector):
         self._first = histogram("first_token", "From a request to its first token")
         self._answered = histogram("answer", "From a request to the end of its answer")
 
-    def count(self, stats: GenerationStats, seconds: float) -> None:
-        """Counts a generation that has ended, in whatever way."""
-        if stats.queue_seconds is not None:
-            self._queued.observe(stats.queue_seconds)
-        if stats.time_to_first_token is not None:
-            self._first.observe(stats.time_to_first_token)
-            self._answered.observe(seconds)
+    def count(self, request: Request) -> None:
+        """Counts the times of a request that has ended, in any way."""
+        if request.queue_seconds is not None:
+            self._queued.observe(request.queue_seconds)
+        if request.time_to_first_token is not None:
+            self._first.observe(request.time_to_first_token)
+            self._answered.observe(time.perf_counter() - request.submitted)
 
     def text(self) -> bytes:
-        """All of them in Prometheus's text format."""
+        """Returns all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's counters and gauges as they are now; the registry asks."""
+        """Yields the engine's counters and gauges; called by the registry."""
         engine, counts = self._engine, self._engine.counters
         tokens = {
             "prompt": counts.prompt_tokens + counts.cached_tokens,
@@ -74,8 +75,8 @@ class Metrics(Collector):
             yield family
         for name, text, gauge in (
             ("queue_length", "Requests that wait", engine.queued),
-            ("running", "Requests that are answered", engine.running),
-            ("prompt_cache_bytes", "What the prompt cache keeps", engine.prompt_cache_bytes),
+            ("running", "Requests that are answered", len(engine.scheduler.rows)),
+            ("prompt_cache_bytes", "What the prompt cache keeps", engine.scheduler.prompt_cache.nbytes),
             ("active_memory_bytes", "Memory that arrays take", mx.get_active_memory()),
             ("cache_memory_bytes", "Memory that MLX keeps for arrays to come", mx.get_cache_memory()),
         ):

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions, with the fields that mlx-lm's server adds to them."""
+"""OpenAI's chat and text completions, with the additional fields of mlx-lm's server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 from typing import Any, ClassVar, TypeVar
 
 from ..generate import encode
-from .completion import Completion, Event, Service
+from .completion import Answer, Completion, Event, Piece, Prompt, Service
 from .conversation import choose_tools, read_tools
+from .request import Request
 from .schemas import ChatBody, CompletionBody, OpenAIBody
 from .text_stream import Segment, find_bytes
-from .types import GenerationStats, TokenEvent
+from .types import TokenEvent
 
 IMPOSSIBLE = -9999.0
 """The log-probability of an impossible token, as OpenAI has it: JSON has no infinity."""
@@ -24,11 +25,7 @@ AnyOpenAIBody = TypeVar("AnyOpenAIBody", bound=OpenAIBody)
 
 
 class OpenAICompletions(Completion[AnyOpenAIBody]):
-    """What both have in common.
-
-    Attributes:
-        kinds: the field `object` of a whole reply, and of a chunk.
-    """
+    """What both share; `kinds` is the field `object` of a whole reply, and of a chunk."""
 
     kinds: ClassVar[tuple[str, str]]
     last_line = "data: [DONE]\n\n"
@@ -46,38 +43,35 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
 
     @abstractmethod
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """The text of a choice, or what a chunk adds to it."""
+        """Returns the field with the text of a choice, or of a chunk."""
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """The field `logprobs` of a choice."""
+        """Returns the field `logprobs` of a choice."""
         return {"content": tokens}
 
-    async def collect(self) -> Event:
-        """The reply in one piece."""
-        choices = [choice async for choice, _ in self._choices()]
-        return self.reply | {"choices": choices, "usage": self.describe_usage("prompt", "completion")}
-
-    async def events(self) -> AsyncIterator[Event]:
-        """The chunks of a stream."""
-        async for choice, drafts in self._choices():
-            yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
+    async def events(self, answer: Answer) -> AsyncIterator[Event]:
+        """Yields the chunks of a stream; otherwise whole choices go into the reply."""
+        choices, segments, logprobs, drafts = list[Event](), list[Segment](), list[Event](), Event()
+        async for piece in answer.pieces():
+            segments += piece.segments
+            if self.top_logprobs is not None:
+                logprobs.append(self._describe_token(piece.event))
+            if self.include_drafts:
+                self._note_drafts(drafts, piece, answer.requests[piece.choice])
+            if piece.finish_reason is None and not (segments and self.body.stream):
+                continue
+            choice: Event = {"index": piece.choice, "finish_reason": piece.finish_reason}
+            choice |= self.describe_text(piece.choice, segments)
+            choice |= {"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}
+            if self.body.stream:
+                yield self.reply | {"choices": [choice]} | ({"redrafter": drafts} if drafts else {})
+            else:
+                choices.append(choice)
+            segments, logprobs, drafts = [], [], {}
+        usage = {"usage": answer.describe_usage("prompt", "completion")}
         if self.body.stream_options.get("include_usage"):
-            yield self.reply | {"choices": [], "usage": self.describe_usage("prompt", "completion")}
-
-    async def _choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """(a choice, or what a chunk of a stream adds to it; the field `redrafter`), one choice after the other."""
-        for at in range(self.choices):
-            segments, logprobs, drafts = list[Segment](), list[dict[str, Any]](), dict[str, Any]()
-            async for event, text, more in self.read(at):
-                segments += more
-                if self.top_logprobs is not None:
-                    logprobs.append(self._describe_token(event))
-                if self.include_drafts:
-                    self._note_drafts(drafts, event, text, self._generations[at].stats)
-                if self.finish_reason is not None or (segments and self.body.stream):
-                    choice = {"index": at, "finish_reason": self.finish_reason} | self.describe_text(at, segments)
-                    yield choice | ({"logprobs": self.describe_logprobs(logprobs)} if logprobs else {}), drafts
-                    segments, logprobs, drafts = [], [], {}
+            yield self.reply | {"choices": []} | usage
+        self.reply |= {"choices": choices} | usage
 
     def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
         tokenizer = self.service.tokenizer
@@ -89,15 +83,15 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
         top = [describe(*each) for each in event.top_logprobs]
         return describe(event.token, event.logprob) | {"top_logprobs": top}
 
-    def _note_drafts(self, told: dict[str, Any], event: TokenEvent, text: str, stats: GenerationStats) -> None:
-        source, drafts = event.draft_source, event.drafts
-        token = {"text": text, "from_draft": source is not None, "draft_source": source}
-        told.setdefault("tokens", []).append(token)
-        told |= {name: getattr(stats.decoding, name) for name in ("rounds", "drafted", "accepted")}
-        told["seconds"] = round(stats.seconds, 6)
+    def _note_drafts(self, noted: Event, piece: Piece, request: Request) -> None:
+        source, drafts = piece.event.draft_source, piece.event.drafts
+        token = {"text": piece.text, "from_draft": source is not None, "draft_source": source}
+        noted.setdefault("tokens", []).append(token)
+        noted |= {name: getattr(request.decoding, name) for name in ("rounds", "drafted", "accepted")}
+        noted["seconds"] = round(request.seconds, 6)
         if drafts is not None:
             *texts, after = [self.service.tokenizer.decode([token]) for token in (*drafts.tokens, drafts.next)]
-            told["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
+            noted["tree"] = {"tokens": texts, "parents": drafts.parents, "path": drafts.path, "next": after}
 
 
 class ChatCompletions(OpenAICompletions[ChatBody]):
@@ -116,7 +110,6 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         self._call_counts = [0] * body.n
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """The field `message`, or `delta`."""
         text, reasoning = ("".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning"))
         message: dict[str, Any] = {"role": "assistant"}
         if text or not self.body.stream:
@@ -150,17 +143,16 @@ class Completions(OpenAICompletions[CompletionBody]):
         if body.logprobs is not False or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs) if body.logprobs is True else int(body.logprobs)
 
-    def encode_prompt(self) -> list[int]:
-        """The prompt as it is."""
+    def encode_prompt(self) -> Prompt:
+        """The prompt without a template."""
         prompt = self.body.prompt
-        return encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        return Prompt(encode(self.service.tokenizer, prompt) if isinstance(prompt, str) else prompt)
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
-        """The field `text`."""
         return {"text": "".join(segment.text for segment in segments)}
 
     def describe_logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any]:
-        """OpenAI's older form where `logprobs` is a number, which OpenAI's clients send; else mlx-lm's."""
+        """Returns OpenAI's older form if `logprobs` is a number, as OpenAI's clients send it, otherwise mlx-lm's."""
         if isinstance(self.body.logprobs, bool):
             return super().describe_logprobs(tokens)
         return {
@@ -172,5 +164,5 @@ class Completions(OpenAICompletions[CompletionBody]):
 
 
 def read_input(segment: Segment) -> str:
-    """The text that a custom tool is called with."""
+    """The input of a call of a custom tool."""
     return str(json.loads(segment.text).get("input", ""))

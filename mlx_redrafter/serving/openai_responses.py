@@ -1,4 +1,4 @@
-"""OpenAI's responses: text, reasoning and calls of tools as items. Of what was answered the last items are kept."""
+"""OpenAI's responses: text, reasoning and tool calls as items. The server keeps the last items."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from .completion import Completion, Event, Service
+from .completion import Answer, Completion, Event, Service
 from .conversation import Message, choose_tools, join_name, join_parts, make_call, read_tools
 from .openai_completions import read_input
 from .schemas import ApiError, ResponsesBody, log_once
 from .text_stream import Segment
 
 MAX_ITEMS = 1000
-"""How many of the last items of responses are kept."""
+"""How many items are kept."""
 
 ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": (
@@ -24,7 +24,7 @@ ITEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "reasoning": ({"type": "reasoning", "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
 }
-"""Kind of a segment -> (the item that it begins, the part of the item's content)."""
+"""Kind of a segment -> (the item that it begins, the part in the item's content)."""
 
 
 class Responses(Completion[ResponsesBody]):
@@ -49,23 +49,24 @@ class Responses(Completion[ResponsesBody]):
             "tool_choice": body.tool_choice, "tools": body.tools, "usage": None,
         }  # fmt: skip
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self, answer: Answer) -> AsyncIterator[Event]:
         """The events in the API's order."""
         yield self._event("created", response=self.reply)
         yield self._event("in_progress", response=self.reply)
-        steps = {"begin": self._begin_item, "add": self._add_segment, "end": self._end_item}
-        async for step, segment in self.blocks():
-            for event in steps[step](segment):
+        steps = {"begin": self._begin_item, "add": self._add_segment}
+        async for step, segment in answer.blocks():
+            is_cut = answer.finish_reason == "length"
+            for event in self._end_item(is_cut=is_cut) if step == "end" else steps[step](segment):
                 yield event
-        is_cut = self.finish_reason == "length"
+        is_cut = answer.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
-        usage = self.describe_usage("input", "output")
+        usage = answer.describe_usage("input", "output")
         self.reply |= {"status": status, "incomplete_details": details, "usage": usage}
         yield self._event(status, response=self.reply)
 
     def describe_failure(self, error: ApiError) -> Event:
-        """The last event of a stream that fails: the response with what came until then."""
+        """The last event of a stream that fails: the response so far."""
         self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
         return self._event("failed", response=self.reply)
 
@@ -101,14 +102,13 @@ class Responses(Completion[ResponsesBody]):
             yield self._item_event("function_call_arguments.delta", delta=segment.text)
             yield self._item_event("function_call_arguments.done", name=item["name"], arguments=segment.text)
 
-    def _end_item(self, segment: Segment) -> Iterator[Event]:
+    def _end_item(self, *, is_cut: bool) -> Iterator[Event]:
         item = self._output[-1]
         for part in item.get("content", ()):
             yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._item_event("content_part.done", part=part)
-        # The last item of an answer that was cut short is not whole; a call always is.
-        is_cut = self.finish_reason == "length" and "content" in item
-        item["status"] = "incomplete" if is_cut else "completed"
+        # A call is always whole, also the last item of an answer that was cut short.
+        item["status"] = "incomplete" if is_cut and "content" in item else "completed"
         items = self.service.items
         items[item["id"]] = item
         if len(items) > MAX_ITEMS:
@@ -125,10 +125,10 @@ class Responses(Completion[ResponsesBody]):
 
 
 def read_items(items: Sequence[dict[str, Any]], service: Service) -> list[Message]:
-    """The items of a conversation as messages; what the assistant said and called in a row is one of them.
+    """Returns the items of a conversation as messages; consecutive text and calls of the assistant become one.
 
-    Calls of tools that are not functions are shown as calls of a function, their outputs as its results. What tools of
-    the API's own servers did is left out.
+    Calls of tools that are not functions are shown as function calls, their outputs as its results. Items of tools that
+    run on the API's own servers are left out.
     """
     messages: list[Message] = []
 

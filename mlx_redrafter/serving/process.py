@@ -1,4 +1,4 @@
-"""The server's process: a port, models, and an orderly end."""
+"""The server's process: port, models, shutdown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import getfullargspec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,19 +27,15 @@ from .completion import Service
 from .engine import Engine
 from .metrics import Metrics
 
-LIMITS = ("max_queue", "max_per_client", "max_prompt_tokens", "context_length", "decode_concurrency",
-          "prompt_cache_bytes")  # fmt: skip
-"""Flags that an engine takes as they are."""
-
 GRACE = 5
-"""Seconds after the drain timeout for errors to reach the clients, before uvicorn cancels what is left."""
+"""Seconds after the drain timeout in which errors reach the clients, before uvicorn cancels the rest."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; who connects while the models are loaded waits.
+    """Returns a listening socket; clients that connect while the models are loaded wait.
 
     Raises:
-        RedrafterError: nobody can listen there.
+        RedrafterError: the address cannot be used.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -47,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load_service(args: argparse.Namespace) -> Service:
-    """What serves the models of the flags, with an engine that has started.
+    """Loads the models of the flags, and starts an engine.
 
     Raises:
         RedrafterError: a model cannot be loaded, or they do not fit together.
@@ -55,15 +52,15 @@ def load_service(args: argparse.Namespace) -> Service:
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, template)
     options = replace(args.options, answers=open_answers(args.answers, tokenizer))
-    limits = {name: getattr(args, name) for name in LIMITS}
-    engine = Engine(model, tokenizer, drafter, options=options, **limits)
+    flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Engine).kwonlyargs}
+    engine = Engine(model, tokenizer, drafter, **flags | {"options": options})
     engine.start()
     drafter_name = None if drafter is None else show_name(find_drafter_name(args))
     return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
 
 
 def show_name(name: str | None) -> str:
-    """What a model is shown as: of a directory its last name, and not where it is."""
+    """The name of a model in replies: of a directory only the last part."""
     if name is None:
         return "demo"
     path = Path(name).expanduser()
@@ -71,7 +68,7 @@ def show_name(name: str | None) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which lets answers be finished after the first signal; the second ends the process at once."""
+    """uvicorn's server, which finishes answers after the first signal; the second ends the process at once."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
@@ -79,17 +76,17 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets answers end; once the time for that is over, the engine's end is what clients are told."""
+        """Finishes answers; after the drain timeout the engine closes, and clients get an error."""
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Takes no more requests."""
+        """Stops taking requests."""
         logging.info("ending: what runs is finished; a second signal ends it at once")
         if ranks.count() == 1:
             super().handle_exit(sig, frame)
-        self.should_exit = True  # of several ranks none ends by the signal, but with the others
+        self.should_exit = True  # several ranks end together, not by the signal
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
@@ -99,11 +96,11 @@ def serve(
     make: Callable[[Service], ASGIApp] = make_app,
     on_listening: Callable[[str], None] | None = None,
 ) -> int:
-    """Serves until a signal, which ends the process where answers are finished; of several ranks the first one does.
+    """Serves until a signal; only the first of several ranks listens.
 
     Args:
         args: see `command.check_args`.
-        make: makes the application.
+        make: returns the application.
         on_listening: called with the URL once connections are accepted.
 
     Raises:
@@ -114,13 +111,13 @@ def serve(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all on a machine, and rank 0 ends the others
         engine.join()
         return 0
-    # Python's own handler raises, and an interpreter that ends while the engine's thread is inside MLX aborts.
+    # Python's own handler raises, and an interpreter that exits while the engine's thread is inside MLX aborts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     level = getattr(logging, args.log_level)
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message)s")
     logging.captureWarnings(True)
     logging.getLogger("mlx_redrafter").setLevel(logging.NOTSET)  # as --log-level says
-    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without its account of start and end
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))  # without messages about start and end
     with bind(args.host, args.port) as bound:
         service = load_service(args)
         server = Server(make(service), service)
@@ -134,6 +131,6 @@ def serve(
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where it listens."""
+    """The address of a listening socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,4 +1,4 @@
-"""The prompt caches that generations leave for later ones, by their tokens."""
+"""The prompt caches of earlier requests, found by their tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _Entry:
 
 
 def default_bytes() -> int:
-    """Half of the memory that is left when the weights are loaded, and at least 1 GiB."""
+    """Half of the memory that the weights leave, and at least 1 GiB."""
     return max(1 << 30, (usable_bytes() - mx.get_active_memory()) // 2)
 
 
 class PromptCache:
-    """Caches up to a number of bytes, the newest even beyond it; the least recently used ones go first.
+    """Caches of up to a number of bytes; the least recently used are dropped first, the newest never.
 
-    mlx-lm's `LRUPromptCache` takes seconds to search for a prompt that shares only its first tokens with one of 20,000.
+    mlx-lm's `LRUPromptCache` takes seconds to find a prompt that shares only its first tokens with one of 20,000.
 
     Args:
         max_bytes: of all caches together; 0 keeps none.
@@ -53,10 +53,9 @@ class PromptCache:
         return sum(entry.nbytes for entry in self._entries)
 
     def fetch(self, tokens: Sequence[int]) -> tuple[kv_cache.Cache | None, int]:
-        """(a copy of the cache that holds most of the beginning of `tokens`, or None; how many it holds).
+        """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of the prefix).
 
-        At least the last token is left to read. A cache that cannot be trimmed is found where `tokens` begin with all
-        of its own.
+        At least the last token is left to read. A cache that cannot be trimmed is found only if all its tokens match.
         """
         best, most = self._find(np.array(tokens[:-1], np.int32))
         if best is None:
@@ -69,7 +68,7 @@ class PromptCache:
         return cache, most
 
     def count(self, wanted: Tokens) -> int:
-        """How many of these tokens, all but the last one of a prompt, `fetch` would find."""
+        """The length of the prefix that `fetch` would find for a prompt, given without its last token."""
         return self._find(wanted)[1]
 
     def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
@@ -83,7 +82,7 @@ class PromptCache:
         return best, most
 
     def store(self, tokens: Sequence[int], cache: kv_cache.Cache) -> None:
-        """Keeps a cache of exactly these tokens, which belongs to this object from now on."""
+        """Keeps a cache of exactly these tokens; the caller must not use it any more."""
         nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         if not tokens or not self.max_bytes:
@@ -94,7 +93,7 @@ class PromptCache:
                 "The prompt cache may take %d bytes, %d tokens alone take %d: only the newest is kept. "
                 "See --prompt-cache-bytes", self.max_bytes, len(tokens), new.nbytes,
             )  # fmt: skip
-        mx.async_eval([c.state for c in cache])  # else it would keep alive what it was computed from
+        mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays alive
         can_trim = _can_trim(cache)
 
         def is_useless(old: _Entry) -> bool:
@@ -111,12 +110,12 @@ class PromptCache:
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:
-    """How many tokens two texts (T,) begin with in common."""
+    """The length of the common prefix of two texts (T,)."""
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if len(different) else size
 
 
 def _can_trim(cache: kv_cache.Cache) -> bool:
-    """Whether any number of the last rows can be dropped; a chunked cache has lost those before its chunk."""
+    """Whether any number of rows can be trimmed; a chunked cache has lost the rows before its chunk."""
     return can_trim_prompt_cache(cache) and not any(getattr(c, "start_position", 0) for c in kv_cache.leaves(cache))

@@ -1,4 +1,4 @@
-"""What `race` does: the server, and one page on it that shows plain and drafted decoding side by side."""
+"""The command `race`: the server with a page that shows plain and drafted decoding side by side."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PORT = 8090
 
 
 def run() -> int:
-    """Serves the page and what it asks, as `sys.argv` says, until a signal; the exit status."""
+    """Serves the page and the APIs until a signal; returns the exit status."""
     args = check_args(make_race_parser().parse_args())
     if args.answers is not None:
         raise RedrafterError("race takes no --answers: the second side would be drafted from the first one's text")
@@ -39,7 +39,7 @@ def run() -> int:
 
 
 def make_race_parser() -> argparse.ArgumentParser:
-    """The server's parser, and a flag; only its own page may ask, if nothing else is said."""
+    """The server's parser with one more flag; by default only the race's own page may send requests."""
     parser = make_parser()
     parser.prog = "mlx_redrafter.race"
     parser.description = (
@@ -52,8 +52,8 @@ def make_race_parser() -> argparse.ArgumentParser:
 
 
 def show_page(url: str) -> None:
-    """Opens the page in a browser, or says where it is."""
-    # Without a screen Python might start a browser in this very terminal.
+    """Opens the page in a browser, or prints its address."""
+    # Without a screen Python might start a browser in this terminal.
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     opened = False
     if screen:
@@ -64,7 +64,7 @@ def show_page(url: str) -> None:
 
 
 def make_race_app(service: Service) -> Starlette:
-    """The server's application with the page. It is open to all; what it asks needs the key, if there is one."""
+    """The server's application with the page, which needs no key; its requests do, if there is one."""
     from starlette.responses import HTMLResponse
 
     from .app import make_app

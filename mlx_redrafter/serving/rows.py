@@ -1,7 +1,7 @@
-"""The two ways of decoding: this package's loop for one generation, which drafts, and mlx-lm's batches of several.
+"""The two ways to decode rows: this package's loop, which drafts for one row, and mlx-lm's batches of several.
 
-A generation goes from one way to the other with the cache of its text, and goes on with the tokens that are not in it
-yet, so that nothing is read twice. All this runs in one thread, on mlx-lm's generation stream.
+A row moves from one to the other with its cache, and continues with the tokens that are not in it yet, so that nothing
+is read twice. All of this runs in one thread, on mlx-lm's generation stream.
 """
 
 from __future__ import annotations
@@ -26,46 +26,45 @@ from ..engine.grammar import mask_root
 from ..engine.round import Processor
 from ..engine.sampling import Draws, Sampler
 from ..pair import find_pair
-from .generation import Generation
+from .request import Request
 from .types import SchemaNotFollowed
 
 MAX_PAUSE = 0.5
-"""Seconds that reading prompts should keep others from their next token: above it the pieces get smaller."""
+"""Seconds by which prompts should delay the other rows' next token at most: above it the pieces get smaller."""
 
 MIN_PIECE, FIRST_PIECE = 128, 256
-"""Prompt tokens in one forward while others wait: of a row at least, of all rows at first."""
+"""Prompt tokens in one forward while other rows wait: the fewest of a row, and those of all rows at first."""
 
 DRAWS = 8
-"""Positions whose noise a row's sampler computes at once: fewer operations than one by one."""
+"""Positions whose noise a row's sampler computes at once, in fewer operations than one by one."""
 
 NO_LIMIT = 2**31 - 1
-"""Tokens that a batch may make for a row: the engine ends rows itself."""
+"""mlx-lm's limit of tokens for a row: the scheduler ends rows itself."""
 
 Start = tuple[kv_cache.Cache | None, int]
-"""Where a generation goes on: its cache, None for a new one, and how many tokens of its text that holds."""
+"""Where a row continues: its cache, None for a new one, and how many tokens of its text that holds."""
 
 
 class Loops:
-    """This package's decode loop for every generation: drafts where it may; several take turns.
+    """A decode loop of this package for every row, which drafts if it may; several rows take turns.
 
     Args:
-        drafter: None for none.
-        on_drafter_failure: called with what a drafter raises; the generation goes on without.
+        on_drafter_failure: called with what a drafter raises; the row goes on without it.
     """
 
     def __init__(
         self, model: nn.Module, drafter: Drafter | None, on_drafter_failure: Callable[[Exception], None]
     ) -> None:
         self._model, self._drafter, self._on_drafter_failure = model, drafter, on_drafter_failure
-        self._loops: dict[Generation, tuple[Decoder, Rounds]] = {}
+        self._loops: dict[Request, tuple[Decoder, Rounds]] = {}
 
     @property
-    def rows(self) -> list[Generation]:
-        """In the order of their turns."""
+    def rows(self) -> list[Request]:
+        """The rows, in the order of their turns."""
         return list(self._loops)
 
-    def add(self, row: Generation, start: Start) -> None:
-        """Starts a loop on what the cache does not hold.
+    def add(self, row: Request, start: Start) -> None:
+        """Starts a loop with the tokens that the cache does not hold.
 
         Raises:
             RedrafterError: see `generate_step`.
@@ -74,15 +73,15 @@ class Loops:
         options = replace(
             row.options,
             max_tokens=-1,
-            context=row.options.context if row.may_draft else False,
+            context=row.options.context if row.draft else False,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
             on_drafter_failure=self._on_drafter_failure,
         )
-        if row.may_draft and row.source is None and self._drafter is not None:
+        if row.draft and row.source is None and self._drafter is not None:
             row.source = self._drafter.open(self._model)
-        if row.grammar is not None:  # which was told of all but what a batch has made last
-            for token in row.text[row.stats.prompt_tokens + row.grammar.length :]:
+        if row.grammar is not None:  # a batch's last token is not taken yet
+            for token in row.text[row.prompt_tokens + row.grammar.length :]:
                 row.grammar.take(token)
         row.may_run_ahead = True
         pair, source = find_pair(self._model, row.source)
@@ -94,26 +93,26 @@ class Loops:
             may_run_ahead=lambda: row.may_run_ahead,
         )
 
-    def step(self, row: Generation) -> Round:
-        """The row's next round, or an empty one after a piece of its prompt."""
+    def step(self, row: Request) -> Round:
+        """Returns the row's next round, or an empty one after a piece of its prompt."""
         decoder, rounds = self._loops[row]
         made = next(rounds)
-        row.read = min(max(row.read, decoder.target.length), row.stats.prompt_tokens)
+        row.read = min(max(row.read, decoder.target.length), row.prompt_tokens)
         return made
 
-    def copy_cache(self, row: Generation) -> Start:
-        """What is read of the row's prompt, which goes on."""
+    def copy_cache(self, row: Request) -> Start:
+        """Returns a copy of the row's cache, while its prompt is read."""
         target = self._loops[row][0].target
         return copy.deepcopy(target.cache), target.length
 
-    def stop_running_ahead(self, row: Generation) -> bool:
-        """Whether the row can be handed over now; if not, after its next round."""
+    def stop_running_ahead(self, row: Request) -> bool:
+        """Returns whether the row can move now; if not, it can after its next round."""
         row.may_run_ahead = False
         return self._loops[row][0].target.length < len(row.text)
 
-    def remove(self, rows: Iterable[Generation], *, keep_caches: bool = True) -> dict[Generation, Start]:
-        """Takes those of the rows out that are here; see `Batch.remove`. After an exception a cache is undefined."""
-        removed: dict[Generation, Start] = {}
+    def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
+        """Removes the given rows; see `Batch.remove`. After an exception a cache is undefined."""
+        removed: dict[Request, Start] = {}
         for row in [row for row in rows if row in self._loops]:
             decoder, rounds = self._loops.pop(row)
             with closing(rounds):
@@ -126,13 +125,13 @@ class Loops:
 
 
 class RowSampler:
-    """A row's sampler in a batch, with the noise that the row's position has in any way of decoding.
+    """A row's sampler in a batch, whose noise depends on the position alone, as in the loop.
 
     Args:
         position: of the first token that it chooses.
 
     Attributes:
-        last: what it chose last, (1,) uint32, and from which log-probabilities (1, V); neither is evaluated.
+        last: the token that it chose last, (1,) uint32, and its log-probabilities (1, V); neither is evaluated.
     """
 
     def __init__(self, sampler: Sampler, position: int) -> None:
@@ -142,7 +141,7 @@ class RowSampler:
         self.last: tuple[mx.array, mx.array] | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Called by mlx-lm once a step, with (1, V); one that is shared by greedy rows with (B, V)."""
+        """Called by mlx-lm once a step with (1, V), or with (B, V) if greedy rows share it."""
         if self._row == 0:
             self._draws = self._sampler.draws(mx.array(self._position), DRAWS, logprobs.shape[-1])
         chosen = self._sampler.choose(logprobs, self._draws, mx.array([self._row])).astype(mx.uint32)
@@ -157,7 +156,7 @@ class Batch:
     Args:
         size: most rows.
         prefill_rows: most prompts in one forward.
-        prefill_step_size: most prompt tokens of a row in one forward; fewer while others wait, see `MAX_PAUSE`.
+        prefill_step_size: most prompt tokens of a row in one forward; fewer while other rows wait, see `MAX_PAUSE`.
     """
 
     def __init__(self, model: nn.Module, size: int, prefill_rows: int, prefill_step_size: int) -> None:
@@ -170,18 +169,18 @@ class Batch:
         )
         self._prefill_rows, self._prefill_step_size, self._piece = prefill_rows, prefill_step_size, FIRST_PIECE
         self._greedy = RowSampler(Sampler(), 0)  # one object: mlx-lm then calls it once for all rows
-        self._rows: dict[int, tuple[Generation, RowSampler]] = {}
+        self._rows: dict[int, tuple[Request, RowSampler]] = {}
 
     @property
-    def rows(self) -> list[Generation]:
-        """In the order in which they came."""
-        return [row for row, _ in list(self._rows.values())]  # also asked for by other threads
+    def rows(self) -> list[Request]:
+        """The rows, in the order in which they were added; also read by other threads."""
+        return [row for row, _ in list(self._rows.values())]
 
-    def add(self, row: Generation, start: Start) -> None:
-        """Adds a row, whose text goes on after what its cache holds."""
+    def add(self, row: Request, start: Start) -> None:
+        """Adds a row, which continues after the tokens that its cache holds."""
         (cache, held), sampler = start, self._greedy
         if row.options.temp:
-            sampler = RowSampler(row.options.make_sampler(row.stats.seed), len(row.text))
+            sampler = RowSampler(row.options.make_sampler(0), len(row.text))  # it has a seed of its own
         (uid,) = self._generator.insert(
             [row.text[held:]],
             [NO_LIMIT],
@@ -192,15 +191,15 @@ class Batch:
         )
         self._rows[uid] = row, sampler
 
-    def step(self) -> tuple[list[Generation], list[tuple[Generation, Round]]]:
-        """(the rows whose prompt is now read but for its last token, one token for each whose prompt is read)."""
-        started, reading = time.perf_counter(), sum(not row.stats.generated_tokens for row in self.rows)
+    def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
+        """Returns (rows prefilled up to the last token of the prompt, one token of each row after its prompt)."""
+        started, reading = time.perf_counter(), sum(not row.generated_tokens for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
             size = min(size, max(MIN_PIECE, self._piece // min(reading, self._prefill_rows)))
         self._generator.prefill_step_size = size
         prompts, tokens = self._generator.next()
-        # On several ranks, of which each would see other times, the pieces stay as they are.
+        # Several ranks would measure different times, so their pieces stay as they are.
         if others_wait and ranks.count() == 1 and any(not each.end_of_prompt for each in prompts):
             seconds = time.perf_counter() - started
             if seconds > MAX_PAUSE:
@@ -210,22 +209,21 @@ class Batch:
         read = []
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress
-            row.read = max(row.read, min(len(row.text) - total + done, row.stats.prompt_tokens))
+            row.read = max(row.read, min(len(row.text) - total + done, row.prompt_tokens))
             if each.end_of_segment and not each.end_of_prompt:
                 read.append(row)
         return read, [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
 
-    def copy_cache(self, row: Generation) -> Start:
-        """What is read of the row's prompt, which goes on."""
+    def copy_cache(self, row: Request) -> Start:
+        """Returns a copy of the row's cache, while its prompt is read."""
         uid = next(uid for uid, (other, _) in self._rows.items() if other is row)
         cache, tokens = self._generator.extract_cache([uid])[uid]
         return copy.deepcopy(cache), len(tokens)
 
-    def remove(self, rows: Iterable[Generation], *, keep_caches: bool = True) -> dict[Generation, Start]:
-        """Takes those of the rows out that are here; their caches hold all tokens that `step` returned.
+    def remove(self, rows: Iterable[Request], *, keep_caches: bool = True) -> dict[Request, Start]:
+        """Removes those of the rows that are in the batch, and returns their caches if `keep_caches`.
 
-        Args:
-            keep_caches: whether they are wanted.
+        The caches hold all tokens that `step` returned.
         """
         wanted = set(rows)
         uids = [uid for uid, (row, _) in self._rows.items() if row in wanted]
@@ -233,8 +231,8 @@ class Batch:
         removed = {uid: self._rows.pop(uid)[0] for uid in uids}
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
-    def remove_only(self) -> tuple[Generation, Round, Start]:
-        """Takes the only row out just after `step` returned a token of it; with the next one, being computed."""
+    def remove_only(self) -> tuple[Request, Round, Start]:
+        """Removes the only row just after `step` returned its token; also returns the next, which is being computed."""
         ((row, sampler),) = self._rows.values()
         assert sampler.last is not None
         tokens, logprobs = sampler.last[0], sampler.last[1][0]
@@ -243,13 +241,13 @@ class Batch:
         return row, Round(cast(list[int], tokens.tolist()), [logprobs]), start
 
     def close(self) -> None:
-        """Frees what mlx-lm holds."""
+        """Frees mlx-lm's batch."""
         self._generator.close()
 
 
-def make_masks(row: Generation) -> list[Processor]:
-    """The logits processor of a row's grammar, whose errors end the row, not the batch; none without one."""
-    grammar, prompt_tokens = row.grammar, row.stats.prompt_tokens
+def make_masks(row: Request) -> list[Processor]:
+    """The logits processor of a row's grammar, whose errors end the row and not the batch; none without a grammar."""
+    grammar, prompt_tokens = row.grammar, row.prompt_tokens
     if grammar is None:
         return []
 

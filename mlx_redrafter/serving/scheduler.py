@@ -1,7 +1,7 @@
-"""What runs, and its steps: one request alone is decoded by this package's loop, several by mlx-lm's batches.
+"""The scheduler: the requests that run, and their steps.
 
-The change from one to the other is at a round's end, with the cache. Where mlx-lm cannot batch a model's caches,
-requests take turns, a round each.
+One request alone is decoded by this package's loop, several by mlx-lm's batches. A request moves between them at
+the end of a round, with its cache. If mlx-lm cannot batch a model's caches, requests take turns, a round each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,30 +26,32 @@ from ..engine.stats import Stats
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
-from .generation import Generation, make_events, read_logprobs
 from .prompt_cache import PromptCache, common_prefix, default_bytes
+from .request import Request, read_logprobs
 from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
 
 MIN_SHARED = 32
-"""Tokens of a prompt that another one is reading too for which a request waits."""
+"""A request waits for another one that is reading the same tokens if there are at least this many."""
 
 ALONE_STEPS = 16
-"""Tokens that the only generation of a batch gets there before it goes on alone: the next request may come soon."""
+"""Tokens that the only row of a batch gets before it leaves the batch: the next request may come soon."""
 
 
 class Scheduler:
-    """Rows, and the caches of earlier ones. All but the attributes and properties belongs to the engine's thread.
+    """Rows and their steps, and the caches of earlier rows. Methods are called in the engine's thread.
 
     Args:
-        model, tokenizer, drafter, options, size, cache_bytes: as `Engine` has them, `size` its `decode_concurrency`.
+        model, tokenizer, drafter, options: as for `Engine`.
+        size: its `decode_concurrency`.
+        cache_bytes: its `prompt_cache_bytes`.
+        counters: counts the steps.
         on_end: called once with each row that ends, after its last tokens, and how: "stop", "length", "cancelled", or
             an error.
 
     Attributes:
-        rows: everything that runs, in the order in which it started, the same on all ranks.
-        counters: what was done since the start.
-        prompt_cache: the caches that ended rows have left.
+        rows: all that run, in the order in which they started, the same on all ranks.
+        prompt_cache: the caches of rows that have ended.
     """
 
     def __init__(
@@ -60,12 +62,12 @@ class Scheduler:
         options: Options,
         size: int,
         cache_bytes: int | None,
-        on_end: Callable[[Generation, str | Exception], None],
+        counters: EngineCounters,
+        on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._model, self._drafter, self._options, self._size = model, drafter, options, size
-        self._on_end, self.rows = on_end, dict[Generation, None]()
+        self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
-        self.counters = EngineCounters()
         self.prompt_cache = PromptCache(min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes)))
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
@@ -76,12 +78,14 @@ class Scheduler:
         self._alone_steps = 0
 
     @property
-    def batch_rows(self) -> list[Generation]:
-        """What runs in a batch."""
-        return self._batch.rows
+    def mode(self) -> Literal["idle", "single", "batch", "turns"]:
+        """How requests are decoded now."""
+        if self._batch.rows:
+            return "batch"
+        return "idle" if not self.rows else "single" if len(self.rows) == 1 else "turns"
 
     def warm_up(self) -> None:
-        """Measures the costs, where `plan="auto"` has not yet, and compiles what a request needs.
+        """Measures costs, if `plan="auto"` has not yet, and compiles what a request needs.
 
         Raises:
             RedrafterError: the drafter does not fit the model.
@@ -90,12 +94,12 @@ class Scheduler:
         for _ in decode_tokens([0] * 8, self._model, self._drafter, replace(self._options, max_tokens=4, answers=None)):
             pass
 
-    def choose(self, waiting: Iterable[Generation], ended: Container[Generation]) -> list[Generation]:
-        """Those that start now: all that there is room for, in their order, but those that wait for a prefix.
+    def choose(self, waiting: Iterable[Request], ended: Container[Request]) -> list[Request]:
+        """The requests that start now: as many as there is room for, in order, except those that wait for a prefix.
 
-        Rows that are `ended` count no more.
+        Rows that are `ended` no longer count.
         """
-        running, chosen = [row for row in self.rows if row not in ended], list[Generation]()
+        running, chosen = [row for row in self.rows if row not in ended], list[Request]()
         for row in waiting:
             if len(running) + len(chosen) < self._size:
                 other, shared = self._find_prefix(row, [*running, *chosen])
@@ -103,42 +107,38 @@ class Scheduler:
                     chosen.append(row)
         return chosen
 
-    def _find_prefix(self, row: Generation, rows: Iterable[Generation]) -> tuple[Generation | None, int]:
-        """(the one that reads most of what its prompt begins with, how many tokens); None where that is not worth it.
+    def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
+        """(the row that reads the longest common prefix, its length), or (None, 0) if waiting is not worthwhile.
 
-        As soon as that is read, the cache is kept, and the row starts with it.
+        Once the prefix is read, its cache is kept, and the other row starts with it.
         """
         shared, other = 0, None
         for each in rows:
-            if each.read >= len(each.prompt):
-                continue  # it was kept when it was read
-            count = common_prefix(row.prompt, each.prompt)
-            if count > shared and (self._can_fork or count == len(each.prompt)):
+            if each.read >= len(each.prefix):
+                continue  # its cache was kept
+            count = common_prefix(row.prefix, each.prefix)
+            if count > shared and (self._can_fork or count == len(each.prefix)):
                 shared, other = count, each
-        is_kept = shared - self.prompt_cache.count(row.prompt) < MIN_SHARED if shared >= MIN_SHARED else True
+        is_kept = shared - self.prompt_cache.count(row.prefix) < MIN_SHARED if shared >= MIN_SHARED else True
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
 
-    def step(
-        self, ended: Mapping[Generation, str | Exception], started: Sequence[Generation], others_wait: bool
-    ) -> None:
-        """A round for every row, which sends its tokens.
+    def step(self, ended: Mapping[Request, str | Exception], started: Sequence[Request], others_wait: bool) -> None:
+        """Decodes a round of every row, and sends the tokens.
 
         Args:
-            ended: rows that end, by how; those that have an `error` do, too.
-            started: new rows.
-            others_wait: whether there are more in the queue.
+            ended, started, others_wait: see `Decisions`; rows with an `error` end, too.
         """
         running = list(self.rows)
         self.rows.update(dict.fromkeys(started))
         self._end({row: row.error or ended[row] for row in running if row.error or row in ended})
         self._start(started)
-        if self.batch_rows:
+        if self._batch.rows:
             self._step_batch(others_wait=others_wait)
         for row in self._loops.rows:
             self._step_alone(row)
 
     def abort(self, error: Exception) -> None:
-        """Ends all rows with an error after which nothing is sure, and drops all caches."""
+        """Ends all rows with an error that leaves the state undefined, and drops all caches."""
         self._tell(dict.fromkeys(self.rows, error))
         self._loops.remove(self._loops.rows, keep_caches=False)
         self._batch.close()
@@ -147,13 +147,13 @@ class Scheduler:
         mx.clear_cache()
 
     def close(self) -> None:
-        """Frees what mlx-lm holds, and the caches."""
+        """Frees the batch and all caches."""
         self.prompt_cache.clear()
         mx.synchronize()
         self._batch.close()
 
-    def _start(self, started: Sequence[Generation]) -> None:
-        """Starts rows, and makes a single one part of a batch where there is another."""
+    def _start(self, started: Sequence[Request]) -> None:
+        """Starts rows, and moves a single one into a batch if there is another."""
         for row in started:
             other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
             if other is not None and other.read >= shared:
@@ -162,46 +162,46 @@ class Scheduler:
             for row in self._loops.rows:
                 self._hand_to_batch(row)
         for row in started:
-            row.stats.queue_seconds = time.perf_counter() - row.submitted
+            row.queue_seconds = time.perf_counter() - row.submitted
             with self._failing(row):
-                row.grammar = row.request.grammar() if row.request.grammar is not None else None
+                row.grammar = None if row.make_grammar is None else row.make_grammar()
                 start = self.prompt_cache.fetch(row.text)
-                row.read = row.stats.cached_tokens = start[1]
+                row.read = row.cached_tokens = start[1]
                 (self._batch if self._prefill_rows and len(self.rows) > 1 else self._loops).add(row, start)
 
-    def _store_prompt(self, row: Generation) -> None:
-        """Keeps a copy of what is read of its prompt."""
+    def _store_prompt(self, row: Request) -> None:
+        """Keeps a copy of the cache of the prompt so far."""
         with self._failing(row):
             cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
-    def _hand_to_batch(self, row: Generation) -> None:
-        """Once the row's cache ends before its last token, which is what the batch then reads first."""
+    def _hand_to_batch(self, row: Request) -> None:
+        """Moves a row once its cache ends before its last token, which the batch then reads first."""
         while row in self._loops.rows and not self._loops.stop_running_ahead(row):
             self._step_alone(row)
         if row in self._loops.rows:
             with self._failing(row):
                 self._batch.add(row, self._loops.remove([row])[row])
-                self.counters.mode_switches["batch"] += 1
+                self._counters.mode_switches["batch"] += 1
 
-    def _step_alone(self, row: Generation) -> None:
+    def _step_alone(self, row: Request) -> None:
         with self._failing(row):
             made = self._loops.step(row)
             if made.tokens:
-                self.counters.rounds += 1
+                self._counters.rounds += 1
                 self._end(self._report([(row, made)]))
-            elif row.read == len(row.prompt):
+            elif row.read == len(row.prefix):
                 self._store_prompt(row)
 
     def _step_batch(self, *, others_wait: bool) -> None:
         read, made = self._batch.step()
         for row in read:
             self._store_prompt(row)
-        self.counters.batch_steps += len(made) > 0
+        self._counters.batch_steps += len(made) > 0
         self._end(self._report(made))
-        is_alone = len(made) == 1 and [made[0][0]] == self.batch_rows
+        is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
         self._alone_steps = self._alone_steps + 1 if is_alone else 0
-        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].may_draft:
+        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].draft:
             # It goes on alone, after the token that the batch is computing.
             row, following, start = self._batch.remove_only()
             with self._failing(row):
@@ -209,34 +209,33 @@ class Scheduler:
                     raise row.error
                 ended = self._report([(row, following)])
                 self._loops.add(row, start)
-                self.counters.mode_switches["single"] += 1
+                self._counters.mode_switches["single"] += 1
                 self._end(ended)
 
-    def _report(self, made: list[tuple[Generation, Round]]) -> dict[Generation, FinishReason]:
-        """Notes what one forward has made for each row; returns the rows that end with it."""
+    def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
+        """Counts and sends what one forward has made for each row; returns the rows that end with it."""
         now = time.perf_counter()
         taken = [(row, each, *row.take(each.tokens, self._end_tokens)) for row, each in made]
         with mx.stream(self._host_stream):
             pairs = [pair for _, each, tokens, _ in taken for pair in zip(each.logprobs, tokens, strict=False)]
             logprobs = iter(read_logprobs(pairs))
             for row, each, tokens, reason in taken:
-                decoding, stats = Stats(), row.stats
-                if stats.time_to_first_token is None:
-                    stats.time_to_first_token = now - row.submitted
+                decoding = Stats()
+                if row.time_to_first_token is None:
+                    row.time_to_first_token = now - row.submitted
                 else:
                     decoding = decoding.add_round(
                         each.plan, len(tokens) - 1, each.replayed, from_context=each.from_context
                     )
-                stats.seconds = now - row.submitted - stats.time_to_first_token
-                for counts in (stats, self.counters):
+                row.seconds = now - row.submitted - row.time_to_first_token
+                for counts in (row, self._counters):
                     counts.decoding += decoding
                     counts.generated_tokens += len(tokens)
-                events = make_events(row.request, each, tokens, [next(logprobs) for _ in tokens], reason)
-                row.put(events)
+                row.send(row.make_events(each, tokens, [next(logprobs) for _ in tokens], reason))
         return {row: reason for row, _, _, reason in taken if reason}
 
-    def _end(self, ended: Mapping[Generation, str | Exception]) -> None:
-        """Takes rows out, by how they end; without an error their caches are kept for later requests."""
+    def _end(self, ended: Mapping[Request, str | Exception]) -> None:
+        """Removes rows, and keeps the caches of those that end without an error."""
         kept = [row for row, reason in ended.items() if isinstance(reason, str)] if self.prompt_cache.max_bytes else []
         try:
             for way in (self._batch, self._loops):
@@ -245,19 +244,19 @@ class Scheduler:
                 way.remove(ended, keep_caches=False)
             if self._options.answers is not None:
                 for row in ended:
-                    size = row.stats.prompt_tokens
-                    self._options.answers.add(row.text[:size], row.text[size:], row.stats.cached_tokens)
+                    size = row.prompt_tokens
+                    self._options.answers.add(row.text[:size], row.text[size:], row.cached_tokens)
         finally:
             self._tell(ended)
 
-    def _tell(self, ended: Mapping[Generation, str | Exception]) -> None:
+    def _tell(self, ended: Mapping[Request, str | Exception]) -> None:
         for row in ended.keys() & self.rows.keys():
             del self.rows[row]
             self._on_end(row, ended[row])
 
     @contextmanager
-    def _failing(self, row: Generation) -> Iterator[None]:
-        """An exception fails this row alone."""
+    def _failing(self, row: Request) -> Iterator[None]:
+        """An exception ends this row alone."""
         try:
             yield
         except Exception as error:
@@ -268,5 +267,5 @@ class Scheduler:
             self._end({row: error})
 
     def _note_drafter_failure(self, error: Exception) -> None:
-        self.counters.drafter_failures += 1
+        self._counters.drafter_failures += 1
         logging.error("The drafter has failed; the request goes on without it", exc_info=error)

@@ -1,4 +1,4 @@
-"""What the bodies of requests may hold: a pydantic model for each API."""
+"""The bodies of requests: a pydantic model for each API."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from pydantic import (
 from pydantic_core import from_json
 
 from ..errors import RedrafterError
-from ..options import OPTION_FLAGS
-from .types import MAX_TOP_LOGPROBS, GenerationRequest
+from ..options import OPTION_FLAGS, OPTION_NAMES
+from .request import PENALTIES
+from .types import MAX_TOP_LOGPROBS
 
 DEFAULT_MODEL = "default_model"
-"""mlx-lm's word for the model that the command line names; also for its drafter."""
+"""mlx-lm's name for the model of the command line; also for its drafter."""
 
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
 FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
-LARGEST_LOGIT = 1e18  # of biases and penalties: a product of two is still a float32
+LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     413: "request_too_large", 429: "rate_limit_exceeded", 503: "server_overloaded",
 }  # fmt: skip
-"""Status of HTTP -> what an error's `code` is where nothing is more exact."""
+"""HTTP status -> the default `code` of an error."""
 
 
 class ApiError(RedrafterError):
-    """A request that is not answered.
+    """A request that is refused, or has failed.
 
     Args:
-        message: what was expected, and what was got.
         status: of HTTP.
-        code: a word for programs; None for the one of the status.
+        code: for programs; None takes the default of the status.
         headers: of the reply.
     """
 
@@ -54,19 +54,19 @@ class ApiError(RedrafterError):
 
 
 def unwrap_prompt(given: Any) -> Any:
-    """A prompt that is alone in a list."""
+    """The prompt of a list of one."""
     is_alone = isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list)
     return given[0] if is_alone else given
 
 
 def refuse(given: Any) -> None:
-    """Refuses a field that would change the answer, unless it asks for nothing."""
+    """Refuses a field that would change the answer, unless it is empty."""
     if given:
         raise ValueError("is not supported")
 
 
 def refuse_zero(given: int) -> int:
-    """A length, of which -1 is none."""
+    """A length, or -1 for no limit."""
     if given == 0:
         raise ValueError("must be at least 1, or -1 for no limit")
     return given
@@ -93,25 +93,25 @@ ToolChoice = str | dict[str, JsonValue]
 
 
 def option(name: str, **more: Any) -> Any:
-    """A field in the range that `Options` declares, None where it is not given."""
+    """A field with the range that `Options` declares; None if it is not given."""
     flag = FLAGS[name]
     return Field(None, ge=flag.minimum, le=INT32_MAX if flag.kind is int else flag.maximum, **more)
 
 
 class Part(BaseModel):
-    """A body or an object in one, of whose fields only these are read."""
+    """A body, or an object in one; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Schema(Part):
-    """A JSON schema; any object where none is given."""
+    """A JSON schema; by default any object."""
 
     content: dict[str, Any] = Field({"type": "object"}, alias="schema")
 
 
 class AnswerFormat(Schema):
-    """What an answer must look like; the schema is in it, or for chat completions in `json_schema`."""
+    """The format of an answer; chat completions have the schema in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: Schema | None = None
@@ -130,7 +130,7 @@ class FormatAndEffort(Part):
 
 
 class Body(Part):
-    """The fields of every API, with mlx-lm's names; None where one is not given."""
+    """The fields of every API, with mlx-lm's names; None if one is not given."""
 
     model: str = DEFAULT_MODEL
     draft_model: str | None = DEFAULT_MODEL
@@ -157,13 +157,13 @@ class Body(Part):
     chat_template_kwargs: dict[str, Any] = {}
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `GenerationRequest` that are given."""
-        names = Body.model_fields.keys() & GenerationRequest.__dataclass_fields__.keys()
+        """The options and penalties that are given, as `Engine.submit` takes them."""
+        names = Body.model_fields.keys() & (OPTION_NAMES | PENALTIES)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class OpenAIBody(Body):
-    """What OpenAI's chat and text completions have in common."""
+    """The fields that OpenAI's chat and text completions share."""
 
     max_completion_tokens: Length | None = None
     n: Annotated[Integer, Field(ge=1, le=16)] = 1
@@ -192,7 +192,7 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    """POST /v1/completions; `prompt` is a text or token ids, perhaps alone in a list."""
+    """POST /v1/completions; `prompt` is a text or token ids, or a list of one of these."""
 
     prompt: Annotated[str | list[Count], BeforeValidator(unwrap_prompt)]
     logprobs: bool | Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] = False
@@ -246,15 +246,15 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 @lru_cache(256)
 def log_once(message: str) -> None:
-    """Logs something that clients send again and again, the first time."""
+    """Logs a message that clients may cause again and again only once."""
     logging.info(message)
 
 
 def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """A request's body, checked. A field that is null counts as one that is not there; unknown ones are ignored.
+    """Parses and checks a request's body. A null field counts as missing; unknown ones are ignored.
 
     Raises:
-        ApiError: it is not a JSON object, or a field is not supported or out of its range.
+        ApiError: it is not a JSON object, or a field is not supported or out of range.
     """
     try:
         body = from_json(raw, allow_inf_nan=False)
@@ -273,7 +273,7 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
 
 
 def describe(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line."""
+    """The first error in one line."""
     first = error.errors(include_url=False, include_context=False)[0]
     place = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

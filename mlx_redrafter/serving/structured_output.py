@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, by llguidance: the tokens that the grammar does not allow get no probability."""
+"""Answers that follow a JSON schema, with llguidance: tokens that the grammar does not allow are masked."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .schemas import ApiError
 from .types import SchemaNotFollowed
 
 BLANKS = r"[ \n]{1,24}"
-"""What may be between the parts of an object: without a limit some models go on with it forever."""
+"""Whitespace between the parts of an object: without a limit some models never stop."""
 
 CANNOT = "the JSON schema cannot be followed"
 MAX_ERROR = 300
-"""Characters of what llguidance says."""
+"""Characters of llguidance's message."""
 
 MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
-"""The most `$ref`s of a schema, and a stack for them: llguidance recurses from each into the next, through up to 128
-levels, and would end the process where the stack does."""
+"""The most `$ref`s in a schema, and a stack for them: llguidance recurses into each, through up to 128 levels, and an
+overflow would end the process."""
 
 Asked = dict[str, Any] | list[dict[str, Any]]
-"""What an answer must follow: a JSON schema, or functions of which it calls one. In the functions' parameters, which
+"""What an answer must follow: a JSON schema, or functions, one of which it calls. In the functions' parameters, which
 were not written for a grammar, keywords that llguidance does not know are ignored."""
 
 
 class GrammarCompiler:
-    """Makes the grammars of answers that follow a schema.
+    """Compiles schemas to grammars.
 
     Args:
         tokenizer: mlx-lm's wrapper of a fast tokenizer.
@@ -42,14 +42,14 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: LLTokenizer | None = None  # which takes up to a second, at the first request that needs it
+        self._compiled: LLTokenizer | None = None  # compiled for the first request that needs it: up to a second
 
     def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
-        """A grammar; called, it makes a copy of itself for one answer.
+        """Returns a grammar; calling it returns a copy for one answer.
 
         Args:
-            state: where the answer begins; after reasoning the grammar holds from the mark that ends it.
-            unless: token ids with which the answer may begin instead, after which it is free; none for no such choice.
+            state: see `Prompt`; with "reasoning" the grammar begins after the mark that ends it.
+            unless: token ids with which the answer may begin instead, and is then free.
 
         Raises:
             ApiError: a schema is wrong, or uses what llguidance does not know, or no answer follows it.
@@ -77,7 +77,7 @@ class GrammarCompiler:
 
 
 def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
-    """The grammar in llguidance's form, where each schema is a document of its own."""
+    """The grammar in llguidance's form, in which each schema is its own document."""
     options = {"whitespace_pattern": BLANKS, "lenient": isinstance(asked, list)}
     if isinstance(asked, dict):
         mark = " ".join(f"<[{token}]>" for token in unless)
@@ -93,18 +93,18 @@ def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
 
 
 def describe_error(matcher: LLMatcher) -> str:
-    """Why it cannot go on, in one line."""
+    """llguidance's error in one line."""
     wrong = one_line(matcher.get_error())
     return f"{CANNOT}: {'no text follows it' if wrong.startswith('NoExtensionBias') else wrong[:MAX_ERROR]}"
 
 
 class SchemaGrammar:
-    """What one answer must follow; see `Grammar`.
+    """The grammar of one answer; see `Grammar`.
 
     Args:
         matcher: at the start of the grammar.
-        arguments: of `GrammarCompiler.compile`, with which another process makes the same.
-        begins_after: token ids after which the grammar begins; none for the answer's start.
+        arguments: of `GrammarCompiler.compile`, with which another process compiles the same grammar.
+        begins_after: token ids after which the grammar begins; empty if it begins with the answer.
     """
 
     def __init__(
@@ -113,12 +113,11 @@ class SchemaGrammar:
         self.matcher, self._tokenizer, self.arguments, self._begins_after = matcher, tokenizer, arguments, begins_after
         self._unless: tuple[int, ...] = arguments[-1]
         self._tail: tuple[int, ...] = ()  # the last tokens before it begins
-        self._start: tuple[int, ...] = ()  # the first after that, one more than `unless` at most
-        self._is_free = False  # whether nothing holds any more
+        self._start: tuple[int, ...] = ()  # the first after that, at most one more than `unless`
+        self._is_free = False  # whether any token is allowed from here on
         self.length = 0
 
     def fork(self) -> Self:
-        """See `Grammar.fork`."""
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
@@ -126,7 +125,6 @@ class SchemaGrammar:
     __call__ = fork
 
     def take(self, token: int) -> bool:
-        """See `Grammar.take`."""
         self.length += 1
         if self._begins_after:
             self._tail = (*self._tail, token)[-len(self._begins_after) :]
@@ -143,7 +141,7 @@ class SchemaGrammar:
         return not self.matcher.is_stopped() and self.matcher.try_consume_tokens([token]) == 1
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """See `Grammar.find_mask`; raises `SchemaNotFollowed` where the grammar is too complex for llguidance."""
+        """Raises `SchemaNotFollowed` if the grammar is too complex for llguidance."""
         if self._is_free or self._begins_after:
             return None
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
@@ -152,7 +150,6 @@ class SchemaGrammar:
         return np.unpackbits(bits, count=self._tokenizer.vocab_size, bitorder="little").view(bool)
 
     def find_forced(self) -> list[int]:
-        """See `Grammar.find_forced`."""
         if self._is_free or self._begins_after or self.matcher.is_stopped():
             return []
         return self.matcher.compute_ff_tokens()

@@ -1,4 +1,4 @@
-"""Tokens to text: what is answer, what is reasoning, what is a tool call, and where a stop string ends it."""
+"""Tokens to text: answer, reasoning and tool calls, up to a stop string."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from ..errors import one_line
 from ..generate import StopStrings
 
 KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reasoning": "reasoning"}
-"""State of mlx-lm's text state machine -> what its text is. In "tool" it is a tool call, in any other state markup."""
+"""State of mlx-lm's text state machine -> kind of its text; in "tool" it is a tool call, in any other state markup."""
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-"""Characters of byte-level vocabularies, as GPT-2's -> the bytes that they stand for."""
+"""Character of a byte-level vocabulary, as GPT-2's -> its byte."""
 
 
 class Segment(NamedTuple):
     """A piece of an answer.
 
     Attributes:
-        kind: what it is a piece of.
         text: for a tool call, which is always whole, its arguments as JSON.
         name, id: of a tool call.
     """
@@ -41,14 +40,13 @@ class Segment(NamedTuple):
 class TextStream:
     """The text of one answer, token by token.
 
-    Stop strings are looked for in the raw text, before reasoning and tool calls are separated.
+    Stop strings are searched in the raw text, before reasoning and tool calls are separated.
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        state: of mlx-lm's text state machine where the answer begins; None keeps reasoning and tool calls in the text.
-        stops: the stop strings.
-        tools: those that the model may call, in OpenAI's form. Without any, what looks like a call is text.
-        is_call: whether all of the text is one call: an object of `name` and `arguments`.
+        state: of mlx-lm's text state machine before the answer; None keeps reasoning and tool calls in the text.
+        tools: the tools that the model may call, in OpenAI's form. Without any, calls are text.
+        is_call: whether the whole text is one call: an object of `name` and `arguments`.
 
     Attributes:
         has_tool_calls: whether a tool was called.
@@ -73,20 +71,20 @@ class TextStream:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next token is one of reasoning."""
+        """Whether the next token belongs to reasoning."""
         return KINDS.get(self._state[0]) == "reasoning"
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, if one did; nothing may be added then."""
+        """The stop string that ended the text, after which nothing may be added; None before."""
         return self._stops.found
 
     def add(self, token: int | None, *, is_last: bool = False) -> tuple[str, list[Segment]]:
-        """(the text that a token completes, the same in segments).
+        """Returns (the text that a token completes, the same in segments).
 
         Args:
-            token: None where an end-of-text token ends the answer.
-            is_last: whether what is held back comes too.
+            token: None for an end-of-text token.
+            is_last: whether to flush text that was held back.
         """
         if token is not None:
             self._detokenizer.add_token(token)
@@ -130,17 +128,17 @@ class TextStream:
 
 
 def make_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
-    """mlx-lm's machine for a tokenizer; without calls their marks are text."""
+    """mlx-lm's state machine for a tokenizer; without `calls` the marks of tool calls are text."""
     names = ("has_thinking", "think_start", "think_end", "structural_markers", "response_transitions")
     plain = SimpleNamespace(has_tool_calling=False, **{name: getattr(tokenizer, name) for name in names})
     return make_text_state_machine(tokenizer if calls else plain)
 
 
 def find_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
-    """The bytes of a token, which may be a part of a character; None where they are not known.
+    """The bytes of a token, which may be a part of a character; None if they are not known.
 
     Args:
-        text: what the token decodes to by itself.
+        text: the token alone, decoded.
     """
     if "\ufffd" not in text:
         return list(text.encode())

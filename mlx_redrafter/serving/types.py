@@ -1,16 +1,16 @@
-"""What passes between the interfaces and the engine: plain Python values, no arrays."""
+"""Errors, token events and counters of the engine: plain Python values, no arrays.
+
+An error may have the `status` of the HTTP reply, if that is not 400, and a `code`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..engine.grammar import Grammar
 from ..engine.stats import Stats
 from ..errors import RedrafterError
-from ..options import OPTION_FLAGS, Options
 
 DraftSource = Literal["drafter", "context"]
 FinishReason = Literal["stop", "length"]
@@ -20,83 +20,53 @@ MAX_TOP_LOGPROBS = 20
 
 
 class RequestError(RedrafterError):
-    """A request that cannot be served as it is: a number out of range, too long a prompt."""
+    """A request that cannot be served: a number out of range, too long a prompt."""
 
 
 class ContextLengthExceeded(RequestError):
     """A prompt that leaves no room for an answer in the model's context."""
 
+    code = "context_length_exceeded"
+
 
 class QueueFull(RedrafterError):
-    """As many requests wait as may; another one can be tried later."""
+    """The queue is full; the client may try again later."""
+
+    status = 503
 
 
 class ClientLimitReached(QueueFull):
-    """As many requests of this client wait or run as may."""
+    """The client has as many requests waiting or running as it may."""
+
+    status = 429
 
 
 class GenerationFailed(RedrafterError):
-    """A generation that ended with an error of the server's."""
+    """A generation ended with a server error."""
+
+    status = 500
 
 
 class SchemaNotFollowed(GenerationFailed):
-    """A generation whose schema turned out to be one that cannot be followed."""
+    """A schema turned out to be too complex to follow."""
+
+    status = 400
 
 
 class EngineClosed(GenerationFailed):
-    """The engine ends: it takes no more requests, and refuses those that wait."""
+    """The engine is shutting down: it takes no more requests, and refuses those that wait."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """What to generate. Defaults are those of `Options` and of `mlx_lm.sample_utils.make_logits_processors`.
-
-    Attributes:
-        prompt: token ids, one at least.
-        max_tokens: -1 for no limit.
-        seed: equal seeds give equal texts; None draws one.
-        grammar: makes what the answer must follow; None for none.
-        top_logprobs: how many of the likeliest tokens each event has.
-        draft: False decodes plainly.
-        include_drafts: events have the rounds' trees.
-        client: whose limit it counts for.
-    """
-
-    prompt: list[int]
-    max_tokens: int = Options.max_tokens
-    temp: float = Options.temp
-    top_p: float = Options.top_p
-    top_k: int = Options.top_k
-    min_p: float = Options.min_p
-    xtc_probability: float = Options.xtc_probability
-    xtc_threshold: float = Options.xtc_threshold
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    repetition_context_size: int = 20
-    presence_penalty: float | None = None
-    presence_context_size: int = 20
-    frequency_penalty: float | None = None
-    frequency_context_size: int = 20
-    logit_bias: dict[int, float] | None = None
-    grammar: Callable[[], Grammar] | None = None
-    top_logprobs: int = 0
-    draft: bool = True
-    include_drafts: bool = False
-    client: str = ""
-
-
-REQUEST_OPTIONS = tuple(flag.name for flag in OPTION_FLAGS if flag.name in GenerationRequest.__dataclass_fields__)
-"""The fields of a request that are options."""
+    status = 503
 
 
 class DraftedRound(NamedTuple):
-    """What a round drafted, and what came of it.
+    """The draft of a round, and what was accepted.
 
     Attributes:
-        tokens: of the nodes, the root first, which is the token before the round's.
-        parents: each node's; the root is its own.
+        tokens: the nodes' tokens; the first is the root, the token before the round.
+        parents: the parent of each node; the root is its own.
         path: the accepted nodes from the root down.
-        next: the token after them, the target's own.
+        next: the target's own token after them.
     """
 
     tokens: list[int]
@@ -111,10 +81,10 @@ class TokenEvent(NamedTuple):
     Attributes:
         logprob: its log-probability.
         top_logprobs: (token, log-probability) of the likeliest tokens, as many as asked for, the likeliest first.
-        draft_source: what had drafted it; None for one of the target's own.
+        draft_source: what drafted it; None if the target chose it itself.
         finish_reason: "stop" for an end-of-text token, which is not part of the text, "length" for the last of
             `max_tokens`, None for all others.
-        drafts: the round that it is the first token of, where that is asked for and the round drafted.
+        drafts: the draft of its round, if it is the round's first token and the request includes drafts.
     """
 
     token: int
@@ -126,40 +96,17 @@ class TokenEvent(NamedTuple):
 
 
 @dataclass
-class GenerationStats:
-    """Counts of one generation so far.
-
-    Attributes:
-        cached_tokens: how many of the prompt's were in the prompt cache.
-        generated_tokens: the end-of-text token included.
-        decoding: of the rounds after the prompt's; in a batch each token is a plain step.
-        seed: the one in use, also when it was drawn.
-        queue_seconds, time_to_first_token: from `submit` until it ran, and until its first token; None before.
-        seconds: from the first token to the last one so far.
-    """
-
-    prompt_tokens: int
-    seed: int
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    decoding: Stats = field(default_factory=Stats)
-    queue_seconds: float | None = None
-    time_to_first_token: float | None = None
-    seconds: float = 0.0
-
-
-@dataclass
 class EngineCounters:
-    """What an engine has done since its start; counters only grow.
+    """Totals since the engine started; they only grow.
 
     Attributes:
-        prompt_tokens: read by the model, those of the prompt cache not counted.
-        cached_tokens, generated_tokens, decoding: of all generations, see `GenerationStats`.
+        prompt_tokens: read by the model, without those of the prompt cache.
+        cached_tokens, generated_tokens, decoding: of all requests, see `Request`.
         rounds: of single mode, plain steps included.
         batch_steps: of batch mode.
         mode_switches: to "batch" and to "single".
-        finished: generations, by how they ended: "stop", "length", "cancelled", "failed".
-        drafter_failures: generations that went on without their drafter.
+        finished: requests by how they ended: "stop", "length", "cancelled", "failed".
+        drafter_failures: requests that went on without their drafter.
     """
 
     prompt_tokens: int = 0

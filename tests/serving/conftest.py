@@ -43,7 +43,7 @@ def scripted_server(chat_tokenizer: Any) -> Iterator[tuple[Running, ScriptedEngi
 def scripted(scripted_server: tuple[Running, ScriptedEngine]) -> Iterator[tuple[Running, ScriptedEngine]]:
     """The same, as it was at its start."""
     server, engine = scripted_server
-    engine.texts, engine.refusal, engine.generations = [["hello"]], None, []
+    engine.texts, engine.refusal, engine.requests = [["hello"]], None, []
     engine.gate.set()
     yield server, engine
     engine.gate.set()

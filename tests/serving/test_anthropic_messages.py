@@ -92,9 +92,9 @@ def test_stop_sequence_is_named(scripted: Scripted, scripted_anthropic: anthropi
 
 def test_tokens_are_counted(scripted: Scripted, scripted_anthropic: anthropic.Anthropic) -> None:
     counted = scripted_anthropic.messages.count_tokens(model="demo", messages=USER, tools=[SHELL], system="Be kind.")
-    assert not scripted[1].generations
+    assert not scripted[1].requests
     scripted_anthropic.messages.create(model="demo", max_tokens=1, messages=USER, tools=[SHELL], system="Be kind.")
-    assert counted.input_tokens == len(scripted[1].generations[-1].request.prompt)
+    assert counted.input_tokens == len(scripted[1].requests[-1].asked["prompt"])
 
 
 @pytest.mark.parametrize(

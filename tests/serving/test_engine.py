@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +24,15 @@ from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows
-from mlx_redrafter.serving.engine import Engine, Generation
+from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.prompt_cache import PromptCache
+from mlx_redrafter.serving.request import Request
 from mlx_redrafter.serving.structured_output import GrammarCompiler
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
     ContextLengthExceeded,
     EngineClosed,
     GenerationFailed,
-    GenerationRequest,
     QueueFull,
     RequestError,
     TokenEvent,
@@ -41,6 +40,9 @@ from mlx_redrafter.serving.types import (
 
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 5: -50.0}}
+Asked = dict[str, Any]
+"""The keywords of `Engine.submit`."""
+
 PROMPTS = [make_prompt(length) for length in (9, 14, 5, 30, 1)]
 TURNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
@@ -64,19 +66,19 @@ def running(
         engine.close(20)
 
 
-def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(prompt=prompt, max_tokens=max_tokens, **fields)
+def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
+    return {"prompt": prompt, "max_tokens": max_tokens, **fields}
 
 
-async def collect(generation: Generation) -> list[TokenEvent]:
-    return [event async for event in generation.events()]
+async def collect(request: Request) -> list[TokenEvent]:
+    return [event async for event in request.events()]
 
 
-def generate(engine: Engine, *requests: GenerationRequest) -> list[list[TokenEvent]]:
+def generate(engine: Engine, *requests: Asked) -> list[list[TokenEvent]]:
     """The events of requests that are submitted at once."""
 
     async def main() -> list[list[TokenEvent]]:
-        return await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
+        return await asyncio.gather(*[collect(engine.submit(**request)) for request in requests])
 
     return asyncio.run(main())
 
@@ -85,11 +87,11 @@ def tokens_of(events: list[TokenEvent]) -> list[int]:
     return [event.token for event in events]
 
 
-def plain(request: GenerationRequest, model: Any = None, **options: Any) -> list[int]:
+def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
     """The tokens of plain decoding, as from the command line."""
     names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
-    fields = {name: getattr(request, name) for name in names}
-    return ids(run(make_model() if model is None else model, request.prompt, **fields, **options))
+    fields = {name: request[name] for name in names if name in request}
+    return ids(run(make_model() if model is None else model, request["prompt"], **fields, **options))
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -161,11 +163,11 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
     short = [ask(prompt, 20, **sampling) for prompt in PROMPTS[1:4]]
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
-        first = engine.submit(long)
+        first = engine.submit(**long)
         stream = first.events()
         head = [await anext(stream) for _ in range(10)]
-        assert engine.mode == "single"
-        others = await asyncio.gather(*[collect(engine.submit(request)) for request in short])
+        assert engine.scheduler.mode == "single"
+        others = await asyncio.gather(*[collect(engine.submit(**request)) for request in short])
         return [head + [event async for event in stream], *others]
 
     with running(model, options={"context": True}) as engine:
@@ -173,19 +175,19 @@ def test_one_to_several_to_one(name: str, sampling: dict[str, Any]) -> None:
         for request, events in zip([long, *short], answers, strict=True):
             assert tokens_of(events) == plain(request, model)
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
-        assert engine.counters.prompt_tokens == sum(len(request.prompt) for request in [long, *short])
+        assert engine.counters.prompt_tokens == sum(len(request["prompt"]) for request in [long, *short])
         assert engine.counters.generated_tokens == 150 + 60
-        assert engine.mode == "idle"
+        assert engine.scheduler.mode == "idle"
 
 
 async def decode_around_a_batch(
-    engine: Engine, long: GenerationRequest, short: GenerationRequest, count: int
-) -> tuple[list[TokenEvent], Generation]:
+    engine: Engine, long: Asked, short: Asked, count: int
+) -> tuple[list[TokenEvent], Request]:
     """(every event of the long request, its generation): after `count` tokens the short one joins it, and ends."""
-    first = engine.submit(long)
+    first = engine.submit(**long)
     stream = first.events()
     head = [await anext(stream) for _ in range(count)]
-    await collect(engine.submit(short))
+    await collect(engine.submit(**short))
     return head + [event async for event in stream], first
 
 
@@ -198,7 +200,7 @@ def test_a_draft_model_goes_on_after_a_batch(name: str) -> None:
         events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
         assert tokens_of(events) == plain(long, model)
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
-        drafting = first.stats.decoding
+        drafting = first.decoding
         assert drafting.accepted > 60 and drafting.accepted > 2 * drafting.drafter_rounds
 
 
@@ -211,22 +213,22 @@ def test_a_head_with_a_cache_goes_on_after_a_batch(kind: str) -> None:
         events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 8)))
         assert tokens_of(events) == plain(long, model)
         assert engine.counters.mode_switches == {"batch": 1, "single": 1}
-        assert first.stats.decoding.drafter_rounds > 10
+        assert first.decoding.drafter_rounds > 10
 
 
 def test_prompt_that_is_being_read_joins_a_batch() -> None:
     long, short = ask(make_prompt(300), 8), ask(PROMPTS[0], 8)
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
-        first = engine.submit(long)
-        await wait_until(lambda: engine.running == 1)
-        return await asyncio.gather(collect(first), collect(engine.submit(short)))
+        first = engine.submit(**long)
+        await wait_until(lambda: len(engine.scheduler.rows) == 1)
+        return await asyncio.gather(collect(first), collect(engine.submit(**short)))
 
     with running(options={"prefill_step_size": 4}) as engine:
         answers = asyncio.run(finish(main(engine)))
         assert [tokens_of(events) for events in answers] == [plain(long), plain(short)]
         assert engine.counters.mode_switches["batch"] == 1
-        assert engine.counters.prompt_tokens == 300 + len(short.prompt)
+        assert engine.counters.prompt_tokens == 300 + len(short["prompt"])
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
@@ -236,14 +238,14 @@ def test_caches_that_cannot_be_batched_take_turns(kind: str, options: dict[str, 
     modes = set()
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
-        async def watch(generation: Generation) -> list[TokenEvent]:
+        async def watch(request: Request) -> list[TokenEvent]:
             events = []
-            async for event in generation.events():
-                modes.add(engine.mode)
+            async for event in request.events():
+                modes.add(engine.scheduler.mode)
                 events.append(event)
             return events
 
-        return await asyncio.gather(*[watch(engine.submit(request)) for request in requests])
+        return await asyncio.gather(*[watch(engine.submit(**request)) for request in requests])
 
     with running(model, options=options) as engine:
         answers = asyncio.run(finish(main(engine)))
@@ -274,9 +276,9 @@ def test_penalties_and_biases_are_those_of_a_row(together: int) -> None:
             assert 5 not in tokens_of(events)
 
 
-def follow_grammar(request: GenerationRequest, model: Any = None, vocab: int = VOCAB) -> list[int]:
+def follow_grammar(request: Asked, model: Any = None, vocab: int = VOCAB) -> list[int]:
     """The tokens of plain decoding with the grammar."""
-    return plain(request, model, logits_processors=[mask_history(len(request.prompt), vocab)])
+    return plain(request, model, logits_processors=[mask_history(len(request["prompt"]), vocab)])
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -287,7 +289,7 @@ def test_a_grammar_is_followed_drafted_or_not(together: int, sampling: dict[str,
     with running(options={"context": True}) as engine:
         assert [tokens_of(events) for events in generate(engine, *requests)] == texts
         assert (engine.counters.decoding.context_accepted > 0) is (together == 1)
-        undrafted = [replace(request, draft=False) for request in requests]
+        undrafted = [request | {"draft": False} for request in requests]
         drafted = engine.counters.decoding.drafted
         assert [tokens_of(events) for events in generate(engine, *undrafted)] == texts
         assert engine.counters.decoding.drafted == drafted
@@ -306,7 +308,7 @@ def test_a_grammar_goes_on_around_a_batch(name: str, sampling: dict[str, Any]) -
             events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, head)))
             assert tokens_of(events) == texts[0]
             assert engine.counters.mode_switches == {"batch": 1, "single": 1}
-            assert first.stats.decoding.context_accepted > 30
+            assert first.decoding.context_accepted > 30
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -320,7 +322,7 @@ def test_past_answers_draft_around_a_batch(name: str, sampling: dict[str, Any], 
         for _ in range(2):
             events, first = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
             assert tokens_of(events) == expected
-            accepted.append(first.stats.decoding.context_accepted)
+            accepted.append(first.decoding.context_accepted)
     assert accepted[1] > accepted[0] and accepted[1] > 20
     (file,) = tmp_path.glob("*.tokens")
     kept = decode_texts(file.read_bytes()).texts
@@ -340,7 +342,7 @@ def test_a_schema_on_the_demo_is_plain_decoding(demo_models: Any, sampling: dict
     engine.start()
     grammar = GrammarCompiler(tokenizer, engine.vocab_size).compile(schema)
     long = ask(tokenizer.encode("items = "), 120, grammar=grammar, **sampling)
-    ((drafted,), (plainly,)) = (generate(engine, each) for each in (long, replace(long, draft=False)))
+    ((drafted,), (plainly,)) = (generate(engine, each) for each in (long, long | {"draft": False}))
     assert tokens_of(drafted) == tokens_of(plainly) and engine.counters.decoding.context_accepted > 0
     short = ask(tokenizer.encode("# and"), 12, grammar=grammar)
     moved, _ = asyncio.run(finish(decode_around_a_batch(engine, long, short, 10)))
@@ -358,10 +360,10 @@ def test_a_grammar_ends_with_the_answer() -> None:
             assert tokens_of(events) == text[: text.index(end) + 1] and events[-1].finish_reason == "stop"
     with running(options={"context": None}) as engine:
         for count in range(1, 12):
-            assert tokens_of(generate(engine, replace(request, max_tokens=count))[0]) == text[:count]
+            assert tokens_of(generate(engine, request | {"max_tokens": count})[0]) == text[:count]
 
         async def cancel() -> None:
-            generation = engine.submit(request)
+            generation = engine.submit(**request)
             async for _ in generation.events():
                 generation.cancel()
 
@@ -374,15 +376,15 @@ def test_failing_grammar_fails_its_request_only(together: int) -> None:
     bad = ask(PROMPTS[0], 60, grammar=lambda: ToyGrammar(stuck_at=7))
     good = [ask(prompt, grammar=ToyGrammar) for prompt in PROMPTS[1:together]]
 
-    async def main(engine: Engine) -> tuple[Generation, list[Any]]:
-        failing = engine.submit(bad)
-        answers = [collect(engine.submit(request)) for request in good]
+    async def main(engine: Engine) -> tuple[Request, list[Any]]:
+        failing = engine.submit(**bad)
+        answers = [collect(engine.submit(**request)) for request in good]
         return failing, await asyncio.gather(collect(failing), *answers, return_exceptions=True)
 
     with running(options={"context": None}) as engine:
         failing, (error, *answers) = asyncio.run(finish(main(engine)))
         assert isinstance(error, GenerationFailed) and "nothing may follow" in str(error)
-        assert failing.stats.generated_tokens == 7
+        assert failing.generated_tokens == 7
         assert [tokens_of(events) for events in answers] == [follow_grammar(request) for request in good]
         assert tokens_of(generate(engine, ask(PROMPTS[0]))[0]) == plain(ask(PROMPTS[0]))
         assert engine.counters.finished["failed"] == 1
@@ -399,7 +401,7 @@ def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rows.Batch, "step", fail_once)
 
     async def main(engine: Engine) -> list[Any]:
-        answers = [collect(engine.submit(ask(prompt, 40))) for prompt in PROMPTS]
+        answers = [collect(engine.submit(**ask(prompt, 40))) for prompt in PROMPTS]
         return await asyncio.gather(*answers, return_exceptions=True)
 
     with running() as engine:
@@ -407,7 +409,7 @@ def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(isinstance(error, GenerationFailed) and "out of memory" in str(error) for error in errors)
         requests = [ask(prompt) for prompt in PROMPTS]
         assert [tokens_of(events) for events in generate(engine, *requests)] == [plain(each) for each in requests]
-        assert engine.alive and engine.running == 0
+        assert engine.alive and len(engine.scheduler.rows) == 0
 
 
 def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,13 +417,13 @@ def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytes
         raise RuntimeError("[malloc] out of memory")
 
     async def main(engine: Engine) -> None:
-        running = engine.submit(ask(PROMPTS[0], -1))
+        running = engine.submit(**ask(PROMPTS[0], -1))
         await anext(running.events())
         with monkeypatch.context() as patched:
             patched.setattr(PromptCache, "store", fail)
             running.cancel()
             with pytest.raises(GenerationFailed, match="out of memory"):
-                await collect(engine.submit(ask(PROMPTS[1])))
+                await collect(engine.submit(**ask(PROMPTS[1])))
 
     with running() as engine:
         asyncio.run(finish(main(engine)))
@@ -431,13 +433,13 @@ def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytes
 
 def test_cancelled_at_any_stage() -> None:
     async def main(engine: Engine) -> None:
-        first = engine.submit(ask(PROMPTS[0], -1))
+        first = engine.submit(**ask(PROMPTS[0], -1))
         stream = first.events()
         await anext(stream)
-        waiting = engine.submit(ask(PROMPTS[1], -1, client="b"))
+        waiting = engine.submit(**ask(PROMPTS[1], -1, client="b"))
         second = waiting.events()
         await anext(second)  # both are in the batch now
-        third, fourth = engine.submit(ask(make_prompt(400), -1)), engine.submit(ask(PROMPTS[2], 10))
+        third, fourth = engine.submit(**ask(make_prompt(400), -1)), engine.submit(**ask(PROMPTS[2], 10))
         third.cancel()  # while it waits, or its prompt is read
         fourth_events = asyncio.create_task(collect(fourth))
         waiting.cancel()
@@ -446,8 +448,8 @@ def test_cancelled_at_any_stage() -> None:
         assert tokens_of(await fourth_events) == plain(ask(PROMPTS[2], 10))
         first.cancel()  # alone or in the batch
         count = len([event async for event in stream])
-        assert first.stats.generated_tokens == count + 1
-        await wait_until(lambda: engine.mode == "idle")
+        assert first.generated_tokens == count + 1
+        await wait_until(lambda: engine.scheduler.mode == "idle")
 
     with running(decode_concurrency=2, options={"prefill_step_size": 16}) as engine:
         asyncio.run(finish(main(engine)))
@@ -463,16 +465,16 @@ def test_cancelled_prompt_leaves_what_was_read(together: int) -> None:
     long = ask(make_prompt(600), 4)
 
     async def main(engine: Engine) -> None:
-        others = [engine.submit(ask(PROMPTS[0], -1))] if together == 2 else []
+        others = [engine.submit(**ask(PROMPTS[0], -1))] if together == 2 else []
         for each in others:
             await anext(each.events())
-        generation = engine.submit(long)
-        await wait_until(lambda: engine.running == together)
+        generation = engine.submit(**long)
+        await wait_until(lambda: len(engine.scheduler.rows) == together)
         await asyncio.sleep(0.02)
         for each in (generation, *others):
             each.cancel()
         await collect(generation)
-        again = engine.submit(long)
+        again = engine.submit(**long)
         assert tokens_of(await collect(again)) == plain(long)
         assert engine.counters.prompt_tokens == 600 + (together - 1) * len(PROMPTS[0])
 
@@ -485,10 +487,10 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     long = ask(make_prompt(rows.FIRST_PIECE + 3 * rows.MIN_PIECE), 4)
 
     async def main(engine: Engine) -> None:
-        streaming = engine.submit(ask(PROMPTS[0], -1))
+        streaming = engine.submit(**ask(PROMPTS[0], -1))
         stream = streaming.events()
         await anext(stream)
-        other = engine.submit(long)
+        other = engine.submit(**long)
         assert tokens_of(await collect(other)) == plain(long)
         assert engine.counters.batch_steps >= 4 + 3  # its pieces, and its tokens after the first
         streaming.cancel()
@@ -500,17 +502,17 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_queue_and_clients_are_limited() -> None:
     async def main(engine: Engine) -> None:
-        runs = engine.submit(ask(PROMPTS[0], -1, client="a"))
-        await wait_until(lambda: engine.running == 1)
-        waits = [engine.submit(ask(PROMPTS[0], 2, client=client)) for client in "ab"]
-        assert (engine.queued, engine.running) == (2, 1)
+        runs = engine.submit(**ask(PROMPTS[0], -1, client="a"))
+        await wait_until(lambda: len(engine.scheduler.rows) == 1)
+        waits = [engine.submit(**ask(PROMPTS[0], 2, client=client)) for client in "ab"]
+        assert (engine.queued, len(engine.scheduler.rows)) == (2, 1)
         with pytest.raises(ClientLimitReached, match="2 requests of this client"):
-            engine.submit(ask(PROMPTS[0], 2, client="a"))
-        third = engine.submit(ask(PROMPTS[0], 2, client="c"))
+            engine.submit(**ask(PROMPTS[0], 2, client="a"))
+        third = engine.submit(**ask(PROMPTS[0], 2, client="c"))
         with pytest.raises(QueueFull, match="3 requests are waiting"):
-            engine.submit(ask(PROMPTS[0], 2, client="d"))
+            engine.submit(**ask(PROMPTS[0], 2, client="d"))
         waits[0].cancel()
-        last = engine.submit(ask(PROMPTS[0], 2, client="a"))  # in its place
+        last = engine.submit(**ask(PROMPTS[0], 2, client="a"))  # in its place
         runs.cancel()
         for each in (waits[1], third, last):
             assert len(await collect(each)) == 2
@@ -529,14 +531,14 @@ def test_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
         read = engine.counters.prompt_tokens
         # The conversations go on.
         following = [
-            ask(request.prompt + tokens_of(events) + [1, 2], 10)
+            ask(request["prompt"] + tokens_of(events) + [1, 2], 10)
             for request, events in zip(requests, answers, strict=True)
         ]
         for request, events in zip(following, generate(engine, *following), strict=True):
             assert tokens_of(events) == plain(request, model)
         # What stood before, and the last token of an answer perhaps, were not read again.
         assert engine.counters.prompt_tokens - read <= 3 * together
-        assert engine.prompt_cache_bytes > 0
+        assert engine.scheduler.prompt_cache.nbytes > 0
 
 
 FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
@@ -562,17 +564,17 @@ def test_a_prompt_is_found_while_its_answer_is_generated(kind: str) -> None:
     begin = make_prompt(60)
     second = ask([*begin, 5, 6], 8)
 
-    async def main(engine: Engine) -> Generation:
-        first = engine.submit(ask([*begin, 9], -1))
+    async def main(engine: Engine) -> Request:
+        first = engine.submit(**ask([*begin, 9], -1))
         stream = first.events()
         await anext(stream)
-        following = engine.submit(second)
+        following = engine.submit(**second)
         assert tokens_of(await collect(following)) == plain(second, model, **options)
         first.cancel()
         return following
 
     with running(model, options=options) as engine:
-        assert asyncio.run(finish(main(engine))).stats.cached_tokens == 60
+        assert asyncio.run(finish(main(engine))).cached_tokens == 60
 
 
 @pytest.mark.parametrize(("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"])
@@ -584,8 +586,8 @@ def test_only_what_is_shared_is_waited_for(kind: str, options: dict[str, Any]) -
     order: list[str] = []
 
     async def main(engine: Engine) -> list[list[TokenEvent]]:
-        async def follow(name: str, request: GenerationRequest) -> list[TokenEvent]:
-            events = await collect(engine.submit(request))
+        async def follow(name: str, request: Asked) -> list[TokenEvent]:
+            events = await collect(engine.submit(**request))
             order.append(name)
             return events
 
@@ -605,9 +607,9 @@ def test_others_go_on_without_the_one_that_reads(
 ) -> None:
     model = make_model() if name == "llama" else make_family(name)
     step, request = rows.Loops.step, ask(make_prompt(600), 4)
-    first: list[Generation] = []
+    first: list[Request] = []
 
-    def end_first(loops: rows.Loops, row: Generation) -> Any:
+    def end_first(loops: rows.Loops, row: Request) -> Any:
         if row in first and row.read >= 80:
             if not is_cancelled:
                 raise RuntimeError("broken")
@@ -617,7 +619,7 @@ def test_others_go_on_without_the_one_that_reads(
     monkeypatch.setattr(rows.Loops, "step", end_first)
 
     async def main(engine: Engine) -> list[Any]:
-        generations = [engine.submit(request) for _ in range(3)]
+        generations = [engine.submit(**request) for _ in range(3)]
         first.append(generations[0])
         return await asyncio.gather(*map(collect, generations), return_exceptions=True)
 
@@ -673,12 +675,12 @@ def test_events_describe_what_was_drafted() -> None:
 )
 def test_impossible_requests_are_refused(fields: dict[str, Any], message: str) -> None:
     async def main(engine: Engine) -> None:
-        engine.submit(GenerationRequest(**({"prompt": [1, 2]} | fields)))
+        engine.submit(**({"prompt": [1, 2]} | fields))
 
     with running(max_prompt_tokens=50) as engine:
         with pytest.raises(RequestError, match=message):
             asyncio.run(main(engine))
-        assert engine.queued == engine.running == 0
+        assert engine.queued == len(engine.scheduler.rows) == 0
 
 
 @pytest.mark.parametrize(
@@ -715,14 +717,14 @@ def test_context_length_bounds_prompt_and_answer() -> None:
 
 def test_closing_drains_what_runs() -> None:
     async def main(engine: Engine) -> None:
-        runs = engine.submit(ask(PROMPTS[0], 200))
-        await wait_until(lambda: engine.running == 1)
-        waits = engine.submit(ask(PROMPTS[1]))
+        runs = engine.submit(**ask(PROMPTS[0], 200))
+        await wait_until(lambda: len(engine.scheduler.rows) == 1)
+        waits = engine.submit(**ask(PROMPTS[1]))
         closing = asyncio.create_task(asyncio.to_thread(engine.close, 60))
         with pytest.raises(EngineClosed):
             await collect(waits)
         with pytest.raises(EngineClosed):
-            engine.submit(ask(PROMPTS[1]))
+            engine.submit(**ask(PROMPTS[1]))
         assert tokens_of(await collect(runs)) == plain(ask(PROMPTS[0], 200))
         await closing
         assert not engine.alive
@@ -733,8 +735,8 @@ def test_closing_drains_what_runs() -> None:
 
 def test_closing_ends_what_takes_too_long() -> None:
     async def main(engine: Engine) -> None:
-        endless = [engine.submit(ask(prompt, -1)) for prompt in PROMPTS[:2]]
-        await wait_until(lambda: engine.batch_rows == 2)
+        endless = [engine.submit(**ask(prompt, -1)) for prompt in PROMPTS[:2]]
+        await wait_until(lambda: engine.scheduler.mode == "batch" and len(engine.scheduler.rows) == 2)
         closing = asyncio.create_task(asyncio.to_thread(engine.close, 0.1))
         for generation in endless:
             with pytest.raises(EngineClosed):

@@ -108,7 +108,7 @@ def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     assert (reply.status, reply.error) == (400, "max_tokens must be at most 5, got 6")
     engine: Any = locked.service.engine
     assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
-    assert engine.generations[-1].request.max_tokens == 5
+    assert engine.requests[-1].asked["max_tokens"] == 5
 
 
 def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
@@ -143,13 +143,13 @@ def test_one_refused_choice_cancels_the_others(scripted: Scripted, monkeypatch: 
     server, engine = scripted
     submit = engine.submit
 
-    def submit_two(request: Any) -> Any:
-        engine.refusal = QueueFull("full") if len(engine.generations) == 2 else None
-        return submit(request)
+    def submit_two(*given: Any, **asked: Any) -> Any:
+        engine.refusal = QueueFull("full") if len(engine.requests) == 2 else None
+        return submit(*given, **asked)
 
     monkeypatch.setattr(engine, "submit", submit_two)
     assert ask(server, TEXT, {"prompt": "x", "n": 3}).status == 503
-    assert [each.cancelled for each in engine.generations] == [True, True]
+    assert [each.cancelled for each in engine.requests] == [True, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -157,8 +157,8 @@ def test_an_answer_ends_when_its_client_goes(scripted: Scripted, stream: bool) -
     server, engine = scripted
     engine.gate.clear()
     with send(server, request_bytes(stream=stream)):
-        until(lambda: len(engine.generations) == 1)
-    until(lambda: engine.generations[0].cancelled)
+        until(lambda: len(engine.requests) == 1)
+    until(lambda: engine.requests[0].cancelled)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -167,9 +167,9 @@ def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> Non
     cancelled = engine.counters.finished["cancelled"]
     fields = {"max_tokens": 1900, "logit_bias": {"0": -100}, "stream": stream, "draft_model": None}
     with send(demo, request_bytes(**fields)) as connection:
-        until(lambda: engine.running == 1)
+        until(lambda: len(engine.scheduler.rows) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
-    until(lambda: engine.running == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
+    until(lambda: len(engine.scheduler.rows) == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
 
 
 def test_a_silent_stream_is_kept_alive(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:

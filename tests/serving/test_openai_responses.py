@@ -104,4 +104,4 @@ def test_what_is_not_supported_is_named(scripted: Scripted, fields: dict[str, An
 def test_a_schema_is_passed_on(scripted: Scripted, scripted_openai: openai.OpenAI) -> None:
     shape: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
     scripted_openai.responses.create(model="demo", input="x", text=shape)
-    assert scripted[1].generations[-1].request.grammar is not None
+    assert scripted[1].requests[-1].asked["grammar"] is not None

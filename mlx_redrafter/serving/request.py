@@ -1,0 +1,172 @@
+"""One request, from `Engine.submit` to its end, and the events of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Container, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from inspect import signature
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import make_logits_processors
+
+from ..drafters.source import Source
+from ..engine.decode import Round
+from ..engine.grammar import Grammar
+from ..engine.stats import Stats
+from ..options import Options
+from .types import DraftedRound, DraftSource, FinishReason, TokenEvent
+
+PENALTIES = signature(make_logits_processors).parameters.keys()
+
+Item = list[TokenEvent] | Exception | None
+"""What a client gets: tokens, or the end."""
+
+
+class Request:
+    """A request from its arrival to its end. Once it is submitted, the engine's thread writes all but `cancelled`.
+
+    Args:
+        loop: the client's event loop; None on every rank but the first.
+        defaults: the options that the request does not give.
+        prompt: token ids.
+        grammar: makes the grammar that the answer follows; None for any answer.
+        top_logprobs: how many of the likeliest tokens each event has.
+        draft: False decodes plainly.
+        include_drafts: whether events have the rounds' trees.
+        client: whose limit it counts for.
+        sampling: options of `Options`, and keywords of mlx-lm's `make_logits_processors`.
+
+    Attributes:
+        options: its sampling and logits processors, and how caches are made.
+        text: prompt and generated tokens.
+        prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always read.
+        prompt_tokens: the length of the prompt.
+        read: how many of its tokens are in the cache.
+        source: the drafter's state for this text; what a batch decodes is a hole in it.
+        grammar: the state of its grammar once it runs; None without one.
+        may_run_ahead: whether its loop enqueues steps before it has read the one before.
+        error: ends it in the next step.
+        cancelled: whether `cancel` was called.
+        submitted: when, by `time.perf_counter`.
+        cached_tokens: how many of the prompt's were in the prompt cache.
+        generated_tokens: the end-of-text token included.
+        decoding: statistics of the rounds after the prompt's; in a batch each token is a plain step.
+        queue_seconds, time_to_first_token: from `submitted` until it ran, and until its first token; None before.
+        seconds: from the first token to the last one so far.
+
+    Raises:
+        ValueError: an option or a penalty out of its range.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None,
+        defaults: Options,
+        prompt: list[int],
+        *,
+        grammar: Callable[[], Grammar] | None = None,
+        top_logprobs: int = 0,
+        draft: bool = True,
+        include_drafts: bool = False,
+        client: str = "",
+        **sampling: Any,
+    ) -> None:
+        self.make_grammar, self.top_logprobs, self.include_drafts = grammar, top_logprobs, include_drafts
+        self.draft, self.client, self.sampling = draft, client, sampling
+        penalties = {name: sampling[name] for name in PENALTIES & sampling.keys()}
+        given = {name: value for name, value in sampling.items() if name not in penalties}
+        processors = make_logits_processors(**penalties)
+        self.options = replace(defaults, logits_processors=processors, **given).require_tokens()
+        self.text, self.prefix, self.prompt_tokens = list(prompt), np.array(prompt[:-1], np.int32), len(prompt)
+        self.read = 0
+        self.source: Source | None = None
+        self.grammar: Grammar | None = None
+        self.may_run_ahead = True
+        self.error: Exception | None = None
+        self.cancelled = False
+        self.submitted = time.perf_counter()
+        self.cached_tokens = self.generated_tokens = 0
+        self.decoding = Stats()
+        self.queue_seconds: float | None = None
+        self.time_to_first_token: float | None = None
+        self.seconds = 0.0
+        self._loop, self._items = loop, asyncio.Queue[Item]()
+
+    def describe(self) -> dict[str, Any]:
+        """The keywords that make the same request on another rank: plain values, without the grammar."""
+        names = ("top_logprobs", "draft", "include_drafts")
+        return {"prompt": self.text, **{name: getattr(self, name) for name in names}, **self.sampling}
+
+    async def events(self) -> AsyncIterator[TokenEvent]:
+        """Yields each token; ends after the one with a `finish_reason`, or when it is cancelled. To be called once.
+
+        Raises:
+            GenerationFailed: an error of the server's.
+        """
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            for event in item:
+                yield event
+
+    def cancel(self) -> None:
+        """Ends it after the round that is being computed; from any thread. What was read stays in the prompt cache."""
+        self.cancelled = True
+
+    def send(self, item: Item) -> None:
+        """Sends events, or the end, to the client; from any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the client's loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    def take(self, tokens: list[int], end_tokens: Container[int]) -> tuple[list[int], FinishReason | None]:
+        """(the tokens of a round that belong to the text, which they are appended to; why it ends with them)."""
+        left = self.options.max_tokens - self.generated_tokens  # negative without a limit
+        tokens = tokens[:left] if left > 0 else tokens
+        size = next((i for i, token in enumerate(tokens, 1) if token in end_tokens), len(tokens))
+        self.text += tokens[:size]
+        is_end = tokens[size - 1] in end_tokens
+        return tokens[:size], "stop" if is_end else "length" if size == left else None
+
+    def make_events(
+        self, made: Round, tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None
+    ) -> list[TokenEvent]:
+        """The events of the tokens that were taken of a round, at least one; `reason` is the last one's."""
+        drafts = None
+        if self.include_drafts and made.tree is not None:
+            nodes, parents = cast(list[int], made.tree.tokens.tolist()), cast(list[int], made.tree.parents.tolist())
+            drafts = DraftedRound(nodes, parents, list(made.path[: len(tokens)]), tokens[-1])
+        source: DraftSource
+        last, source = len(tokens) - 1, "context" if made.from_context else "drafter"
+        return [
+            TokenEvent(
+                token,
+                logprobs[i],
+                find_likeliest(made.logprobs[i], self.top_logprobs),
+                source if i < last else None,
+                reason if i == last else None,
+                drafts if i == 0 else None,
+            )
+            for i, token in enumerate(tokens)
+        ]
+
+
+def read_logprobs(pairs: Sequence[tuple[mx.array, int]]) -> list[float]:
+    """The log-probability of a token in each row (V,), evaluated; read without an operation where NumPy can."""
+    if not pairs or pairs[0][0].dtype != mx.bfloat16:
+        return [float(np.asarray(row)[token]) for row, token in pairs]
+    return cast(list[float], mx.stack([row[token] for row, token in pairs]).tolist())
+
+
+def find_likeliest(logprobs: mx.array, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens with their log-probabilities (V,), the likeliest first."""
+    if not count:
+        return []
+    ids = mx.argpartition(-logprobs, kth=count - 1)[:count]
+    pairs = zip(cast(list[int], ids.tolist()), cast(list[float], logprobs[ids].tolist()), strict=True)
+    return sorted(pairs, key=lambda pair: -pair[1])
