@@ -44,7 +44,7 @@ from mlx_redrafter.generate import decode_prompts
 from mlx_redrafter.options import Options
 from mlx_redrafter.training.data import AT_ONCE, generate_answers, join_text
 from mlx_redrafter.training.evaluation import count_rounds, find_accepted
-from mlx_redrafter.training.from_answers import REFUSED, train_from_answers
+from mlx_redrafter.training.run import REFUSED, train
 from mlx_redrafter.training.settings import TrainingArgs
 from mlx_redrafter.training.targets import Teacher
 
@@ -167,7 +167,7 @@ def make_sides(
             seed=args.seed,
             **quick,
         )
-        is_written = train_from_answers(settings, say=lambda text: print(text, file=sys.stderr)) != REFUSED
+        is_written = train(settings, say=lambda text: print(text, file=sys.stderr)) != REFUSED
         name, gate = (output, "written") if is_written else (name, "refused")
     drafter = cast(TrainableDrafter, load_drafter(name, model))
     drafter.set_dtype(mx.float32)

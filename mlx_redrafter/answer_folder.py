@@ -1,8 +1,8 @@
 """Past prompts and answers in a folder, as token ids: later texts are drafted from them.
 
 There is a file for each tokenizer. It is a sequence of records: a mark, the number of tokens and how many of them are
-the prompt, what the whole request is known by, a checksum of all that follows the mark, and the tokens themselves.
-Each is appended under a lock; where one is damaged, what follows is found by its mark.
+the prompt, the number of the whole request, a checksum of all that follows the mark, and the tokens themselves.
+Each is appended under a lock; after a damaged one the next is found by its mark.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .drafters.past import Array, PastIndex
 from .errors import RedrafterError, one_line, warn
 
 MAX_TOKENS = 200_000
-"""Of a tokenizer in a folder; beyond it the oldest texts are dropped."""
+"""Tokens kept for a tokenizer; beyond them the oldest texts are dropped."""
 
 ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from those that are there"
 
 SLACK = 1.25
-"""How many times as long as that a file gets before it is rewritten."""
+"""How many times longer than `MAX_TOKENS` a file gets before it is rewritten."""
 
 MIN_TEXT, MAX_TEXT = 16, 1 << 16
-"""Tokens of a text that is kept: shorter ones repeat little, of longer ones the end is kept."""
+"""Tokens of a text that is kept: shorter ones repeat little, longer ones are cut to their end."""
 
 INDEX_AGAIN = 1 / 64
 """New tokens, as a part of those in the index, with which the index is built again."""
@@ -57,10 +57,10 @@ class Text(NamedTuple):
     Attributes:
         ids: (L,) integers.
         offset: how many of them are a prompt that is not learned.
-        request: what tells requests apart, see `number_request`; None where it was not kept.
+        request: what tells requests apart, see `number_request`; None if it was not kept.
         hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before it was read.
         likeliest: (L - 1, M) int32 and (L - 1, M) float16, the tokens that the target finds likeliest to follow each
-            learned one, the likeliest first, and their probabilities; None where they were not kept.
+            learned one, the likeliest first, and their probabilities; None if they were not kept.
     """
 
     ids: Array
@@ -80,7 +80,7 @@ class Contents(NamedTuple):
 
     Attributes:
         texts: prompts and their answers in int32, the oldest first.
-        damaged: bytes that are no whole record.
+        damaged: bytes outside whole records.
     """
 
     texts: list[Text]
@@ -88,7 +88,7 @@ class Contents(NamedTuple):
 
 
 def number_request(prompt: Array) -> int:
-    """A number of 32 bits for all tokens of a prompt (T,), those that were not read again included."""
+    """A hash of 32 bits of a whole prompt (T,), its cached tokens included."""
     return zlib.crc32(prompt.astype("<i4").tobytes())
 
 
@@ -100,7 +100,7 @@ def encode_text(text: Text) -> bytes:
 
 
 def decode_texts(data: bytes) -> Contents:
-    """The texts of all records that are whole."""
+    """The texts of all whole records."""
     texts, damaged, at, head = list[Text](), 0, 0, len(MARK) + COUNTS.size + CHECKSUM.size
     while at < len(data):
         if data.startswith(MARK, at) and at + head <= len(data):
@@ -155,7 +155,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def clear_folder(folder: Path) -> bool:
-    """Removes all that is kept in a folder; whether there was something.
+    """Removes everything that is kept in a folder; returns whether there was anything.
 
     Raises:
         RedrafterError: another process writes for longer than `PATIENCE`.
@@ -163,7 +163,7 @@ def clear_folder(folder: Path) -> bool:
     """
 
     def list_kept() -> list[Path]:
-        """With what a killed process has left."""
+        """Files of a killed process included."""
         return [path for path in folder.iterdir() if NAME.fullmatch(final_name(path.name))]
 
     if not list_kept():  # perhaps the folder is somebody else's
@@ -220,7 +220,7 @@ class AnswerFolder:
             return list(self._texts)
 
     def index(self) -> PastIndex:
-        """An index of the texts, but perhaps of the last few that were added."""
+        """An index of the texts, perhaps without the last few."""
         with self._lock:
             if self._index is None or self._n_new > INDEX_AGAIN * len(self._index):
                 self._texts, self._n_new = keep_latest(self._texts), 0
@@ -228,12 +228,12 @@ class AnswerFolder:
             return self._index
 
     def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
-        """Keeps a text; where the disk cannot, it is kept for this process, with one warning.
+        """Keeps a text; if it cannot be written, for this process only, with one warning.
 
         Args:
-            prompt: all that the answer follows.
-            made: the answer; where it is empty nothing is kept.
-            known: how many tokens of the prompt are not kept: they were in a cache, so an earlier text has them.
+            prompt: everything before the answer.
+            made: the answer; nothing is kept of an empty one.
+            known: how many tokens of the prompt were in a cache: an earlier text has them, so they are not kept.
         """
         ids = np.array([*prompt[known:], *made][-MAX_TEXT:], np.int32)
         if not made or not self._fits(ids):

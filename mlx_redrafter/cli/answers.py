@@ -1,4 +1,4 @@
-"""`answers`: what a folder of past answers holds, and an end to it."""
+"""`answers`: lists or clears a folder of past answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..errors import Parser
 
 
 def run() -> int:
-    """Says what is in a folder, or removes it, as `sys.argv` says; the exit status."""
+    """Lists or clears a folder, as `sys.argv` says; the exit status."""
     args = make_parser().parse_args()
     folder = find_folder(args.folder)
     if args.clear and clear_folder(folder):

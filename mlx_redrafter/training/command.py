@@ -98,7 +98,6 @@ def read_yaml(name: str) -> list[str]:
 def run() -> int:
     """Trains as `sys.argv` says; the exit status."""
     from .evaluation import evaluate_only  # these load what a --help does not need
-    from .from_answers import train_from_answers
     from .run import train
 
     def say(text: str) -> None:
@@ -111,8 +110,4 @@ def run() -> int:
             raise RedrafterError(f"--{name.replace('_', '-')} {relation} --eval-only")
     if flags.eval_only:
         return evaluate_only(args, flags.shapes)
-    if args.answers and flags.resume:
-        raise RedrafterError("--resume does not go with --answers: such a run starts over, from what is kept by then")
-    if args.answers:
-        return train_from_answers(args, dry_run=flags.dry_run, say=say)
     return train(args, resume=flags.resume, dry_run=flags.dry_run, say=say)

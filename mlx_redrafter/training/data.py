@@ -1,11 +1,9 @@
-"""Texts to train on: given ones, in mlx-lm's formats, or the target's own answers to prompts; and their batches."""
+"""Texts to train on, given ones, past answers or the target's own answers to prompts, and their batches."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +19,7 @@ from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from tqdm import tqdm
 
 from ..answer_folder import Text as Text
+from ..answer_folder import number_request, read_texts
 from ..atomic_files import expand_path, write_text
 from ..errors import RedrafterError, one_line
 from ..generate import encode_chat
@@ -30,6 +29,9 @@ from .targets import Batch
 AT_ONCE = 32
 """Answers that are written side by side at most, and then saved."""
 
+HELD_OUT = 10
+"""One past request in this many is held out."""
+
 PAD_TO, PAD_POSITIONS_TO = 32, 128
 """Texts of a batch are padded to one more than a multiple of this, and what is learned of them: few shapes occur."""
 
@@ -37,11 +39,15 @@ Prompt = str | list[dict[str, Any]]
 """A prompt as it was given: a string, or the messages of a chat."""
 
 
+class TooFewTextsError(RedrafterError):
+    """There is not enough to learn from, or nothing to hold out."""
+
+
 def read_lines(path: Path, what: str) -> list[tuple[str, str]]:
-    """(line, where it stands) of a file, empty ones left out.
+    """(line, its place) for each line of a file that is not empty.
 
     Args:
-        what: the lines are, for errors.
+        what: names the lines in errors.
 
     Raises:
         RedrafterError: it cannot be read, or has no lines.
@@ -114,7 +120,7 @@ def load_prompts(path: str | Path, tokenizer: Any) -> list[list[int]]:
 
 
 def check_data(data: str) -> None:
-    """Refuses what `load_texts` could not read, as far as that can be seen without a tokenizer or the network.
+    """Refuses what `load_texts` could not read, without a tokenizer or the network.
 
     Raises:
         RedrafterError: naming the folder, the file or the line.
@@ -158,13 +164,51 @@ def load_texts(data: str, tokenizer: Any, *, mask_prompt: bool) -> tuple[list[Te
         raise RedrafterError(f"cannot read the data {data}: {reason}") from error
 
 
+def load_answers(folder: str, kept: Path | None, tokenizer: Any, max_seq_length: int) -> tuple[list[Text], list[Text]]:
+    """(training, validation) texts of past answers. A request is held out in every run or in none.
+
+    Args:
+        folder: `--answers` of the commands that kept them.
+        kept: the file in which `save_texts` has kept those of a run; None for a new run.
+        max_seq_length: longer texts lose their beginning, as the answer is at the end.
+
+    Raises:
+        RedrafterError: see `read_texts`.
+    """
+    if kept is not None:
+        parts = json.loads(kept.read_text(encoding="utf-8"))
+        training, validation = ([Text(np.array(ids, np.int32), offset) for offset, ids in part] for part in parts)
+        return training, validation
+    found: tuple[list[Text], list[Text]] = [], []
+    for text in read_texts(folder, tokenizer):
+        cut = max(0, len(text.ids) - max_seq_length - 1)
+        found[is_held_out(text)].append(Text(text.ids[cut:], max(0, text.offset - cut)))
+    return found
+
+
+def is_held_out(text: Text) -> bool:
+    """Whether the request of a past text is held out, which its number says."""
+    request = number_request(text.ids[: text.offset]) if text.request is None else text.request
+    return request % HELD_OUT == 0
+
+
+def save_texts(path: Path, *parts: Sequence[Text]) -> None:
+    """Keeps texts for `load_answers`."""
+    write_text(path, json.dumps(list(map(list_ids, parts))) + "\n")
+
+
+def list_ids(texts: Sequence[Text]) -> list[list[Any]]:
+    """The offset and the token ids of each text."""
+    return [[text.offset, text.ids.tolist()] for text in texts]
+
+
 def digest(ids: Any) -> str:
-    """What tells lists of token ids apart, however they are nested."""
+    """A hash of nested lists of token ids."""
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 class AnswerFile:
-    """The answers to some prompts: a line that says what they depend on, then a line for each answer.
+    """The file of the answers to some prompts: a line with the settings they depend on, then a line for each answer.
 
     Args:
         path: of the file, which need not exist.
@@ -179,14 +223,14 @@ class AnswerFile:
         # Prompts of about the same length need no padding beside each other; the longest need the most memory.
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self.header |= {"prompts": digest(prompts), "order": "longest prompt first"}
-        # Few enough that every temperature has its turn.
+        # Small enough for a group of every temperature.
         self.group_size = max(1, min(AT_ONCE, -(-len(prompts) // len(args.temp))))
 
     def read(self) -> list[list[int]]:
         """The answers in the file, that to the longest prompt first; none when there is no file.
 
         Raises:
-            RedrafterError: not a file of answers, or of other ones.
+            RedrafterError: not a file of answers, or of answers to other prompts or settings.
         """
         try:
             header, *done = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
@@ -199,6 +243,10 @@ class AnswerFile:
             if not isinstance(header, dict) or header.get(key) != value:
                 raise RedrafterError(f"{self.path} holds the answers of another run, with another {key}")
         return done[: len(self.prompts)]
+
+    def count_missing(self) -> int:
+        """How many answers the file does not have; errors are those of `read`."""
+        return len(self.prompts) - len(self.read())
 
     def complete(self, model: nn.Module, tokenizer: Any) -> list[Text]:
         """Prompt and answer of each, the prompt masked; the target writes the answers that the file does not have.
@@ -229,23 +277,13 @@ def join_text(prompt: Sequence[int], answer: Sequence[int]) -> Text:
 
 
 def generate_answers(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    temp: float,
-    max_tokens: int,
-    *,
-    end: float = math.inf,
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Sequence[int]], temp: float, max_tokens: int
 ) -> list[list[int]]:
-    """The answers to these prompts, side by side, by mlx-lm's batch generator, as far as they are at `end`.
-
-    Args:
-        end: of `time.perf_counter()`.
-    """
+    """The answers to these prompts, side by side, by mlx-lm's batch generator."""
     ends = [[token] for token in tokenizer.eos_token_ids]
     generator = BatchGenerator(model, max_tokens=max_tokens, stop_tokens=ends, sampler=make_sampler(temp))
     answers: dict[int, list[int]] = {uid: [] for uid in generator.insert([list(prompt) for prompt in prompts])}
-    while time.perf_counter() < end and (responses := generator.next_generated()):
+    while responses := generator.next_generated():
         for response in responses:
             answers[response.uid].append(response.token)
     generator.close()
@@ -253,7 +291,7 @@ def generate_answers(
 
 
 def n_held_out(count: int) -> int:
-    """How many of the texts validation takes when there are no validation texts."""
+    """How many texts are held out if there are no validation texts."""
     return min(max(1, round(0.05 * count)), 256)
 
 
@@ -292,26 +330,35 @@ def cut_texts(args: TrainingArgs, texts: Sequence[Text], name: str, say: Callabl
 def split_texts(
     args: TrainingArgs, training: list[Text], validation: list[Text], say: Callable[[str], None]
 ) -> tuple[list[Text], list[Text]]:
-    """(training, validation), see `cut_texts`; without validation texts a random share of the others is held out.
+    """(training, validation), see `cut_texts`; of validation texts as many as a validation takes.
+
+    Without validation texts a random share of the others is held out, except of past answers.
 
     Raises:
-        RedrafterError: too few.
+        TooFewTextsError: too few.
     """
     training, validation = (
         cut_texts(args, texts, name, say) for texts, name in ((training, "training"), (validation, "validation"))
     )
+    if args.answers and len(validation) < 2:
+        raise TooFewTextsError(
+            f"expected at least 2 held-out answers, got {len(validation)} beside {len(training)} to learn: every "
+            f"{HELD_OUT}th request is held out"
+        )
     if not validation:
         if len(training) < 2:
-            raise RedrafterError(f"expected at least 2 texts of enough tokens, got {len(training)}")
+            raise TooFewTextsError(f"expected at least 2 texts of enough tokens, got {len(training)}")
         order = np.random.default_rng(args.seed).permutation(len(training)).tolist()
         held_out = set(order[: n_held_out(len(training))])
         validation = [training[i] for i in sorted(held_out)]
         training = [text for i, text in enumerate(training) if i not in held_out]
     if len(training) < args.batch_size:
-        raise RedrafterError(
+        raise TooFewTextsError(
             f"expected at least as many texts as the batch size {args.batch_size}, got {len(training)}"
         )
-    return training, validation
+    if args.learn_prompts:
+        training = [text._replace(offset=0) for text in training]
+    return training, validation[: args.val_batches * args.batch_size] if args.val_batches > 0 else validation
 
 
 def make_batches(texts: Sequence[Text], batch_size: int, seed: int) -> Callable[[int], Batch]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,53 +29,86 @@ from .targets import Teacher, find_likeliest, read_states
 from .trainer import train_drafter
 
 
+class Estimate(NamedTuple):
+    """What a run takes at most.
+
+    Attributes:
+        answering, reading, comparing: seconds for all answers, for all texts, and for the comparison at the end.
+        iteration, validation: seconds of one.
+        memory, training_memory: bytes, in the whole run and while it trains.
+        disk: bytes, those that are written already included.
+    """
+
+    answering: float
+    reading: float
+    comparing: float
+    iteration: float
+    validation: float
+    memory: int
+    training_memory: int
+    disk: int
+
+    def count_fitting(self, seconds: float, steps_per_eval: int) -> int:
+        """How many iterations fit into some seconds, with all else that a run does."""
+        left = seconds - self.answering - self.reading - self.comparing - self.validation
+        return int(left / (self.iteration + self.validation / steps_per_eval))
+
+    def describe(self, iters: int, steps_per_eval: int) -> str:
+        """A line of text, for a run of `iters` iterations."""
+        checking = -(-iters // steps_per_eval) * self.validation + self.comparing
+        parts = [self.answering, self.reading, iters * self.iteration, checking]
+        total, answers, reading, training, validation = map(tqdm.format_interval, (sum(parts), *parts))
+        return (
+            f"expected: {total} (minutes:seconds): {answers} for answers, {reading} to read them, {training} for "
+            f"{iters} iterations of {self.iteration:.2g} s, {validation} for validation; "
+            f"{self.memory / 1e9:.2f} GB of memory, {self.training_memory / 1e9:.2f} while it trains, "
+            f"{self.disk / 1e6:.0f} MB of disk"
+        )
+
+
 def estimate_run(
     model: nn.Module,
     sizes: DrafterArgs,
     args: TrainingArgs,
-    lengths: Sequence[int],
-    iters: int,
+    texts: Sequence[Text],
+    n_validation: int,
     *,
-    val_texts: int,
-    answers: int = 0,
-    unread: int = 0,
-) -> str:
-    """The seconds and bytes that a run takes at most, as a line of text.
+    missing: int,
+    is_read: bool,
+) -> Estimate:
+    """What a run takes.
 
     Args:
         sizes: of the drafter.
-        lengths: tokens of the training texts.
-        iters: how many iterations are left.
-        val_texts: texts of a validation.
-        answers: how many answers the target still has to write.
-        unread: how many texts it still has to read.
+        texts: those to learn; of answers that are not written yet the length is enough.
+        n_validation: texts of a validation.
+        missing: how many answers the target still has to write.
+        is_read: whether it has read the texts.
     """
-    mean = round(sum(lengths) / len(lengths))
+    count, length = len(texts) + n_validation, round(sum(len(text.ids) for text in texts) / len(texts))
+    mean = Text(np.zeros(length, np.int32), round(sum(text.offset for text in texts) / len(texts)))
     mx.reset_peak_memory()
-    reading = unread * time_reading(model, args, mean) if unread else 0.0
-    memory, writing = mx.get_peak_memory(), 0.0
-    if answers:
-        tokens = mx.zeros((min(answers, AT_ONCE), 1), mx.int32)
+    reading = 0.0 if is_read else count * time_reading(model, args, mean)
+    memory, answering = mx.get_peak_memory(), 0.0
+    if missing:
+        tokens = mx.zeros((min(missing, AT_ONCE), 1), mx.int32)
         milliseconds = time_calls({"step": lambda: mx.eval(model(tokens))}, 1.0, min_turns=2, max_turns=5)["step"]
-        writing = min(milliseconds) / 1e3 * args.max_tokens * math.ceil(answers / AT_ONCE)
+        answering = min(milliseconds) / 1e3 * args.max_tokens * -(-missing // AT_ONCE)
     iteration = time_iteration(model, sizes, args, mean)
     mx.reset_peak_memory()
-    time_iteration(model, sizes, args, max(lengths), count=1)
+    time_iteration(model, sizes, args, max(texts, key=lambda text: len(text.ids)), count=1)
     left_out = count_bytes(model) - count_bytes(find_parts(model).embedding, find_output_layer(model))
-    while_training = mx.get_peak_memory() - left_out
-    validations = math.ceil(iters / args.steps_per_eval)
+    training_memory = mx.get_peak_memory() - left_out
     # A validation is about as much work as an iteration for each batch of its texts, and the loss of some again.
-    validating = validations * (val_texts + min(val_texts, args.val_prompts)) / args.batch_size * iteration
-    # At the end every depth, one tree and plain decoding are compared.
-    comparing = (args.draft_depth + 2) * args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
-    parts = [writing, reading, iters * iteration, validating + comparing]
-    total, for_answers, for_reading, training, validation = map(tqdm.format_interval, (sum(parts), *parts))
-    disk = disk_bytes(sizes, args, answers * args.max_tokens, unread * mean)
-    return (
-        f"expected: {total} (minutes:seconds): {for_answers} for answers, {for_reading} to read them, {training} for "
-        f"{iters} iterations of {iteration:.2g} s, {validation} for validation; "
-        f"{max(memory, while_training) / 1e9:.2f} GB of memory, {while_training / 1e9:.2f} while it trains, "
-        f"{disk / 1e6:.0f} MB of disk"
+    validation = (n_validation + min(n_validation, args.val_prompts)) / args.batch_size * iteration
+    # At the end every depth, one tree and plain decoding are compared; the gate counts all held-out texts twice.
+    plain = args.val_prompts * args.val_tokens * plain_milliseconds(model) / 1e3
+    comparing = (args.draft_depth + 2) * plain + (2 * validation if args.drafter else 0)
+    # The checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one.
+    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize + 8  # states, and an answer's text
+    disk = n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + of_token * count * length
+    return Estimate(
+        answering, reading, comparing, iteration, validation, max(memory, training_memory), training_memory, disk
     )
 
 
@@ -86,35 +118,30 @@ def count_bytes(*modules: nn.Module) -> int:
     return sum(arrays.values())
 
 
-def time_reading(model: nn.Module, args: TrainingArgs, length: int) -> float:
-    """Seconds in which the target reads a text of this many tokens, among others."""
-    length = min(length, args.max_seq_length)
-    texts = max(1, TOKENS_AT_ONCE // length)
+def time_reading(model: nn.Module, args: TrainingArgs, text: Text) -> float:
+    """Seconds in which the target reads a text like this one, among others."""
+    count = max(1, TOKENS_AT_ONCE // len(text.ids))
     teacher = Teacher(model) if args.teacher_top_k else None
-    learned = min(length, args.learned_tokens or length)
-    tokens, times = mx.zeros((texts, length), mx.int32), list[float]()
+    tokens, times = mx.zeros((count, len(text.ids)), mx.int32), list[float]()
     for _ in range(2):
         started = time.perf_counter()
         hidden = read_states(model, tokens)
         mx.eval(hidden)
         if teacher is not None:
-            find_likeliest(teacher, hidden[:, -learned:].flatten(0, 1), args.teacher_top_k)
+            find_likeliest(teacher, hidden[:, text.first_learned :].flatten(0, 1), args.teacher_top_k)
         times.append(time.perf_counter() - started)
-    return min(times) / texts
+    return min(times) / count
 
 
-def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, length: int, count: int = 3) -> float:
-    """Seconds of an iteration over read texts of this many tokens, by training a drafter that is thrown away.
+def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, text: Text, count: int = 3) -> float:
+    """Seconds of an iteration over read texts like this one, by training a drafter that is thrown away.
 
     Args:
         count: of iterations, the last of which counts.
     """
-    length = max(args.draft_depth + 2, min(length, args.max_seq_length + 1))
-    prompt = max(0, length - (args.learned_tokens or length))
-    kept = np.zeros(length - 1, row_dtype(sizes.hidden_size, args.teacher_top_k))
+    kept = np.zeros(len(text.ids) - 1, row_dtype(sizes.hidden_size, args.teacher_top_k))
     likeliest = (kept["ids"], kept["probs"]) if args.teacher_top_k else None
-    text = Text(np.zeros(length, np.int32), prompt, hidden=kept["hidden"], likeliest=likeliest)
-    batch = collate([text] * args.batch_size)
+    batch = collate([text._replace(hidden=kept["hidden"], likeliest=likeliest)] * args.batch_size)
     drafter, ends = cast(TrainableDrafter, make_drafter(sizes)), [time.perf_counter()]
     drafter.share(model)
 
@@ -126,13 +153,6 @@ def time_iteration(model: nn.Module, sizes: DrafterArgs, args: TrainingArgs, len
     teacher = Teacher(model, reads=False)
     train_drafter(teacher, drafter, lambda iteration: batch, few, on_iteration=on_iteration, show=False)
     return ends[-1] - ends[-2]
-
-
-def disk_bytes(sizes: DrafterArgs, args: TrainingArgs, answer_tokens: int = 0, state_tokens: int = 0) -> int:
-    """Of the checkpoint in float32 (weights and two moments), its successor beside it, the drafter and the best one,
-    answers and hidden states."""
-    of_token = row_dtype(sizes.hidden_size, args.teacher_top_k).itemsize
-    return n_weights(sizes) * (2 * 3 * 4 + 2 * 4) + 8 * answer_tokens + of_token * state_tokens
 
 
 def check_disk(directory: Path, needed: int) -> None:

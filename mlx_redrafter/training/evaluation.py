@@ -1,4 +1,4 @@
-"""How good a drafter is: its guesses on held-out texts, and what it brings when it really drafts."""
+"""How good a drafter is: its guesses on held-out texts, and the speed of decoding with it."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def measure_guesses(
 def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: Text, args: TrainingArgs) -> np.ndarray:
     """(L,) how many guesses of a chain would be accepted after each token, counted without decoding.
 
-    Each guess is made after right ones, as a chain ends with its first wrong one: two forwards say it of all positions.
+    Each guess is made after right ones, as a chain ends with its first wrong one, so all positions are read at once.
 
     Args:
-        args: says how deep chains are. With `data`, whose texts are others', a guess is right that is the target's
-            likeliest token; else one that is the text's own.
+        args: `draft_depth` is how deep chains are. With `data`, texts that the target did not write, the right guess is
+            the target's likeliest token; else it is the text's own.
     """
     batch, depth = collate([text]), args.draft_depth
     targets = compute_targets(target, batch, args, drafter.get("draft_ids"), of_text=True)
@@ -83,11 +83,11 @@ def find_accepted(target: nn.Module | Teacher, drafter: TrainableDrafter, text: 
 
 
 def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource | None) -> int:
-    """Rounds that an answer takes after its first token, where everything that is drafted is verified.
+    """The number of rounds that make an answer after its first token, if every draft is verified whole.
 
     Args:
         accepted: of `find_accepted`; None without a drafter.
-        context: what drafts, too, before it has read anything; None for nothing.
+        context: also drafts, and has read nothing yet; None without it.
     """
     ids, offset = text.ids.tolist(), max(text.offset, 1)
     rounds, at = 0, offset
@@ -106,33 +106,15 @@ def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource
     return rounds
 
 
-def count_text(
-    target: nn.Module | Teacher | None,
-    drafter: TrainableDrafter | None,
-    text: Text,
-    args: TrainingArgs,
-    *,
-    context: bool,
-) -> Stats:
-    """The rounds that chains of the drafter, and with `context` the text, would have taken to make an answer."""
-    accepted = None if target is None or drafter is None else find_accepted(target, drafter, text, args)
-    made = len(text.ids) - max(text.offset, 1) - 1
-    rounds = count_rounds(text, accepted, ContextSource() if context else None)
-    return Stats(rounds=rounds, accepted=made - rounds)
-
-
-def count_tokens_per_round(
-    target: nn.Module | Teacher | None,
-    drafter: TrainableDrafter | None,
-    texts: Sequence[Text],
-    args: TrainingArgs,
-    *,
-    context: bool,
-) -> float:
-    """Tokens per round on texts that are there; see `count_text`."""
-    teacher = None if target is None or drafter is None else Teacher.of(target)
-    each = [count_text(teacher, drafter, text, args, context=context) for text in texts]
-    return sum(each, Stats()).tokens_per_round
+def count_texts(
+    target: nn.Module | Teacher, drafter: TrainableDrafter, texts: Sequence[Text], args: TrainingArgs
+) -> list[Stats]:
+    """For each text, the rounds that chains of the drafter would have taken to make its answer."""
+    teacher, each = Teacher.of(target), list[Stats]()
+    for text in texts:
+        rounds = count_rounds(text, find_accepted(teacher, drafter, text, args), None)
+        each.append(Stats(rounds=rounds, accepted=len(text.ids) - max(text.offset, 1) - 1 - rounds))
+    return each
 
 
 def make_prompts(texts: Sequence[Text], most: int) -> list[list[int]]:
@@ -148,7 +130,7 @@ class ShapeResult(NamedTuple):
     Attributes:
         beam_width, draft_depth, tree_size: W, K and N.
         tokens_per_second: after each prompt's first token.
-        against_plain: the median over prompts of drafted against plain speed, each pair measured in turn.
+        against_plain: the median over prompts of drafted against plain speed, the two measured one after the other.
         same_tokens: whether every token was the one of plain decoding.
         prompts: how many there were.
         tokens_per_round_error, against_plain_error: standard errors over the prompts; None of fewer than two.
@@ -186,9 +168,9 @@ def compare_shapes(
     options: Options,
     eos_token_ids: Collection[int],
 ) -> list[ShapeResult]:
-    """A result for each shape (W, K) or (W, K, N); on each prompt plain decoding and every shape take their turn.
+    """A result for each shape (W, K) or (W, K, N); each prompt is decoded plainly and with every shape.
 
-    Shapes that branch are left out where the model takes chains only.
+    Shapes that branch are left out if the model takes chains only.
     """
     takes_trees = check_draftable(model, tree=True) is None
     plans: list[Any] = ["off", *(tuple(shape) for shape in shapes if shape[0] == 1 or takes_trees)]

@@ -1,12 +1,10 @@
-"""Reads texts with the target once, and keeps its hidden states on disk: training needs no more of it than an output
-matrix, however often a text is learned."""
+"""The target's hidden states of the texts, computed once and kept on disk: training needs no other forward of it."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +18,7 @@ from ..answer_folder import Text
 from ..atomic_files import write_text
 from ..engine.model_parts import find_parts
 from ..errors import CheckpointError, RedrafterError, one_line
-from .data import digest
+from .data import digest, list_ids
 from .targets import Teacher, find_likeliest, read_states
 
 TOKENS_AT_ONCE = 1024
@@ -37,8 +35,8 @@ def add_hidden_states(
     """The texts with the hidden states of `model`, memory-mapped.
 
     Args:
-        path: the file to keep the states in; what it has of the same texts is not read again. None for a file that
-            ends with this process.
+        path: the file to keep the states in; states of the same texts that it has are not computed again. None for a
+            temporary file.
         settings: what else the states depend on, as JSON has it.
         top_k: how many of the tokens that it finds likeliest are kept for each learned one; 0 for none.
 
@@ -53,11 +51,9 @@ def add_hidden_states(
     groups = group_texts(texts)
     # (first row of each group, and after the last)
     starts = [0, *accumulate(sum(len(texts[i].ids) - 1 for i in group) for group in groups)]
-    of = {"width": width, "texts": digest([[text.offset, *text.ids.tolist()] for text in texts]), **(settings or {})}
-    of |= {"top_k": top_k}
+    of = {"width": width, "top_k": top_k, "texts": digest(list_ids(texts)), **(settings or {})}
     try:
-        with ExitStack() as stack:
-            file = stack.enter_context(open_states(path, of))
+        with open_states(path, of) as file:
             rows = file.seek(0, 2) // kind.itemsize
             done = max(number for number, start in enumerate(starts) if start <= rows)
             file.truncate(file.seek(kind.itemsize * starts[done]))
@@ -92,7 +88,7 @@ def group_texts(texts: Sequence[Text]) -> list[list[int]]:
 
 
 def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
-    """The file of states, empty unless it has states of the same texts; what they are of is in a file beside it."""
+    """The file of states, empty unless it has states of the same texts; a JSON file beside it says of which."""
     if path is None:
         return tempfile.TemporaryFile()
     about = path.with_suffix(".json")
@@ -108,7 +104,7 @@ def open_states(path: Path | None, of: dict[str, Any]) -> IO[bytes]:
 
 
 def row_dtype(width: int, top_k: int) -> np.dtype[Any]:
-    """What is kept of a token: its hidden state and, with `top_k`, the likeliest tokens and their probabilities."""
+    """What is kept for a token: its hidden state and, with `top_k`, the likeliest tokens and their probabilities."""
     likeliest = [("ids", "<i4", (top_k,)), ("probs", "<f2", (top_k,))] if top_k else []
     return np.dtype([("hidden", "<f2", (width,)), *likeliest])
 
@@ -119,7 +115,7 @@ def read_group(
     """(rows,) of `row_dtype`, some texts, one after the other.
 
     Args:
-        teacher: of the likeliest tokens; None where none are kept.
+        teacher: finds the likeliest tokens; None if none are kept.
     """
     ids = np.zeros((len(texts), max(len(text.ids) for text in texts) - 1), np.int32)
     for row, text in enumerate(texts):

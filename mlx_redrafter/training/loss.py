@@ -57,7 +57,7 @@ class DraftLoss(NamedTuple):
     Attributes:
         loss: () float32, nats: the weighted mean of the cross-entropy over all guesses.
         ranks: (K, N) int32: how many guesses the drafter finds likelier than the target's choice, at each depth; -1
-            where there is no guess, the size of the drafter's vocabulary for a choice that it cannot guess.
+            without a guess, the size of the drafter's vocabulary for a choice that it cannot guess.
     """
 
     loss: mx.array
@@ -126,7 +126,7 @@ def draft_loss(
     # Arrays, not numbers that change from depth to depth: the compiler would make other kernels for each.
     is_guess = targets.columns >= mx.arange(1, depth + 1)[:, None]
     for k in range(depth):
-        # Column c of these belongs to the draft from position c - k - 1; where there is none, nothing counts.
+        # Column c of these belongs to the draft from position c - k - 1; without one, nothing counts.
         hidden = mx.roll(hidden, 1, 1)
         before = None if state is None else tree_map(lambda array: mx.roll(array, 1, 1), state)
         state, features = step(hidden, before, k)

@@ -1,10 +1,12 @@
-"""A whole training run: what it takes, answers, training, validation, and the finished directory."""
+"""A whole training run: what it takes, texts, training, validation, and the finished directory."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -19,11 +21,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..answer_folder import find_folder
 from ..atomic_files import expand_path, lock_file, replace_file, why_not_writable, write_text
 from ..checkpoints import (
     WEIGHTS,
     card_header,
+    dtype_name,
     find_not_finite,
+    is_quantized,
     list_weights,
     load_drafter,
     load_target,
@@ -32,9 +37,9 @@ from ..checkpoints import (
     strip_folders,
 )
 from ..demo.sources import training_prompts
-from ..drafters import is_converted
+from ..drafters import TRAINABLE, is_converted
 from ..drafters.config import DrafterArgs
-from ..drafters.trainable import TrainableDrafter
+from ..drafters.trainable import TrainableArgs, TrainableDrafter
 from ..engine.model_checks import check_draftable
 from ..engine.model_parts import compute_dtype, model_sizes
 from ..engine.stats import Stats
@@ -43,24 +48,29 @@ from ..options import Options
 from ..planning.sizing import choose_size, n_weights
 from .data import (
     AnswerFile,
+    Prompt,
     Text,
+    TooFewTextsError,
     check_data,
     digest,
     encode_prompts,
+    join_text,
+    list_ids,
+    load_answers,
     load_texts,
     make_batches,
     most_frequent,
-    n_held_out,
     read_prompts,
+    save_texts,
     select_prompts,
     split_texts,
 )
-from .estimate import check_disk, disk_bytes, estimate_run
+from .estimate import Estimate, check_disk, estimate_run
 from .evaluation import (
     ShapeResult,
     add_results,
     compare_shapes,
-    count_text,
+    count_texts,
     format_error,
     format_table,
     make_prompts,
@@ -72,8 +82,14 @@ from .settings import TrainingArgs
 from .targets import Teacher, new_drafter
 from .trainer import load_checkpoint, train_drafter
 
-INTERRUPTED = 130
-"""The exit status after Ctrl-C."""
+INTERRUPTED, REFUSED = 130, 3
+"""The exit status after Ctrl-C, and of a run that wrote no drafter, as it is not better or cannot be compared."""
+
+BETTER = 1.01
+"""The least tokens per round of the new drafter over those of the one it began as."""
+
+WARM_RATE = 0.05
+"""The learning rate of a drafter that has learned already, over that of a new one."""
 
 DEMO_PROMPTS = 1024
 """Pieces of the standard library that the demo's target continues."""
@@ -94,7 +110,9 @@ class Record:
         reports: of the training loss, one every `steps_per_report` iterations.
         validations: one every `steps_per_eval` iterations.
         ended: the iteration at which it stopped early, for good.
-        texts: a digest of the prompts, or of the texts of `--data`.
+        texts: a digest of the texts, or of the prompts to answer.
+        iters: how many iterations are planned; None until they are.
+        before: tokens per round on the held-out texts of the drafter that it began as.
     """
 
     settings: dict[str, Any]
@@ -103,6 +121,8 @@ class Record:
     validations: list[dict[str, Any]] = field(default_factory=list)
     ended: int | None = None
     texts: str | None = None
+    iters: int | None = None
+    before: float | None = None
 
     def drop_after(self, iteration: int) -> None:
         """Drops the entries after an iteration."""
@@ -115,20 +135,26 @@ class Record:
 
 
 class Files:
-    """Where a run keeps its files."""
+    """The files of a run."""
 
     def __init__(self, output: str) -> None:
         self.place = expand_path(output)
         self.work = self.place / "training"
         self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
         self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
-        self.states = self.work / "hidden_states.f16"
+        self.states, self.texts = self.work / "hidden_states.f16", self.work / "texts.json"
+
+    def clear(self) -> None:
+        """Lets only the owner read the folder, and removes an earlier run's state from it."""
+        self.work.chmod(0o700)
+        for path in (self.record, self.checkpoint):  # in this order: without a record nothing is resumed
+            path.unlink(missing_ok=True)
 
 
 @dataclass
 class Run:
-    """A run and what it works with: the target's part in it, the token ids that end its texts, the drafter, and texts
-    that were read."""
+    """A run and what it works with: the target's part in it, the token ids that end its texts, the drafter, texts
+    that were read, and the `time.perf_counter()` at which training stops."""
 
     args: TrainingArgs
     files: Files
@@ -139,10 +165,7 @@ class Run:
     drafter: TrainableDrafter
     training: list[Text]
     validation: list[Text]
-
-    def __post_init__(self) -> None:
-        self.prompts = make_prompts(self.validation, self.args.val_prompts)
-        self.options = Options(max_tokens=self.args.val_tokens, temp=self.args.temp[-1], seed=self.args.seed)
+    deadline: float
 
 
 def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, say: Say = lambda text: None) -> int:
@@ -150,79 +173,177 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
 
     Args:
         resume: continue from the last checkpoint of the run in that directory; the result is the same to the bit.
-        dry_run: say what the run would take, and write nothing.
-        say: is told what a person should know.
+        dry_run: estimate the run, and write nothing.
+        say: takes messages for the user.
 
     Returns:
-        The exit status: 0, 1 if a token differs from plain decoding, or 130 after Ctrl-C, when the run can be resumed.
+        The exit status: 0, 1 if a token differs from plain decoding, 130 after Ctrl-C, when the run can be resumed, or
+        `REFUSED`, when nothing was written.
 
     Raises:
         RedrafterError: with the reason; the last checkpoint is complete.
         OSError: a file cannot be written.
     """
+    end = time.perf_counter() + (math.inf if args.minutes is None else 60 * args.minutes)
     args.check_run()
     files = Files(args.output)
     record = open_record(args, files, resume=resume)
-    if args.data:
-        check_data(args.data)
-    given = (
-        [] if args.data else read_prompts(args.prompts) if args.prompts else training_prompts(DEMO_PROMPTS, args.seed)
-    )
+    prompts = read_source(args)
     model, tokenizer = load_target(args, args.model)
     check_draftable(model, tree=False)
-    answers: AnswerFile | None = None
-    if args.data:
-        texts = split_texts(args, *load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), say)
-        source = digest([[[text.offset, *text.ids.tolist()] for text in part] for part in texts])
-        lengths, n_validation, missing = [len(text.ids) for text in texts[0]], len(texts[1]), 0
-    else:
-        prompts = select_prompts(args, encode_prompts(given, tokenizer), say)
-        answers, source = AnswerFile(files.answers, args, prompts), digest(prompts)
-        lengths, n_validation = [len(prompt) + args.max_tokens for prompt in prompts], n_held_out(len(prompts))
-        missing = len(prompts) - len(answers.read())
+    start = None if args.drafter is None else load_start(args.drafter, model)
+    if start is not None:
+        depth = min(args.draft_depth, start.args.max_depth or args.draft_depth)
+        dtype, rate = args.dtype or dtype_name(start.dtype), WARM_RATE * args.learning_rate
+        args = replace(args, draft_depth=depth, dtype=dtype, learning_rate=rate)
+        start.set_dtype(mx.float32)
+        start.share(model)
+    try:
+        training, validation, answers = find_texts(args, files, prompts, tokenizer, say, resume=resume)
+    except TooFewTextsError as error:
+        if not args.answers:
+            raise
+        say(f"not written: {error}")
+        return REFUSED
+    source = digest(list_ids([*training, *validation]))
     if record.texts not in (None, source):
-        where = args.data or args.prompts or "the demo"
+        where = args.data or args.prompts or args.answers or "the demo"
         raise RedrafterError(f"cannot resume the run in {files.place}: the texts of {where} have changed")
-    sizes = args.kind.from_dict(record.args) if record.args else choose_sizes(args, model, say)
+    if start is not None:
+        sizes: DrafterArgs = start.args
+    else:
+        sizes = args.kind.from_dict(record.args) if record.args else choose_sizes(args, model, say)
     record.texts, record.args = source, sizes.to_dict()
-    done = record.ended or load_checkpoint(files.checkpoint)
+    done = record.ended or (load_checkpoint(files.checkpoint) if resume else 0)
+    is_done = record.ended is not None or done == record.iters
     say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
-    left = 0 if record.ended else args.iters - done
-    if args.val_batches > 0:
-        n_validation = min(n_validation, args.val_batches * args.batch_size)
-    n_read = len(lengths) + (n_validation if args.data else 0)  # of prompts those of validation are among them
-    unread = 0 if not left or files.states.exists() else n_read
-    say(estimate_run(model, sizes, args, lengths, left, val_texts=n_validation, answers=missing, unread=unread))
-    tokens = 0 if args.data else len(lengths) * args.max_tokens
-    check_disk(files.place, disk_bytes(sizes, args, tokens, n_read * round(sum(lengths) / len(lengths))))
+    missing = 0 if answers is None else answers.count_missing()
+    is_read = is_done or files.states.exists()
+    estimate = estimate_run(model, sizes, args, training, len(validation), missing=missing, is_read=is_read)
+    if record.iters is None:
+        record.iters = plan_iters(args, estimate, end - time.perf_counter(), say)
+    args = replace(args, iters=record.iters)
+    say(estimate.describe(0 if is_done else args.iters - done, args.steps_per_eval))
+    check_disk(files.place, estimate.disk)
     if dry_run:
         return 0
     with lock_file(files.lock):
-        record.save(files.record)
         try:
+            if not resume:
+                files.clear()
+                if args.answers:
+                    save_texts(files.texts, training, validation)
+            record.save(files.record)
             if answers is not None:
-                texts = split_texts(args, answers.complete(model, tokenizer), [], say)
-            training, validation = texts[0], texts[1][:n_validation]
-            if args.learn_prompts:
-                training = [text._replace(offset=0) for text in training]
-            if left:
+                training, validation = split_texts(args, answers.complete(model, tokenizer), [], say)
+            if start is not None or not is_done:
                 read_by = {"model": args.model, "adapter_path": args.adapter_path}
                 read = add_hidden_states(model, [*training, *validation], files.states, read_by, args.teacher_top_k)
                 training, validation = read[: len(training)], read[len(training) :]
-            drafter, teacher = make_new_drafter(args, model, sizes, training, say), Teacher(model, reads=False)
+            drafter = start if start is not None else make_new_drafter(args, model, sizes, training, say)
+            teacher = Teacher(model, reads=False)
             del model  # nothing more is asked of it until the end
             mx.clear_cache()
-            run = Run(args, files, record, say, teacher, set(tokenizer.eos_token_ids), drafter, training, validation)
+            ends, deadline = set(tokenizer.eos_token_ids), end - estimate.comparing - estimate.validation
+            run = Run(args, files, record, say, teacher, ends, drafter, training, validation, deadline)
+            if start is not None and record.before is None:
+                record.before = count_all(run)
+                record.save(files.record)
             if record.ended is None:
                 with interruptible() as interrupted:
                     done = fit_drafter(run, interrupted)
                 if record.ended is None and done < args.iters:
                     say(f"stopped at iteration {done} of {args.iters}; the same command with --resume continues")
                     return INTERRUPTED
-            return 0 if finish(run) else 1
+            status = finish(run)
         except KeyboardInterrupt:
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
+    if args.answers:  # nobody's answers stay beside a drafter that may be passed on
+        shutil.rmtree(files.work)
+        if status == REFUSED and not any(files.place.iterdir()):
+            files.place.rmdir()
+    return status
+
+
+def plan_iters(args: TrainingArgs, estimate: Estimate, seconds: float, say: Say) -> int:
+    """How many iterations to train for in the time that is left.
+
+    Raises:
+        RedrafterError: none fits.
+    """
+    if args.minutes is None:
+        return args.iters
+    fitting = min(args.iters, estimate.count_fitting(seconds, args.steps_per_eval))
+    if fitting < 1:
+        raise RedrafterError(
+            f"expected more --minutes: nothing is left of {args.minutes:g} to train in, as what comes before and "
+            "after takes them; a smaller --val-prompts or --val-tokens takes less"
+        )
+    if fitting < args.iters:
+        say(f"{fitting} iterations fit into {args.minutes:g} minutes")
+    return fitting
+
+
+def read_source(args: TrainingArgs) -> list[Prompt]:
+    """The prompts to answer, none where texts are given; what can be checked of these without a model is checked.
+
+    Raises:
+        RedrafterError: see `check_data`, `find_folder` and `read_prompts`.
+    """
+    if args.data:
+        check_data(args.data)
+    elif args.answers:
+        find_folder(args.answers)
+    elif args.prompts:
+        return read_prompts(args.prompts)
+    else:
+        return list(training_prompts(DEMO_PROMPTS, args.seed))
+    return []
+
+
+def find_texts(
+    args: TrainingArgs, files: Files, prompts: list[Prompt], tokenizer: Any, say: Say, *, resume: bool
+) -> tuple[list[Text], list[Text], AnswerFile | None]:
+    """(training texts, validation texts, the file of the answers that they lack). Instead of an answer that the target
+    has to write, a text has the longest one that it may be.
+
+    Args:
+        prompts: of `read_source`.
+        resume: whether past answers are those that the run began with.
+
+    Raises:
+        RedrafterError: texts that cannot be read, or too few of them.
+    """
+    if args.data:
+        texts, answers = load_texts(args.data, tokenizer, mask_prompt=args.mask_prompt), None
+    elif args.answers:
+        kept, answers = files.texts if resume else None, None
+        texts = load_answers(args.answers, kept, tokenizer, args.max_seq_length)
+    else:
+        ids = select_prompts(args, encode_prompts(prompts, tokenizer), say)
+        texts, answers = (
+            ([join_text(prompt, [0] * args.max_tokens) for prompt in ids], []),
+            AnswerFile(files.answers, args, ids),
+        )
+    return *split_texts(args, *texts, say), answers
+
+
+def load_start(name: str, model: nn.Module) -> TrainableDrafter:
+    """The drafter to go on from.
+
+    Raises:
+        RedrafterError: it is of a kind or in a form that cannot be trained.
+        CheckpointError: see `load_drafter`.
+    """
+    drafter = load_drafter(name, model)
+    if not (isinstance(drafter, TrainableDrafter) and isinstance(drafter.args, TrainableArgs)):
+        why: str | None = f"expected one of {', '.join(TRAINABLE)}, got {drafter.args.model_type}"
+    else:
+        why = "expected weights that are not quantized" if is_quantized(drafter) else drafter.args.explain_fixed()
+    if why is not None:
+        raise RedrafterError(f"cannot go on training {name}: {why}")
+    return cast(TrainableDrafter, drafter)
 
 
 def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
@@ -235,18 +356,17 @@ def open_record(args: TrainingArgs, files: Files, *, resume: bool) -> Record:
     if why := why_not_writable(files.place / "config.json"):  # one of the files that will be there
         raise RedrafterError(f"--output cannot be {files.place}: {why}")
     settings = args.to_json()
-    if args.drafter and os.path.exists(args.drafter) and files.place.exists() and files.place.samefile(args.drafter):
+    in_place = args.drafter and os.path.exists(args.drafter) and files.place.exists()
+    if in_place := bool(in_place and files.place.samefile(cast(str, args.drafter))):
         weights = [path.name for path in files.place.glob(WEIGHTS)]
         if weights != ["model.safetensors"] or not is_converted(read_object(files.place / "config.json")):
             raise RedrafterError(f"expected --output to be a drafter as train and convert write it, got {args.drafter}")
-        return Record(settings)
     if not resume:
         found = {path.name for path in files.place.iterdir()} if files.place.is_dir() else set()
-        if found - {files.work.name} or files.checkpoint.exists():  # answers alone are no run
-            other = (
-                f"--drafter {args.output} to go on from it" if args.answers else "--resume to continue the run in it"
-            )
-            raise RedrafterError(f"{files.place} exists already: give another --output, or {other}")
+        if not in_place and (found - {files.work.name} or files.checkpoint.exists()):  # answers alone are no run
+            is_finished = (files.place / "config.json").exists()
+            hint = f"--drafter {args.output} to go on from it" if is_finished else "--resume to continue the run in it"
+            raise RedrafterError(f"{files.place} exists already: give another --output, or {hint}")
         return Record(settings)
     if not files.record.exists():
         raise RedrafterError(f"there is no run to resume in {files.place}: leave out --resume")
@@ -278,7 +398,7 @@ def choose_sizes(args: TrainingArgs, model: nn.Module, say: Say) -> DrafterArgs:
 def make_new_drafter(
     args: TrainingArgs, model: nn.Module, sizes: DrafterArgs, texts: Sequence[Text], say: Say
 ) -> TrainableDrafter:
-    """An untrained drafter, of the texts' most frequent tokens where it cannot guess all."""
+    """An untrained drafter, which guesses the texts' most frequent tokens if it cannot guess all."""
     mx.random.seed(args.seed)
     count, ids = sizes.draft_vocab_size, None
     if count is not None:
@@ -307,13 +427,16 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
         record.drop_after(done - 1)  # what a run recorded after its last checkpoint comes again
         if is_report := done % args.steps_per_report == 0:
             record.reports.append({"iteration": done, **shown, "seconds": time.perf_counter() - started})
-        if is_validation := done % args.steps_per_eval == 0 or done == args.iters:
+        is_late = time.perf_counter() > run.deadline
+        if is_validation := done % args.steps_per_eval == 0 or done == args.iters or is_late:
             record.validations.append(validate(run, done))
             scores = [entry["tokens_per_round"] for entry in record.validations]
             if args.patience and scores[-1] > max(scores[:-1], default=0):
                 save_drafter(files.best, run.drafter)
             if len(scores) > args.patience > 0 and max(scores[-args.patience :]) <= max(scores[: -args.patience]):
                 run.say(f"stopping early: no more tokens per round for {args.patience} validations")
+                record.ended = done
+            if is_late:
                 record.ended = done
         if is_report or is_validation:
             record.save(files.record)
@@ -330,8 +453,7 @@ def validate(run: Run, done: int) -> dict[str, Any]:
     """One validation, as an entry of the record."""
     args = run.args
     loss, acceptance = measure_guesses(run.teacher, run.drafter, run.validation, args)
-    texts = run.validation[: args.val_prompts]
-    each = [count_text(run.teacher, run.drafter, text, args, context=False) for text in texts]
+    each = count_texts(run.teacher, run.drafter, run.validation[: args.val_prompts], args)
     tokens = sum(each, Stats()).tokens_per_round
     per_round = format_error(tokens, standard_error(one.tokens_per_round for one in each))
     first = " ".join(f"{shares[0]:.2f}" for shares in acceptance)
@@ -344,24 +466,41 @@ def validate(run: Run, done: int) -> dict[str, Any]:
     return {"iteration": done, "loss": loss, "acceptance": acceptance, "tokens_per_round": tokens}
 
 
-def finish(run: Run) -> bool:
-    """Measures the finished drafter, with `patience` the best one, and writes its directory; whether it is exact."""
+def count_all(run: Run) -> float:
+    """Tokens per round of the drafter on all held-out texts."""
+    return sum(count_texts(run.teacher, run.drafter, run.validation, run.args), Stats()).tokens_per_round
+
+
+def finish(run: Run) -> int:
+    """Writes the directory of the finished drafter, with `patience` of the best one, if it is better than the one that
+    it began as, and measures it; the exit status."""
     args, record, drafter, place = run.args, run.record, run.drafter, run.files.place
-    model, _ = load_target(args, args.model)
     if args.patience:
         best = max(record.validations, key=lambda entry: entry["tokens_per_round"])
-        drafter.update(load_drafter(run.files.best, model).parameters())
+        drafter.update(load_drafter(run.files.best).parameters())
         record.drop_after(best["iteration"])
         run.say(f"the drafter of iteration {best['iteration']} is the result")
+    if record.before is not None:
+        after, least = count_all(run), BETTER * record.before
+        written = "" if after >= least else "not written: "
+        run.say(
+            f"{written}the new drafter makes {after:.3f} tokens per round on {len(run.validation)} held-out texts, "
+            f"{record.before:.3f} before, {least:.3f} needed"
+        )
+        if written:
+            return REFUSED
+    model, _ = load_target(args, args.model)
     dtype = final_dtype(args, run.teacher.dtype)
     drafter.set_dtype(dtype)
     if (name := find_not_finite(list_weights(drafter))) is not None:
         raise RedrafterError(f"{name} does not fit into {dtype}: give another --dtype")
     save_drafter(place, drafter)  # whatever becomes of the rest
     run.say("comparing beam shapes with plain decoding on held-out prompts")
+    prompts = make_prompts(run.validation, args.val_prompts)
+    options = Options(max_tokens=args.val_tokens, temp=args.temp[-1], seed=args.seed)
     shapes = [(1, k) for k in range(1, args.draft_depth + 1)] + [(4, args.draft_depth)]
     try:
-        results = compare_shapes(model, drafter, run.prompts, shapes, run.options, run.ends)
+        results = compare_shapes(model, drafter, prompts, shapes, options, run.ends)
     except KeyboardInterrupt:
         run.say(f"stopped: the drafter is in {place}, its shapes are not compared")
         raise
@@ -369,7 +508,7 @@ def finish(run: Run) -> bool:
     drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
     write_report(run, results)
-    run.say(f"temperature {run.options.temp}, {len(run.prompts)} held-out prompts\n{format_table(results)}")
+    run.say(f"temperature {options.temp}, {len(prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(
             f"note: nothing decodes faster than plain decoding here, the best shape {ratio:.2f} times as fast: "
@@ -378,7 +517,7 @@ def finish(run: Run) -> bool:
     run.say(f"the drafter is in {place}; use it:\n{make_command(args, str(place))}")
     if not (same := all(result.same_tokens for result in results)):
         run.say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
-    return same
+    return 0 if same else 1
 
 
 def write_report(run: Run, results: Sequence[ShapeResult]) -> None:

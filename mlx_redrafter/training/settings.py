@@ -27,7 +27,7 @@ def setting(default: Any, text: str, least: float | None = None, most: float = 2
 
 @dataclass(frozen=True)
 class TrainingArgs:
-    """A training run. Names and meanings are those of `mlx_lm.lora` where it has them.
+    """A training run. Names and meanings follow `mlx_lm.lora`.
 
     Raises:
         RedrafterError: a value out of its range.
@@ -40,12 +40,12 @@ class TrainingArgs:
     mask_prompt: bool = setting(False, "do not learn the prompts of --data")
     prompts: str | None = setting(None, "file of prompts that the target answers: one a line, or jsonl")
     answers: str | None = setting(None, "folder of past answers (--answers of chat) to learn from")
-    drafter: str | None = setting(None, "--answers: the drafter to go on from; --eval-only: the one to measure")
-    minutes: float | None = setting(None, "--answers: how long it may take", 0.01, type=float)
-    learn_prompts: bool = setting(False, "learn what the target would say after each token of --prompts, too")
+    drafter: str | None = setting(None, "the drafter to go on from; --eval-only: the one to measure")
+    minutes: float | None = setting(None, "about how long the run may take", 0.01, type=float)
+    learn_prompts: bool = setting(False, "learn what the target would say after each token of a prompt, too")
     max_prompts: int | None = setting(None, "answer only the first of the prompts; all when not given", 2)
     max_tokens: int = setting(256, "tokens of an answer at most", 1)
-    temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, in turns", type=float, nargs="+")
+    temp: tuple[float, ...] = setting((0.8,), "temperatures of the answers, alternating", type=float, nargs="+")
     output: str = setting("drafter", "directory of the drafter")
     drafter_type: str = setting(DEFAULT, "kind of the drafter", choices=tuple(TRAINABLE))
     exit_dim: int | None = setting(None, "width of its blocks and head; measured when not given", 1, 2**16)
@@ -109,22 +109,17 @@ class TrainingArgs:
             raise RedrafterError(f"give either {given[0]} or {given[1]}, got both")
         check_demo_flags(self.model, self)
         if self.mask_prompt and not self.data:
-            raise RedrafterError("--mask-prompt needs --data: prompts are learned with --learn-prompts alone")
-        if self.learn_prompts and (self.data or self.answers):
-            raise RedrafterError("--learn-prompts goes with --prompts; texts of --data are learned whole")
-        if self.data and self.max_prompts is not None:
-            raise RedrafterError("--max-prompts does not go with --data, whose texts need no answers")
+            raise RedrafterError("--mask-prompt needs --data: other prompts are learned with --learn-prompts only")
+        if self.learn_prompts and self.data:
+            raise RedrafterError("--learn-prompts does not go with --data, whose texts are learned whole")
+        if (self.data or self.answers) and self.max_prompts is not None:
+            raise RedrafterError(f"--max-prompts does not go with {given[0]}, whose texts need no answers")
 
     def check_run(self) -> None:
         """Refuses settings that no run can have, by a RedrafterError, before anything is loaded."""
         self.check_sources()
         if self.model and not (self.data or self.prompts or self.answers):
             raise RedrafterError("expected --data or --prompts, or --answers: texts, or prompts to answer")
-        if self.answers and self.patience:
-            raise RedrafterError("--patience does not go with --answers, which averages the weights")
-        for name, others in (("drafter", "--eval-only and --answers"), ("minutes", "--answers")):
-            if getattr(self, name) and not self.answers:
-                raise RedrafterError(f"--{name} goes with {others}")
         if self.drafter and (self.drafter_type, self.draft_vocab_size) != (DEFAULT, None):
             raise RedrafterError("--drafter-type and --draft-vocab-size do not go with --drafter, which has its own")
         for name in dict.fromkeys(size for kind in TRAINABLE.values() for size in kind.SIZES):
@@ -136,7 +131,7 @@ class TrainingArgs:
                 raise RedrafterError(f"--{flag} does not go with --drafter-type {self.drafter_type}, which has {taken}")
         if self.is_measured and (self.num_draft_layers, self.draft_vocab_size) != (None, None):
             raise RedrafterError("give --exit-dim with --num-draft-layers and --draft-vocab-size, or none of them")
-        if self.max_tokens <= self.draft_depth and not self.data:
+        if self.max_tokens <= self.draft_depth and not (self.data or self.answers):
             raise RedrafterError(
                 f"max_tokens must be above draft_depth {self.draft_depth}: answers must be longer than a draft, "
                 f"got {self.max_tokens}"
@@ -151,11 +146,6 @@ class TrainingArgs:
     def is_measured(self) -> bool:
         """Whether the size is chosen by measuring."""
         return self.kind.MEASURED is not None and getattr(self, self.kind.MEASURED) is None
-
-    @property
-    def learned_tokens(self) -> int | None:
-        """How many tokens of a text are learned at most, those at its end; None for all."""
-        return None if self.data or self.learn_prompts else self.max_tokens
 
     @property
     def mixed_dtype(self) -> mx.Dtype | None:

@@ -1,4 +1,4 @@
-"""What the frozen target says of a batch of texts: its hidden states, and what should follow each token."""
+"""The training targets of a batch: the frozen target's hidden states, and what should follow each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .loss import TrainingTargets
 from .settings import TrainingArgs
 
 CHECKED_TOKENS = 8
-"""On so many tokens it is found how a model makes its logits."""
+"""How many tokens show how a model makes its logits."""
 ROWS_AT_ONCE = 128  # rows of the vocabulary's width that are in float32 at a time
 
 
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
         positions: (N,) int32 indices into the first B * T tokens: what follows these is learned; -1 pads.
         hidden: (B, T, D) the target's hidden states after its final norm; None before it has read them.
         likeliest: (N, M) int32 and (N, M) float16, the likeliest tokens and their probabilities, see `Text.likeliest`;
-            None where they were not kept.
+            None if they were not kept.
     """
 
     ids: mx.array
@@ -82,10 +82,10 @@ class Teacher:
 
 
 def find_scale_and_cap(raw: mx.array, logits: mx.array, name: str) -> tuple[float, float | None]:
-    """(factor, cap or None) that make a model's logits of what its output matrix gives: cap * tanh(factor * raw / cap).
+    """(factor, cap or None) from which a model's logits follow: cap * tanh(factor * raw / cap).
 
     Args:
-        raw, logits: (..., V) of some tokens.
+        raw, logits: (..., V) what the output matrix gives for some tokens, and the model's logits.
         name: the model's, for the error.
 
     Raises:
@@ -134,7 +134,7 @@ def compute_targets(
         args: says what is learned: `labels`, `teacher_top_k`.
         draft_ids: (V',) the tokens that the drafter can guess; None for all.
         key: of labels that are drawn.
-        of_text: whether the text's own tokens should follow, whatever `args` says, as where drafts are counted.
+        of_text: whether the text's own tokens should follow, whatever `args` says.
 
     Raises:
         UnsupportedModelError: see `Teacher`.
@@ -213,12 +213,12 @@ def find_likeliest(teacher: Teacher, hidden: mx.array, count: int) -> tuple[np.n
 
 
 def new_drafter(model: nn.Module, args: DrafterArgs, ids: np.ndarray | None = None) -> TrainableDrafter:
-    """An untrained drafter that knows from the target's embedding which tokens are alike.
+    """An untrained drafter that begins with the principal components of the target's embedding.
 
-    Output matrices are most of a drafter, and rare tokens seldom change them: so it learns faster at first.
+    Output matrices are most of a drafter, and rare tokens seldom change them, so it learns faster at first.
 
     Args:
-        ids: (V',) the tokens that it can guess, where `args` says that it cannot guess all.
+        ids: (V',) the tokens that it can guess; None if it can guess all.
     """
     drafter = cast(TrainableDrafter, make_drafter(args))
     if ids is not None:

@@ -159,7 +159,7 @@ def fit(
 
     @partial(mx.compile, inputs=state, outputs=state)
     def update(arrays: Sequence[mx.array], before: Any, last: bool) -> tuple[dict[str, mx.array], Any]:
-        """(what the iteration shows, the gradients so far, or None where they became an update)."""
+        """(what the iteration shows, the gradients so far, or None after an update)."""
         (_, shown), grads = loss_and_grads(*arrays)
         if before is not None:
             grads = tree_map(mx.add, before, grads)
@@ -229,7 +229,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer, st
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None, optimizer: optim.Optimizer | None = None) -> int:
-    """Restores what `save_checkpoint` wrote, where a model is given, and returns its step; 0 without a checkpoint.
+    """The step of a checkpoint, 0 without one; restores what `save_checkpoint` wrote into the model, if one is given.
 
     Raises:
         CheckpointError: damaged, or of another model.

@@ -10,7 +10,7 @@ from bench_records import parse_flags
 
 from benchmarks import answers
 from mlx_redrafter.answer_folder import Text
-from mlx_redrafter.training import from_answers
+from mlx_redrafter.training import data
 
 
 def test_more_answers_are_more_rows(
@@ -18,11 +18,10 @@ def test_more_answers_are_more_rows(
 ) -> None:
     """Of both kinds; what the gate did is in the rows of drafters that were trained."""
 
-    def is_held_back(text: Text) -> bool:
+    def is_held_out(text: Text) -> bool:
         return bool(text.ids.sum() % 2)  # of few answers some
 
-    monkeypatch.setattr(from_answers, "is_held_back", is_held_back)
-    monkeypatch.setattr(from_answers, "ENOUGH", 4)
+    monkeypatch.setattr(data, "is_held_out", is_held_out)
     flags = ("--kept", "0", "6", "--prompts", "1", "--max-tokens", "20", "--texts", str(tmp_path / "texts.json"))
     args = parse_flags(answers, *flags, "--iters", "1", "--minutes", "10", "--json")
     assert answers.run(args) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.training import command, evaluation, from_answers, run
+from mlx_redrafter.training import command, evaluation, run
 from mlx_redrafter.training.command import make_parser, parse_args
 from mlx_redrafter.training.settings import TrainingArgs
 
@@ -58,8 +58,9 @@ def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
         (("--data", "x", "--prompts", "y"), "give either --data or --prompts, got both"),
         (("--adapter-path", "x"), "--adapter-path needs --model"),
         (("--mask-prompt",), "--mask-prompt needs --data"),
-        (("--data", "x", "--learn-prompts"), "--learn-prompts goes with --prompts"),
+        (("--data", "x", "--learn-prompts"), "--learn-prompts does not go with --data"),
         (("--data", "x", "--max-prompts", "9"), "--max-prompts does not go with --data"),
+        (("--answers", "x", "--max-prompts", "9"), "--max-prompts does not go with --answers"),
         (("--draft-vocab-size", "64"), "give --exit-dim with"),
         (("--inner-dim", "64"), "--inner-dim does not go with --drafter-type recurrent, which has --exit-dim and"),
         (("--drafter-type", "medusa", "--exit-dim", "64"), "--exit-dim does not go with --drafter-type medusa"),
@@ -78,15 +79,11 @@ def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
         (("--resume",), "there is no run to resume in"),
         (("--prompts", "/no/such"), "cannot read the prompts in /no/such"),
         (("--model", "x", "--data", "/no/such"), "got '/no/such': no such folder"),
-        (("--drafter", "x"), "--drafter goes with --eval-only and --answers"),
-        (("--minutes", "3"), "--minutes goes with --answers"),
         (("--answers", "/no/such"), "expected a folder that --answers has made, got /no/such"),
         (("--answers", "x", "--prompts", "y"), "give either --prompts or --answers, got both"),
-        (("--answers", "x", "--patience", "2"), "--patience does not go with --answers"),
-        (("--answers", "x", "--resume"), "--resume does not go with --answers"),
-        (("--answers", "x", "--minutes", "nan"), "minutes must be .*, got nan"),
-        (("--answers", "x", "--drafter", "y", "--exit-dim", "8"), "--exit-dim does not go with --drafter"),
-        (("--answers", "x", "--drafter", "y", "--drafter-type", "eagle"), "--drafter-type and .* do not go with"),
+        (("--minutes", "nan"), "minutes must be .*, got nan"),
+        (("--drafter", "y", "--exit-dim", "8"), "--exit-dim does not go with --drafter"),
+        (("--drafter", "y", "--drafter-type", "eagle"), "--drafter-type and .* do not go with"),
         (("--eval-only", "--answers", "x"), "--answers does not go with --eval-only"),
         (("--shapes", "3"), "argument --shapes: expected W,K or W,K,N, got '3'"),
         (("--eval-only", "--max-tokens", "0"), "max_tokens must be at least 1"),
@@ -99,7 +96,7 @@ def test_a_choice_that_is_none_is_refused_in_python(name: str) -> None:
 def test_wrong_flags_are_refused_before_loading(
     flags: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((run, "load_target"), (from_answers, "load_target"), (evaluation, "load_pair")):
+    for module, name in ((run, "load_target"), (evaluation, "load_pair")):
         monkeypatch.setattr(module, name, lambda *args: pytest.fail("a model was loaded"))
     monkeypatch.setattr(sys, "argv", ["train", "--output", str(tmp_path / "drafter"), *flags])
     with pytest.raises(RedrafterError, match=reason):

@@ -25,7 +25,7 @@ from mlx_redrafter.training.evaluation import (
     add_results,
     compare_shapes,
     count_rounds,
-    count_tokens_per_round,
+    count_texts,
     find_accepted,
     format_table,
     make_prompts,
@@ -74,8 +74,8 @@ def test_counted_rounds_are_those_of_decoding(depth: int) -> None:
         assert count_rounds(text, found, None) == run.stats.rounds
         assert count_rounds(text, None, None) == 32, "a round for each token"
         accepted += run.stats.accepted
-        tokens = count_tokens_per_round(model, drafter, [text], args, context=False)
-        assert tokens == pytest.approx(32 / run.stats.rounds)
+        (stats,) = count_texts(model, drafter, [text], args)
+        assert stats.tokens_per_round == pytest.approx(32 / run.stats.rounds)
     assert accepted > 10
 
 

@@ -103,9 +103,15 @@ class Reference:
         self.loss = total / sum(self.weights.values())
 
 
-@pytest.mark.parametrize("rnn", [True, False])
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("weights", [None, [4.0, 0.0, 1.0], [1.0] * (LENGTH - 1)])
+@pytest.mark.parametrize(
+    ("rnn", "few", "weights"),
+    [
+        (True, False, None),
+        (False, True, None),
+        (True, True, [4.0, 0.0, 1.0]),
+        (False, False, [1.0] * (LENGTH - 1)),
+    ],
+)
 def test_same_as_one_draft_at_a_time(rnn: bool, few: bool, weights: list[float] | None) -> None:
     drafter, targets = make(rnn, few=few)
     depth = DEPTH if weights is None else len(weights)
@@ -149,8 +155,7 @@ def test_gradient_is_that_of_finite_differences(weights: list[float] | None) -> 
         assert abs(slope) > 1e-5, f"negative control: {name} matters"
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize("grad_checkpoint", [False, True])
+@pytest.mark.parametrize(("chunk", "grad_checkpoint"), [(1, False), (4, True)])
 def test_less_memory_gives_the_same_gradient(chunk: int, grad_checkpoint: bool) -> None:
     drafter, targets = make()
 

@@ -90,8 +90,7 @@ def test_adapters_are_part_of_the_target(model: Any, batch: Batch) -> None:
     assert not mx.allclose(found, mx.softmax(logits_at(model, batch), axis=-1), atol=1e-3)
 
 
-@pytest.mark.parametrize("exit_dim", [12, 2 * HIDDEN])
-@pytest.mark.parametrize("ids", [None, np.arange(18)])
+@pytest.mark.parametrize(("exit_dim", "ids"), [(12, None), (12, np.arange(18)), (2 * HIDDEN, None)])
 def test_a_new_head_has_the_embeddings_components(model: Any, exit_dim: int, ids: np.ndarray | None) -> None:
     count = None if ids is None else len(ids)
     drafter = new_drafter(model, DrafterArgs(HIDDEN, VOCAB, exit_dim, 1, draft_vocab_size=count), ids)

@@ -110,8 +110,9 @@ class Stopped(Exception):
     """What ends a run early."""
 
 
-@pytest.mark.parametrize("labels", ["distribution", "sampled"])
-@pytest.mark.parametrize(("accumulate", "save_every", "kept"), [(1, 4, 4), (2, 5, 6)])
+@pytest.mark.parametrize(
+    ("labels", "accumulate", "save_every", "kept"), [("distribution", 1, 4, 4), ("sampled", 2, 5, 6)]
+)
 def test_resuming_changes_nothing(
     model: nn.Module, batches: Batches, labels: str, accumulate: int, save_every: int, kept: int, tmp_path: Path
 ) -> None:
