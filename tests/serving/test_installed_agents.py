@@ -1,0 +1,132 @@
+"""The coding agents themselves, with the settings of docs/server.md: a scripted model reads a file, edits it, runs it.
+
+Nothing leaves this machine once npm has installed them: both have a home of their own and an address on loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Running, ScriptedEngine, ScriptedRequest
+
+pytestmark = [
+    pytest.mark.npm,
+    pytest.mark.skipif(shutil.which("npm") is None, reason="npm installs the agents"),
+]
+BROKEN, RIGHT = "def add(a, b):\n    return a - b\n", "def add(a, b):\n    return a + b\n"
+PRINT = "\n\nprint(add(2, 3))\n"
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where npm has put them; the script after Claude Code's installation only copies the binary."""
+    folder = tmp_path_factory.mktemp("npm")
+    names = ["@anthropic-ai/claude-code", "@openai/codex"]
+    subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder, *names],
+        check=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    return folder / "node_modules"
+
+
+def play(engine: ScriptedEngine, calls: Sequence[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the engine make each call once the ones before have results, and answer after the last."""
+    submit = engine.submit
+
+    def answer(prompt: list[int], **asked: Any) -> ScriptedRequest:
+        done = str(engine.tokenizer.decode(prompt)).count("<tool>")
+        called = [{"name": name, "arguments": arguments} for name, arguments in calls[done : done + 1]]
+        text = f"<tool_call>{json.dumps(called[0])}</tool_call>" if called else "It adds now."
+        engine.texts = [[f"</think>{text}"]]
+        return submit(prompt, **asked)
+
+    monkeypatch.setattr(engine, "submit", answer)
+
+
+def run_agent(command: Sequence[str | Path], home: Path, work: Path, **variables: str) -> str:
+    """What an agent prints; it must end well."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **variables}
+    done = subprocess.run(
+        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """(an empty home, a folder with a program that is wrong)."""
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    (work / "add.py").write_text(BROKEN + PRINT)
+    return home, work
+
+
+def test_claude_code_edits_and_runs_a_file(
+    scripted: tuple[Running, ScriptedEngine],
+    packages: Path,
+    places: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, engine = scripted
+    home, work = places
+    file = str(work / "add.py")
+    run = f"{sys.executable} add.py"
+    play(
+        engine,
+        [
+            ("Read", {"file_path": file}),
+            ("Edit", {"file_path": file, "old_string": "a - b", "new_string": "a + b"}),
+            ("Bash", {"command": run, "description": "Run it"}),
+        ],
+        monkeypatch,
+    )
+    (binary,) = packages.glob("@anthropic-ai/claude-code-*/claude")
+    models = dict.fromkeys(("MODEL", *(f"DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU"))), "demo")
+    out = run_agent(
+        [binary, "-p", "Fix add.py", "--permission-mode", "acceptEdits", "--allowedTools", f"Bash({run})"],
+        home,
+        work,
+        ANTHROPIC_BASE_URL=server.url,
+        ANTHROPIC_AUTH_TOKEN="none",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        **{f"ANTHROPIC_{name}": value for name, value in models.items()},
+    )
+    assert (work / "add.py").read_text() == RIGHT + PRINT and "It adds now." in out
+    assert "<tool>5" in engine.prompt, "it has read what the program printed"
+
+
+def test_codex_edits_and_runs_a_file(
+    scripted: tuple[Running, ScriptedEngine],
+    packages: Path,
+    places: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, engine = scripted
+    home, work = places
+    commands = ["cat add.py", "sed -i 's/a - b/a + b/' add.py", f"{sys.executable} add.py"]
+    play(engine, [("exec_command", {"cmd": command}) for command in commands], monkeypatch)
+    (home / ".codex").mkdir()
+    (home / ".codex" / "config.toml").write_text(f"""model = "demo"
+model_provider = "mlx_redrafter"
+model_context_window = 32768
+
+[model_providers.mlx_redrafter]
+name = "mlx_redrafter"
+base_url = "{server.url}/v1"
+wire_api = "responses"
+stream_idle_timeout_ms = 3000000
+""")
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    out = run_agent([packages / ".bin" / "codex", "exec", *flags, "Fix add.py"], home, work)
+    assert (work / "add.py").read_text() == RIGHT + PRINT and "It adds now." in out
+    assert "Output:\n5" in engine.prompt, "it has read what the program printed"
