@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import cast
@@ -231,14 +231,31 @@ class Batch:
         removed = {uid: self._rows.pop(uid)[0] for uid in uids}
         return {removed[uid]: (cache, len(tokens)) for uid, (cache, tokens) in caches.items()}
 
-    def remove_only(self) -> tuple[Request, Round, Start]:
-        """Removes the only row just after `step` returned its token; also returns the next, which is being computed."""
-        ((row, sampler),) = self._rows.values()
-        assert sampler.last is not None
-        tokens, logprobs = sampler.last[0], sampler.last[1][0]
-        start = self.remove([row])[row]
-        mx.eval(tokens, logprobs)
-        return row, Round(cast(list[int], tokens.tolist()), [logprobs]), start
+    def remove_all(self, stepped: Sequence[Request]) -> list[tuple[Request, Round, Start]]:
+        """Removes all rows just after `step` returned a token of each; also returns the next, which is being computed.
+
+        Args:
+            stepped: the rows in the order of that step.
+
+        Returns:
+            Nothing, with the rows still in the batch, if greedy and sampled ones are mixed.
+        """
+        samplers = dict(self._rows.values())
+        distinct = {id(sampler) for sampler in samplers.values()}
+        if len(distinct) not in (1, len(samplers)):
+            return []
+        following = []
+        for at, row in enumerate(stepped):
+            last = samplers[row].last
+            assert last is not None
+            index = at if len(distinct) == 1 else 0  # mlx-lm has called it for all rows, or for this one
+            following.append((last[0][index : index + 1], last[1][index]))
+        starts = self.remove(stepped)
+        mx.eval(following)
+        return [
+            (row, Round(cast(list[int], tokens.tolist()), [logprobs]), starts[row])
+            for row, (tokens, logprobs) in zip(stepped, following, strict=True)
+        ]
 
     def close(self) -> None:
         """Frees mlx-lm's batch."""

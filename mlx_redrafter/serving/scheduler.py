@@ -1,7 +1,8 @@
 """The scheduler: the requests that run, and their steps.
 
-One request alone is decoded by this package's loop, several by mlx-lm's batches. A request moves between them at
-the end of a round, with its cache. If mlx-lm cannot batch a model's caches, requests take turns, a round each.
+One request alone is decoded by this package's loop, several by mlx-lm's batches. Two or three take turns in the loop,
+a round each, if that is measured to be faster, and any number does if mlx-lm cannot batch a model's caches. A request
+moves between the two at the end of a round, with its cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..engine.stats import Stats
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
+from .pace import Pace
 from .prompt_cache import PromptCache, common_prefix, default_bytes
 from .request import Request, read_logprobs
 from .rows import Batch, Loops
@@ -75,7 +77,7 @@ class Scheduler:
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, size, *prefill)
         self._loops, self._batch = Loops(model, drafter, self._note_drafter_failure), self._make_batch()
-        self._alone_steps = 0
+        self._alone_steps, self._pace = 0, Pace()
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
@@ -134,8 +136,7 @@ class Scheduler:
         self._start(started)
         if self._batch.rows:
             self._step_batch(others_wait=others_wait)
-        for row in self._loops.rows:
-            self._step_alone(row)
+        self._step_loops()
 
     def abort(self, error: Exception) -> None:
         """Ends all rows with an error that leaves the state undefined, and drops all caches."""
@@ -158,16 +159,15 @@ class Scheduler:
             other, shared = self._find_prefix(row, [each for each in self.rows if each.read])
             if other is not None and other.read >= shared:
                 self._store_prompt(other)
-        if started and self._prefill_rows and len(self.rows) > 1:
-            for row in self._loops.rows:
-                self._hand_to_batch(row)
+        if started and self._batches:
+            self._hand_to_batch(self._loops.rows)
         for row in started:
             row.queue_seconds = time.perf_counter() - row.submitted
             with self._failing(row):
                 row.grammar = None if row.make_grammar is None else row.make_grammar()
                 start = self.prompt_cache.fetch(row.text)
                 row.read = row.cached_tokens = start[1]
-                (self._batch if self._prefill_rows and len(self.rows) > 1 else self._loops).add(row, start)
+                (self._batch if self._batches else self._loops).add(row, start)
 
     def _store_prompt(self, row: Request) -> None:
         """Keeps a copy of the cache of the prompt so far."""
@@ -175,14 +175,32 @@ class Scheduler:
             cache, held = (self._loops if row in self._loops.rows else self._batch).copy_cache(row)
             self.prompt_cache.store(row.text[:held], cache or [])
 
-    def _hand_to_batch(self, row: Request) -> None:
-        """Moves a row once its cache ends before its last token, which the batch then reads first."""
-        while row in self._loops.rows and not self._loops.stop_running_ahead(row):
+    @property
+    def _batches(self) -> bool:
+        """Whether the rows there are now belong into a batch."""
+        return self._prefill_rows > 0 and len(self.rows) > 1 and not self._pace.prefers_turns(len(self.rows))
+
+    def _hand_to_batch(self, rows: Iterable[Request]) -> None:
+        """Moves rows once their caches end before the last token, which the batch then reads first."""
+        for row in rows:
+            while row in self._loops.rows and not self._loops.stop_running_ahead(row):
+                self._step_alone(row)
+            if row in self._loops.rows:
+                with self._failing(row):
+                    self._batch.add(row, self._loops.remove([row])[row])
+                    self._counters.mode_switches["batch"] += 1
+
+    def _step_loops(self) -> None:
+        """Decodes a round of every row that has a loop; several that batches are faster for move into one."""
+        rows, started = self._loops.rows, time.perf_counter()
+        before = sum(row.generated_tokens for row in rows)
+        is_decoding = all(row.generated_tokens for row in rows)
+        for row in rows:
             self._step_alone(row)
-        if row in self._loops.rows:
-            with self._failing(row):
-                self._batch.add(row, self._loops.remove([row])[row])
-                self._counters.mode_switches["batch"] += 1
+        made = sum(row.generated_tokens for row in rows) - before
+        may_batch = len(rows) > 1 and is_decoding and self._prefill_rows and not self._batch.rows
+        if may_batch and not self._pace.observe_rounds(len(rows), made, time.perf_counter() - started):
+            self._hand_to_batch(self._loops.rows)
 
     def _step_alone(self, row: Request) -> None:
         with self._failing(row):
@@ -194,23 +212,30 @@ class Scheduler:
                 self._store_prompt(row)
 
     def _step_batch(self, *, others_wait: bool) -> None:
+        began = time.perf_counter()
         read, made = self._batch.step()
+        seconds, stepped = time.perf_counter() - began, [row for row, _ in made]
         for row in read:
             self._store_prompt(row)
         self._counters.batch_steps += len(made) > 0
         self._end(self._report(made))
-        is_alone = len(made) == 1 and [made[0][0]] == self._batch.rows
-        self._alone_steps = self._alone_steps + 1 if is_alone else 0
-        if self._alone_steps >= ALONE_STEPS and not others_wait and made[0][0].draft:
-            # It goes on alone, after the token that the batch is computing.
-            row, following, start = self._batch.remove_only()
-            with self._failing(row):
-                if row.error is not None:
-                    raise row.error
-                ended = self._report([(row, following)])
-                self._loops.add(row, start)
-                self._counters.mode_switches["single"] += 1
-                self._end(ended)
+        if not stepped or set(stepped) != set(self._batch.rows):
+            self._alone_steps = 0
+            return
+        self._alone_steps = self._alone_steps + 1 if len(stepped) == 1 else 0
+        leaves = self._alone_steps >= ALONE_STEPS
+        if len(stepped) > 1 and ranks.count() == 1 and self._options.shape is not None:  # ranks measure different times
+            leaves = self._pace.observe_step(len(stepped), seconds)
+        if leaves and not others_wait and all(row.draft for row in stepped):
+            # Each goes on in a loop, after the token that the batch is computing.
+            for row, following, start in self._batch.remove_all(stepped):
+                with self._failing(row):
+                    if row.error is not None:
+                        raise row.error
+                    ended = self._report([(row, following)])
+                    self._loops.add(row, start)
+                    self._counters.mode_switches["single" if len(stepped) == 1 else "turns"] += 1
+                    self._end(ended)
 
     def _report(self, made: list[tuple[Request, Round]]) -> dict[Request, FinishReason]:
         """Counts and sends what one forward has made for each row; returns the rows that end with it."""

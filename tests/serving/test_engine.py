@@ -15,6 +15,7 @@ from cached import make_cached
 from families import make_family
 from grammars import ToyGrammar, mask_history
 from mlx_lm.sample_utils import make_logits_processors
+from sessions import make_drafter
 from toys import VOCAB, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
 from mlx_redrafter import RedrafterError, load_demo
@@ -23,8 +24,9 @@ from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_context_length
 from mlx_redrafter.options import Options
-from mlx_redrafter.serving import rows
+from mlx_redrafter.serving import rows, scheduler
 from mlx_redrafter.serving.engine import Engine
+from mlx_redrafter.serving.pace import Pace
 from mlx_redrafter.serving.prompt_cache import PromptCache
 from mlx_redrafter.serving.request import Request
 from mlx_redrafter.serving.structured_output import GrammarCompiler
@@ -229,6 +231,40 @@ def test_prompt_that_is_being_read_joins_a_batch() -> None:
         assert [tokens_of(events) for events in answers] == [plain(long), plain(short)]
         assert engine.counters.mode_switches["batch"] == 1
         assert engine.counters.prompt_tokens == 300 + len(short["prompt"])
+
+
+class RestlessPace(Pace):
+    """Leaves the batch after every third step, and the turns after every fourth round."""
+
+    def observe_step(self, rows: int, seconds: float) -> bool:
+        self._n_steps += 1
+        return self._n_steps % 3 == 0
+
+    def observe_rounds(self, rows: int, tokens: int, seconds: float) -> bool:
+        self._n_rounds += 1
+        return self._n_rounds % 4 != 0
+
+    def prefers_turns(self, rows: int) -> bool:
+        return self._n_rounds % 2 == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize(
+    "sampling", [[{}, {}], [SAMPLED, SAMPLED | {"seed": 8}], [{}, SAMPLED], [{}, {}, SAMPLED]], ids=str
+)
+def test_turns_and_batches_make_the_same_texts(
+    name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often rows go from one to the other, drafted by turns, and from the context too."""
+    monkeypatch.setattr(scheduler, "Pace", RestlessPace)
+    model = make_model() if name == "llama" else make_family(name)
+    drafter = make_drafter(model)
+    requests = [ask(PROMPTS[at], 40 + 7 * at, **each) for at, each in enumerate(sampling)]
+    with running(model, drafter, options={"draft_depth": 2, "context": True}) as engine:
+        for request, events in zip(requests, generate(engine, *requests), strict=True):
+            assert tokens_of(events) == plain(request, model)
+        switches = engine.counters.mode_switches
+        assert switches["turns"] and switches["batch"]
 
 
 @pytest.mark.parametrize(("kind", "options"), TURNS.values(), ids=TURNS)
