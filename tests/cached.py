@@ -11,41 +11,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from published import Arrays, read_golden
 from small import randomised, small_llama
 
 from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.drafters.source import Source
 from mlx_redrafter.engine.types import Kept
-
-GOLDEN = Path(__file__).parent / "golden" / "cached"
-
-Arrays = dict[str, mx.array]
-
-
-def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
-    """(tensors by their published names, what the original computes of them, the config, the file's name)."""
-    arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
-    weights, golden = (
-        {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-        for prefix in ("weights.", "golden.")
-    )
-    return weights, golden, json.loads(metadata["config"]), metadata["file"]
-
-
-def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
-    """A head in its published directory.
-
-    Args:
-        arrays: other tensors than those of the golden file.
-        config: other values than the published; None leaves a key out.
-    """
-    weights, _, said, file = read_golden(name)
-    directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / file), weights if arrays is None else arrays, {"format": "pt"})
-    said |= config
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
-    return directory
 
 
 def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:

@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import GOLDEN, make_target, publish, read_golden, tell
+from cached import make_target, tell
 from checkpoints import INDEX, base, refused, save
+from published import list_golden, publish, read_golden
 from toys import assert_same_steps, make_prompt, run
 
 from mlx_redrafter.checkpoints import load_drafter
@@ -21,9 +22,9 @@ from mlx_redrafter.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
 
-PAIRS = tuple(sorted(file.stem for file in GOLDEN.glob("eagle*.safetensors")))
+PAIRS = list_golden("cached/eagle*")
 QUANTIZED = ("eagle3_mlx", "qwen3_5_mtp_mlxvlm_4bit", "qwen3_5_mtp_mlx_inline", "qwen3_5_mtp_mlx_mixed")
-MTP = tuple(sorted(file.stem for file in GOLDEN.glob("*_mtp*.safetensors")))
+MTP = list_golden("cached/*_mtp*")
 
 
 def load_golden(name: str, directory: Path, **config: Any) -> Drafter:

@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cached import publish
 from cost_curves import make_costs
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
+from published import publish
 from sessions import FAMILIES, chat_tokenizer
 from sessions import make_model as make_shared
 from small import save_target, small_llama
