@@ -140,7 +140,7 @@ def test_chains_of_a_model_without_trees_for_a_target_with_them() -> None:
     assert source.propose(mx.array(2), Plan(2, 3, 7), None, ordered=True).tokens.shape == (4,)
 
 
-@pytest.mark.parametrize("taken", range(1, 12))
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 10])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_goes_on_where_its_text_was_left(family: str, taken: int) -> None:
     """Early in a round, late in it, and with a fork whose text goes another way."""

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import CONFIGS, WIDE_STREAMS, make_family, make_follower, modules, record_hidden_states
+from grids import pairs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
@@ -135,9 +136,7 @@ def test_refused_by_name_and_reason(name: str) -> None:
         check_draftable(make_family(name), tree=False)
 
 
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("size", [3, 15, 40])
+@pytest.mark.parametrize(("size", "width", "keep"), pairs((3, 15, 40), (1, 2), (0, 4)))
 def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
     """Rings of 12 rows, of which those of `max_kv_size` keep the first 4."""
     model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(size)]
