@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -31,8 +32,14 @@ def fit(kind: str, model: Any) -> Drafter:
     return make_cached(kind, *model_sizes(model), layers=len(model.layers))
 
 
-@pytest.mark.parametrize("kind", CACHED_KINDS)
-@pytest.mark.parametrize("name", ["few tokens", "qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss"])
+FAMILIES = ("qwen3", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*product(["few tokens"], CACHED_KINDS)]
+    + [(name, kind) for at, name in enumerate(FAMILIES) for kind in CACHED_KINDS[at % 3 :: 3]],
+)
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
     model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
     drafter, vocab = fit(kind, model), min(50, model_sizes(model)[1])
@@ -90,7 +97,7 @@ def draft_afresh(drafter: Drafter, model: Any, text: list[int], plan: Plan) -> l
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-@pytest.mark.parametrize("plan", [(1, 4), (3, 3), (3, 3, 6)], ids=str)
+@pytest.mark.parametrize("plan", [(1, 4), (3, 3, 6)], ids=str)
 def test_drafts_do_not_depend_on_how_the_text_was_told(plan: tuple[int, ...], kind: str) -> None:
     """In pieces, plain steps and rounds, of which a part stays: a draft is that of a source that reads all at once."""
     model = make_model(vocab=3)
@@ -113,7 +120,7 @@ def test_a_source_goes_on_after_an_early_end_and_a_fork(kind: str) -> None:
     model = make_model(vocab=FEW)
     drafter, prompt = fit(kind, model), make_prompt(12, vocab=FEW)
     plan = Plan(2, 3, 7)
-    for count in range(1, 9):
+    for count in (1, 2, 4, 7):
         source, cache = drafter.open(model), make_prompt_cache(model)
         text = [*prompt, *ids(run(model, prompt, source, max_tokens=count, plan=plan, prompt_cache=cache))]
         fork, more = source.fork(), make_prompt(3, vocab=FEW, seed=count)
