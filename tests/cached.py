@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from small import randomised, small_llama
 from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.drafters.source import Source
+from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
 
 
@@ -43,6 +45,21 @@ def tell(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> N
     parts = mx.split(hidden, len(source.capture), axis=-1)
     states = dict(zip(source.capture, parts, strict=True))
     source.keep(Kept(tokens.astype(mx.int32), states, None, len(tokens), position))
+
+
+class Reading:
+    """A text and the target's hidden states of it, of which a source is told piece by piece."""
+
+    def __init__(self, source: Source, model: nn.Module, tokens: Sequence[int]) -> None:
+        self._tokens = mx.array(tokens)
+        self._hidden = Target(model, capture=source.capture).forward(self._tokens).hidden
+
+    def tell(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True) -> None:
+        """Tells a source of positions `start` to `stop`; that they stay is not known yet unless `known`."""
+        stop = len(self._tokens) if stop is None else stop
+        part = {name: states[start:stop] for name, states in self._hidden.items()}
+        count = stop - start
+        source.keep(Kept(self._tokens[start:stop], part, None, count if known else mx.array(count), start))
 
 
 LAYERS: dict[str, dict[str, Any]] = {
