@@ -35,7 +35,6 @@ from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.recurrent import Drafter
 
-
 OWN_NAMES = (
     "Apple's directory",
     "lm_heads and input_projs",
