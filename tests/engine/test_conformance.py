@@ -104,7 +104,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
         assert bool(messages) is (width > 1 and name not in TREES), (case, messages)
         stats = steps[-1].stats
         assert 1 + stats.rounds + stats.accepted == count, case
-        for alone in (True, False) if script in ("mixed", "random") else ():
+        for alone in {"mixed": (True, False), "random": (False,)}.get(script, ()):
             monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
             with warnings.catch_warnings(action="ignore"):
                 steps = run(
