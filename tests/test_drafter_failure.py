@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from cost_curves import make_costs
 from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
 from small import small_drafter
-from toys import make_model, make_prompt, make_tokenizer
+from toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.drafters.source import StepwiseSource
@@ -30,22 +29,9 @@ PLANS: dict[str, dict[str, Any]] = {
 TEMPS = pytest.mark.parametrize("temp", [0.0, 0.8])
 
 
-class Broken(Exception):
-    """What a drafter fails with."""
-
-
 def failing_drafter(calls: int) -> Any:
     """A drafter that raises from this call on."""
-    drafter, left = small_drafter(hidden=64, vocab=VOCAB), iter(range(calls))
-    real = drafter.logits
-
-    def logits(*given: Any) -> mx.array:
-        if next(left, None) is None:
-            raise Broken(f"call {calls}")
-        return real(*given)
-
-    drafter.logits = logits
-    return drafter
+    return fail_at(small_drafter(hidden=64, vocab=VOCAB), calls)
 
 
 def stream(**options: Any) -> list[GenerationResponse]:
