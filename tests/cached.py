@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +12,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from published import Arrays, read_golden
 from small import randomised, small_llama
 
 from mlx_redrafter.drafters import dflash, dspark, eagle, mtp
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.drafters.source import Source
+from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
-
-GOLDEN = Path(__file__).parent / "golden" / "cached"
-
-Arrays = dict[str, mx.array]
-
-
-def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
-    """(tensors by their published names, what the original computes of them, the config, the file's name)."""
-    arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
-    weights, golden = (
-        {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-        for prefix in ("weights.", "golden.")
-    )
-    return weights, golden, json.loads(metadata["config"]), metadata["file"]
-
-
-def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
-    """A head in its published directory.
-
-    Args:
-        arrays: other tensors than those of the golden file.
-        config: other values than the published; None leaves a key out.
-    """
-    weights, _, said, file = read_golden(name)
-    directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / file), weights if arrays is None else arrays, {"format": "pt"})
-    said |= config
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
-    return directory
 
 
 def make_target(name: str, drafter: Drafter, *, layers: int = 12) -> nn.Module:
@@ -71,6 +45,21 @@ def tell(source: Source, hidden: mx.array, tokens: mx.array, position: int) -> N
     parts = mx.split(hidden, len(source.capture), axis=-1)
     states = dict(zip(source.capture, parts, strict=True))
     source.keep(Kept(tokens.astype(mx.int32), states, None, len(tokens), position))
+
+
+class Reading:
+    """A text and the target's hidden states of it, of which a source is told piece by piece."""
+
+    def __init__(self, source: Source, model: nn.Module, tokens: Sequence[int]) -> None:
+        self._tokens = mx.array(tokens)
+        self._hidden = Target(model, capture=source.capture).forward(self._tokens).hidden
+
+    def tell(self, source: Source, start: int = 0, stop: int | None = None, *, known: bool = True) -> None:
+        """Tells a source of positions `start` to `stop`; that they stay is not known yet unless `known`."""
+        stop = len(self._tokens) if stop is None else stop
+        part = {name: states[start:stop] for name, states in self._hidden.items()}
+        count = stop - start
+        source.keep(Kept(self._tokens[start:stop], part, None, count if known else mx.array(count), start))
 
 
 LAYERS: dict[str, dict[str, Any]] = {

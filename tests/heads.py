@@ -1,9 +1,7 @@
-"""Heads as others publish them, from the golden files; and small random drafters of every kind."""
+"""Small random drafters of every kind that keeps nothing of a text."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,37 +9,6 @@ from small import randomised
 
 from mlx_redrafter.drafters import arctic_lstm, medusa, mlp_speculator, recurrent
 from mlx_redrafter.drafters.protocol import Drafter
-
-GOLDEN = Path(__file__).parent / "golden" / "heads"
-NAMES = sorted(file.stem for file in GOLDEN.glob("*.safetensors"))
-
-Arrays = dict[str, mx.array]
-
-
-def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, str]]:
-    """(tensors by their published names, what the original computes of them, the metadata) of a golden file."""
-    arrays, metadata = mx.load(str(GOLDEN / f"{name}.safetensors"), return_metadata=True)
-    weights, golden = (
-        {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-        for prefix in ("weights.", "golden.")
-    )
-    return weights, golden, metadata
-
-
-def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
-    """A head in its published directory.
-
-    Args:
-        arrays: other tensors than those of the golden file.
-        config: other values than the published; None leaves a key out.
-    """
-    weights, _, metadata = read_golden(name)
-    directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / metadata["file"]), weights if arrays is None else arrays, {"format": "pt"})
-    said = json.loads(metadata["config"]) | config
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
-    return directory
-
 
 KINDS = ("recurrent", "medusa", "mlp_speculator", "tied mlp_speculator", "arctic_lstm")
 

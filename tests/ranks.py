@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,8 @@ def main() -> None:
         found["measured"] = measure_together()
     costs: Any = lambda pair, **how: make_costs(replay=float(how["trees"] is False))  # noqa: E731
     Pair.costs = costs  # type: ignore[method-assign]
-    cases = product(KINDS, ("tensor", "pipeline"))
+    ways = ("tensor", "pipeline")
+    cases = product(KINDS, ways) if ranks.count() == 2 else zip(KINDS, cycle(ways), strict=False)
     found["texts"] = {f"{kind}, {how}": decode(kind, how, 48 // ranks.count()) for kind, how in cases}
     found["error"] = decide_otherwise()
     found["files"] = sorted({file.parent.name for file in Path(os.environ["XDG_CACHE_HOME"]).rglob("*.json")})

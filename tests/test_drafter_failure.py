@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from cost_curves import make_costs
+from grids import pairs
 from mlx_lm.sample_utils import make_logits_processors
 from small import small_drafter
-from toys import make_model, make_prompt, make_tokenizer
+from toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 
 from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.drafters.source import StepwiseSource
@@ -29,22 +29,9 @@ PLANS: dict[str, dict[str, Any]] = {
 TEMPS = pytest.mark.parametrize("temp", [0.0, 0.8])
 
 
-class Broken(Exception):
-    """What a drafter fails with."""
-
-
 def failing_drafter(calls: int) -> Any:
     """A drafter that raises from this call on."""
-    drafter, left = small_drafter(hidden=64, vocab=VOCAB), iter(range(calls))
-    real = drafter.logits
-
-    def logits(*given: Any) -> mx.array:
-        if next(left, None) is None:
-            raise Broken(f"call {calls}")
-        return real(*given)
-
-    drafter.logits = logits
-    return drafter
+    return fail_at(small_drafter(hidden=64, vocab=VOCAB), calls)
 
 
 def stream(**options: Any) -> list[GenerationResponse]:
@@ -69,9 +56,7 @@ def cheap_rounds(steady_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "costs", lambda pair, **how: make_costs())
 
 
-@TEMPS
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("calls", [0, 1, 5, 9, 16])
+@pytest.mark.parametrize(("calls", "plan", "temp"), pairs((0, 1, 5, 9, 16), PLANS, (0.0, 0.8)))
 def test_the_context_goes_on_drafting(calls: int, plan: str, temp: float, cheap_rounds: None) -> None:
     options = PLANS[plan] | {"temp": temp}
     processors = {name: value for name, value in options.items() if name == "logits_processors"}
@@ -114,7 +99,7 @@ class WaitingSource(StepwiseSource):
     waits = True
 
 
-@pytest.mark.parametrize("calls", range(0, 40, 4))
+@pytest.mark.parametrize("calls", [0, 4, 12, 28])
 def test_a_draft_that_failed_is_not_counted(calls: int) -> None:
     """Where the context's proposal is known already, as the drafter fails, the round is the context's alone."""
     source = WaitingSource(failing_drafter(calls), make_model(vocab=VOCAB))

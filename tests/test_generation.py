@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,7 @@ from toys import (
     BEAMS,
     SCRIPTS,
     VOCAB,
+    Scripted,
     ids,
     make_model,
     make_prompt,
@@ -33,6 +35,12 @@ PROMPT = make_prompt(7, seed=4)
 COUNT = 16
 CHOICES: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temp": 1.0, "top_p": 0.9, "seed": 8}}
 pytestmark = pytest.mark.filterwarnings("ignore:the drafter has guessed no token right")
+
+
+@cache
+def drafter_of(choice: str, width: int, script: str, script_seed: int) -> Scripted:
+    """One that follows `script` on the text of plain decoding."""
+    return with_plain(make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice])[1]
 
 
 def stream(eos: int | None = None, **options: Any) -> list[GenerationResponse]:
@@ -141,10 +149,7 @@ def place(last: GenerationResponse) -> str:
 
 def check_same_text(choice: str, beam: str, script: str, script_seed: int, **options: Any) -> GenerationResponse:
     """Asserts that a stream is that without a drafter, and that its rounds add up; its last response."""
-    width = BEAMS[beam]["beam_width"]
-    _, drafter = with_plain(
-        make_model(), PROMPT, COUNT, script, width=width, script_seed=script_seed, **CHOICES[choice]
-    )
+    drafter = drafter_of(choice, BEAMS[beam]["beam_width"], script, script_seed)
     options |= CHOICES[choice]
     plain, drafted = stream(**options), stream(drafter=drafter, **BEAMS[beam], **options)
     for one, other in zip(drafted, plain, strict=True):

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,10 @@ COMMANDS = {"cli", "serving", "training", "convert"}
 ABOVE = {"planning", "session", "generate", "options", "checkpoints", *COMMANDS}
 
 
-def imports(folder: str) -> Iterator[tuple[str, str]]:
+@cache
+def imports(folder: str) -> frozenset[tuple[str, str]]:
     """(file, module that it imports, in full) in a folder of the package, imports in functions too, but for types."""
-    files = sorted((PACKAGE / folder).glob("*.py"))
+    files, found = sorted((PACKAGE / folder).glob("*.py")), set[tuple[str, str]]()
     assert files, folder
     for file in files:
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -31,17 +32,18 @@ def imports(folder: str) -> Iterator[tuple[str, str]]:
         tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]]
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                yield from ((file.name, alias.name) for alias in node.names)
+                found |= {(file.name, alias.name) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 base = [*parts[: len(parts) - node.level]] if node.level else []
                 module = ".".join([*base, *([node.module] if node.module else [])])
-                yield from ((file.name, f"{module}.{alias.name}") for alias in node.names)
+                found |= {(file.name, f"{module}.{alias.name}") for alias in node.names}
+    return frozenset(found)
 
 
 def importers(folder: str, *modules: str) -> set[str]:
     """The files of a folder that import one of these modules, or something in them."""
-    found = imports(folder)
-    return {file for file, module in found if any(f"{module}.".startswith(f"{name}.") for name in modules)}
+    below = tuple(f"{name}." for name in modules)
+    return {file for file, module in imports(folder) if f"{module}.".startswith(below)}
 
 
 def test_no_module_imports_a_layer_above() -> None:

@@ -308,6 +308,23 @@ class CachingSource(Source):
         return self._rows, self._length
 
 
+class Broken(Exception):
+    """What a drafter fails with."""
+
+
+def fail_at(drafter: Any, calls: int) -> Any:
+    """The drafter, which raises from this call on."""
+    left, real = iter(range(calls)), type(drafter).logits
+
+    def logits(*given: Any) -> mx.array:
+        if next(left, None) is None:
+            raise Broken(f"call {calls}")
+        return real(drafter, *given)
+
+    drafter.logits = logits
+    return drafter
+
+
 SCRIPTS = ("right", "wrong", "mixed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,24 @@ def load(*arguments, **options):
 if str(ranks.index()) in sys.argv.pop(1):
     utils.sharded_load = load
 main(sys.argv.pop(1))
+"""
+
+
+IN_TURN = """
+import json, os, sys
+from mlx_redrafter import ranks
+from mlx_redrafter.cli.main import main
+
+os._exit = sys.exit  # so that an error ends a command alone
+ranks.watch_connections = lambda: None
+
+for sys.argv in json.loads(sys.argv[1]):
+    sys.argv.insert(0, "mlx_redrafter")
+    try:
+        main()
+    except SystemExit as ended:
+        print("status", ended.code, file=sys.__stderr__, flush=True)
+ranks.gather(None)  # both are there to the end
 """
 
 
@@ -121,25 +140,42 @@ def test_a_rank_that_is_lost_while_models_are_loaded_is_named(flags: list[str]) 
     assert first.status == 1 and first.err.splitlines()[-1].startswith(error), first
 
 
-@pytest.mark.parametrize(
-    ("command", "each", "got"),
-    [
+def test_what_cannot_run_together_is_refused(flags: list[str], tmp_path: Path) -> None:
+    """Other flags on one rank, and what needs a process of its own: one command after the other on the same ranks."""
+    same = [*flags[:2], *flags[4:]]
+    expected = "expected the same flags on all ranks, got "
+    cases: list[tuple[list[str], list[list[str]], str]] = [
         (
-            ["generate", "--prompt", "a"],
+            ["generate", *same, "--prompt", "a"],
             [["--temp", "0.5"], ["--temp", "0.7"]],
-            "--temp 0.5 on rank 0 and 0.7 on rank 1",
+            f"{expected}--temp 0.5 on rank 0 and 0.7 on rank 1",
         ),
-        (["chat"], [["--num-draft-tokens", "4"], []], "--draft-depth 4 on rank 0 and 2 on rank 1"),
-        (["server"], [[], ["--draft-model", "x"]], "--draft-model None on rank 0 and 'a path' on rank 1"),
-    ],
-)
-def test_other_flags_on_one_rank_are_refused(
-    command: list[str], each: list[list[str]], got: str, flags: list[str]
-) -> None:
-    given = [*command, *flags[:2], *flags[4:]]
-    for rank, ended in enumerate(wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter", *given, each=each))):
-        error = f"error on rank {rank}: expected the same flags on all ranks, got {got}\n"
-        assert ended == (1, "", error)
+        (["chat", *same], [["--num-draft-tokens", "4"], []], f"{expected}--draft-depth 4 on rank 0 and 2 on rank 1"),
+        (
+            ["server", *same],
+            [[], ["--draft-model", "x"]],
+            f"{expected}--draft-model None on rank 0 and 'a path' on rank 1",
+        ),
+        *(
+            (command, [[], []], f".*{error}.*")
+            for command, error in (
+                (["generate", *flags, "--adapter-path", "x"], "--adapter-path runs in one process, got 2"),
+                (["generate", *flags, "--pipeline"], "The model does not support pipelining"),
+                (["generate", *flags[2:]], "2 ranks need --model"),
+                (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file is one process's"),
+                (["generate", *flags, "--prompt", "-"], "which mlx.launch does not pass on"),
+                (["generate", "--model", "/no/such"], "no such directory: '/no/such'"),
+                (["doctor", "--model", flags[1]], "this command runs in one process, got 2"),
+            )
+        ),
+    ]
+    given = [[json.dumps([[*command, *each[rank]] for command, each, _ in cases])] for rank in range(2)]
+    ranks = start_ranks(2, "-c", IN_TURN, each=given, XDG_CACHE_HOME=str(tmp_path))
+    for rank, ended in enumerate(wait_for_ranks(ranks)):
+        assert (ended.status, ended.out) == (0, ""), ended
+        for (*_, error), said in zip(cases, ended.err.split("status 1\n"), strict=False):
+            assert re.fullmatch(f"error on rank {rank}: {error}\n", said), ended.err
+        assert ended.err.count("status 1\n") == len(cases)
 
 
 def test_machines_may_have_paths_of_their_own(flags: list[str], tmp_path: Path) -> None:
@@ -147,20 +183,3 @@ def test_machines_may_have_paths_of_their_own(flags: list[str], tmp_path: Path) 
     each = [["--drafter", flags[3], "--prompt", "abc"], ["--drafter", str(tmp_path / "copy"), "--prompt", "x"]]
     first, second = wait_for_ranks(start_ranks(2, "-m", "mlx_redrafter.generate", *flags[:2], *flags[4:], each=each))
     assert first.status == second.status == 0 and first.out and not second.out, (first, second)
-
-
-def test_what_needs_a_process_of_its_own_is_refused(flags: list[str], tmp_path: Path) -> None:
-    wrong = {
-        ("generate", *flags, "--adapter-path", "x"): "--adapter-path runs in one process, got 2",
-        ("generate", *flags, "--pipeline"): "The model does not support pipelining",
-        ("generate", *flags[2:]): "2 ranks need --model",
-        ("generate", *flags, "--prompt-cache-file", "x"): "--prompt-cache-file is one process's",
-        ("generate", *flags, "--prompt", "-"): "which mlx.launch does not pass on",
-        ("generate", "--model", "/no/such"): "no such directory: '/no/such'",
-        ("doctor", "--model", flags[1]): "this command runs in one process, got 2",
-    }
-    started = [start_ranks(2, "-m", "mlx_redrafter", *command, XDG_CACHE_HOME=str(tmp_path)) for command in wrong]
-    for ranks, error in zip(started, wrong.values(), strict=True):
-        for rank, each in enumerate(wait_for_ranks(ranks)):
-            assert each.status == 1 and each.out == ""
-            assert f"error on rank {rank}: " in each.err and error in each.err

@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import BLOCK_KINDS, GOLDEN, Arrays, make_cached, make_target, publish, read_golden, tell
+from cached import BLOCK_KINDS, make_cached, make_target, tell
 from checkpoints import refused
+from published import Arrays, list_golden, publish, read_golden
 
 from mlx_redrafter.checkpoints import load_drafter, save_drafter
 from mlx_redrafter.convert.conversion import convert
@@ -19,7 +20,7 @@ from mlx_redrafter.drafters.block import read_config
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError
 
-BLOCKS = sorted(file.stem for file in GOLDEN.glob("d[fs]*.safetensors"))
+BLOCKS = list_golden("cached/d[fs]*")
 
 QUANTIZED = ("dflash_mlx",)
 

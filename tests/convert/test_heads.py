@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from checkpoints import base, command, prefixed, refused, save
-from heads import NAMES, Arrays, draft_logits, make_head, publish, read_golden
+from heads import draft_logits, make_head
 from mlx.utils import tree_flatten
+from published import Arrays, list_golden, publish, read_golden
 from small import save_target, small_llama
 from toys import make_model, make_tokenizer
 
@@ -20,6 +21,8 @@ from mlx_redrafter.checkpoints import load_drafter
 from mlx_redrafter.convert.conversion import convert
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+
+NAMES = list_golden("heads/*")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +171,7 @@ def test_vllms_config_of_medusa_heads_is_read(tmp_path: Path) -> None:
 
 
 def test_a_single_medusa_head_is_read(tmp_path: Path) -> None:
-    arrays, golden, _ = read_golden("medusa")
+    arrays, golden, *_ = read_golden("medusa")
     one = publish("medusa", tmp_path / "in", arrays={name: x for name, x in arrays.items() if name.startswith("0.")})
     drafter = load_drafter(convert(one, tmp_path / "out").path)
     assert drafter.args.max_depth == 1

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from cached import LAYERS, Arrays, make_cached, name_as_published, save_base
+from cached import LAYERS, make_cached, name_as_published, save_base
 from checkpoints import INDEX, base, command, refused, same, save, tensors
 from families import CONFIGS, make_family
+from published import Arrays
 from small import randomised
 from toys import assert_same_steps, make_prompt, run
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cached import make_cached, name_as_published, publish, save_base
+from cached import make_cached, name_as_published, save_base
 from checkpoints import (
     CONFIG,
     FORMS,
@@ -34,6 +34,7 @@ from checkpoints import (
     trap,
 )
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from published import publish
 from toys import make_model
 
 from mlx_redrafter.checkpoints import load_drafter

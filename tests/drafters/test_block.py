@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cached import BLOCK_KINDS, make_cached
+from cached import BLOCK_KINDS, Reading, make_cached
 from cost_curves import make_costs
 from families import make_family
 from small import small_llama
@@ -17,7 +17,6 @@ from toys import ids, make_model, make_prompt, run
 from mlx_redrafter.drafters.cached import MAX_EXCESS
 from mlx_redrafter.drafters.protocol import Drafter
 from mlx_redrafter.engine.model_parts import AFTER_NORM, model_sizes
-from mlx_redrafter.engine.target import Target
 from mlx_redrafter.engine.types import Kept
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.planning.acceptance import find_acceptance, scale_row
@@ -35,11 +34,9 @@ def guess_after(
     """(D, V) logits of a draft's chain of zeros, of a source that was told these spans of one text."""
     model = model or make_model()
     source: Any = drafter.open(model)
-    tokens = mx.array(make_prompt(size))
-    hidden = Target(model, capture=source.capture).forward(tokens).hidden
+    reading = Reading(source, model, make_prompt(size))
     for start, stop in told:
-        part = {name: states[start:stop] for name, states in hidden.items()}
-        source.keep(Kept(tokens[start:stop], part, None, stop - start, start))
+        reading.tell(source, start, stop)
     advance, state, found = source.begin(mx.array(5), depth), None, []
     for token in [5, *[0] * (depth - 1)]:
         logits, state = advance(mx.array([token]), state)
@@ -95,9 +92,7 @@ def test_rows_of_a_block_see_each_other(kind: str) -> None:
 def test_a_guess_depends_on_the_token_before_it_with_a_selector_or_a_markov_head(kind: str) -> None:
     model = make_model()
     source: Any = make_cached(kind).open(model)
-    tokens = mx.array(make_prompt(20))
-    hidden = Target(model, capture=source.capture).forward(tokens).hidden
-    source.keep(Kept(tokens, hidden, None, len(tokens), 0))
+    Reading(source, model, make_prompt(20)).tell(source)
     advance = source.begin(mx.array(5), 2)
     _, state = advance(mx.array([5]), None)
     logits, _ = advance(mx.array([1, 2]), state)

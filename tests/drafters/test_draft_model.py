@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from cached import publish
 from cost_curves import make_costs
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
+from published import publish
 from sessions import FAMILIES, chat_tokenizer
 from sessions import make_model as make_shared
 from small import save_target, small_llama
@@ -96,12 +96,11 @@ def test_drafts_follow_logits_processors(temp: float, plan: tuple[int, int]) -> 
     assert stats.tokens_per_round == pytest.approx(plan[1] + 1, abs=0.5), "a model guesses its own choices"
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_target_itself_is_nearly_always_right(name: str, temp: float) -> None:
+def test_the_target_itself_is_nearly_always_right(name: str) -> None:
     """With prompts shorter and longer than windows and chunks of 8, read in pieces: its cache is that of the text."""
     model = make_family(name)
-    for size in (3, 50):
+    for size, temp in ((3, 0.8), (50, 0.0)):
         prompt, options = random_text(vocab_of(model), size), {"temp": temp, "seed": 3, "prefill_step_size": 9}
         plain = run(model, prompt, max_tokens=25, **options)
         for plan in ((1, 3), (2, 3), (3, 3, 7)):
@@ -117,13 +116,12 @@ def test_the_target_itself_is_nearly_always_right(name: str, temp: float) -> Non
             assert_same_cache(cache, expected, tolerance=2e-3)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("name", CLASSES)
-def test_any_draft_model_leaves_the_text(name: str, temp: float) -> None:
+def test_any_draft_model_leaves_the_text(name: str) -> None:
     target, drafter = make_model(), DraftModel(make_family(name))
     prompt = make_prompt(12)
-    plain = run(target, prompt, max_tokens=40, temp=temp, seed=5)
-    for plan in ((1, 4), (2, 2)):
+    for plan, temp in (((1, 4), 0.8), ((2, 2), 0.0)):
+        plain = run(target, prompt, max_tokens=40, temp=temp, seed=5)
         with warnings.catch_warnings(action="ignore"):
             steps = run(target, prompt, drafter, max_tokens=40, temp=temp, seed=5, plan=plan)
         assert_same_steps(steps, plain)
@@ -140,7 +138,7 @@ def test_chains_of_a_model_without_trees_for_a_target_with_them() -> None:
     assert source.propose(mx.array(2), Plan(2, 3, 7), None, ordered=True).tokens.shape == (4,)
 
 
-@pytest.mark.parametrize("taken", range(1, 12))
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 10])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_goes_on_where_its_text_was_left(family: str, taken: int) -> None:
     """Early in a round, late in it, and with a fork whose text goes another way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,8 +30,13 @@ FEW = 8
 """A vocabulary so small that random drafters are often right."""
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "draft vocabulary"])
-@pytest.mark.parametrize("name", ["few tokens", "qwen3", "mamba2", "gemma3n"])
+EVERY_KIND = (*KINDS, "draft vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*product(["few tokens"], EVERY_KIND), *zip(("qwen3", "mamba2", "gemma3n") * 2, EVERY_KIND, strict=True)],
+)
 def test_text_and_cache_equal_plain_decoding(name: str, kind: str) -> None:
     model, accepted = make_model(vocab=FEW) if name == "few tokens" else make_family(name), 0
     hidden, vocab = model_sizes(model)

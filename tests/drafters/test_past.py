@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grammars import ToyGrammar, decode_plainly, decode_rounds
+from grids import pairs
 from toys import VOCAB, assert_same_steps, ids, make_model, make_prompt, make_tokenizer, run, with_plain
 
 from mlx_redrafter.answer_folder import AnswerFolder
@@ -109,9 +110,7 @@ def keep(folder: Any, prompt: list[int], text: list[int], *, is_right: bool) -> 
     return answers
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("is_right", [True, False])
-@pytest.mark.parametrize("plan", [None, (1, 3), (3, 3)], ids=["context alone", "with a chain", "with a tree"])
+@pytest.mark.parametrize(("plan", "is_right", "options"), pairs((None, (1, 3), (3, 3)), (True, False), ({}, SAMPLED)))
 def test_text_is_plain_decodings(plan: Any, is_right: bool, options: dict[str, Any], tmp_path: Any) -> None:
     model = make_model()
     plain, drafter = with_plain(model, PROMPT, 60, "mixed", width=3, **options)

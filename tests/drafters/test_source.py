@@ -27,7 +27,7 @@ def make_pair(family: str, **options: Any) -> tuple[Session, Session, int]:
     return plain, Session(model, chat_tokenizer(), drafter, plan=(width, 3), **options), width
 
 
-@pytest.mark.parametrize("count", [7, 8, 9, 12])
+@pytest.mark.parametrize("count", [7, 9])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_follow_the_text_from_turn_to_turn(family: str, count: int) -> None:
     """Also where a turn ends inside a round, and in a fork."""
@@ -65,7 +65,7 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_no_rows() -> None:
     assert session.tokens == plain.tokens
 
 
-@pytest.mark.parametrize("taken", range(1, 12))
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 7, 10])
 def test_a_source_goes_on_where_its_text_was_left(taken: int) -> None:
     model, prompt, cache = make_llama(), make_prompt(9), make_prompt_cache(make_llama())
     plain = run(model, prompt, max_tokens=40)

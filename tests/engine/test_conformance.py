@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from families import CONFIGS, WIDE_STREAMS, make_family, make_follower, modules, record_hidden_states
+from grids import pairs
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from small import make_tree
 from supported import PAGE, insert_table, rows
@@ -103,7 +104,7 @@ def test_text_and_cache_equal_plain_decoding(name: str, monkeypatch: pytest.Monk
         assert bool(messages) is (width > 1 and name not in TREES), (case, messages)
         stats = steps[-1].stats
         assert 1 + stats.rounds + stats.accepted == count, case
-        for alone in (True, False) if script in ("mixed", "random") else ():
+        for alone in {"mixed": (True, False), "random": (False,)}.get(script, ()):
             monkeypatch.setattr(pair, "ContextSource", partial(ScriptedContext, text))
             with warnings.catch_warnings(action="ignore"):
                 steps = run(
@@ -135,9 +136,7 @@ def test_refused_by_name_and_reason(name: str) -> None:
         check_draftable(make_family(name), tree=False)
 
 
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("size", [3, 15, 40])
+@pytest.mark.parametrize(("size", "width", "keep"), pairs((3, 15, 40), (1, 2), (0, 4)))
 def test_rings_may_be_given_as_a_prompt_cache(keep: int, width: int, size: int) -> None:
     """Rings of 12 rows, of which those of `max_kv_size` keep the first 4."""
     model, prompt = make_family("qwen2"), [(7 * i + 3) % 50 for i in range(size)]

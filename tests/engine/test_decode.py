@@ -10,7 +10,7 @@ import pytest
 from families import follow_plain, make_family
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from toys import assert_same_cache, ids, make_model, make_prompt, run, with_plain
+from toys import Broken, assert_same_cache, fail_at, ids, make_model, make_prompt, run, with_plain
 
 from mlx_redrafter.drafters.source import Forecast
 from mlx_redrafter.engine.decode import Decoder, Planner
@@ -84,22 +84,6 @@ def test_whole_rounds_flatten_to_plain_decoding(name: str, options: dict[str, An
     assert any(each.replayed for each in rounds) is (name == "mamba")
 
 
-class Broken(Exception):
-    """What a drafter fails with."""
-
-
-def fail_at(drafter: Any, calls: int, patch: pytest.MonkeyPatch) -> None:
-    """Makes a drafter raise from this call on."""
-    left, real = iter(range(calls)), type(drafter).logits
-
-    def logits(*given: Any) -> mx.array:
-        if next(left, None) is None:
-            raise Broken(f"call {calls}")
-        return real(drafter, *given)
-
-    patch.setattr(drafter, "logits", logits)
-
-
 @pytest.mark.parametrize(
     ("name", "plan", "options"),
     [
@@ -113,16 +97,14 @@ def fail_at(drafter: Any, calls: int, patch: pytest.MonkeyPatch) -> None:
     ],
     ids=["tree", "sampled", "processors", "quantized", "states", "rings", "mamba"],
 )
-def test_decoding_goes_on_where_a_drafter_fails(
-    name: str, plan: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_goes_on_where_a_drafter_fails(name: str, plan: tuple[int, int], options: dict[str, Any]) -> None:
     model, count = make_family(name), 20
     plain, drafter = follow_plain(model, PROMPT, count, "mixed", width=plan[0], **options)
     expected = make_prompt_cache(model)
     run(model, PROMPT, max_tokens=count, prompt_cache=expected, **options)
     for calls, context in product((0, 1, 5, 9), (False, True)):
         errors: list[Exception] = []
-        fail_at(drafter, calls, monkeypatch)
+        fail_at(drafter, calls)
         cache = make_prompt_cache(model)
         more = {"prompt_cache": cache, "on_drafter_failure": errors.append, "plan": plan, "context": context}
         more |= options
@@ -132,7 +114,7 @@ def test_decoding_goes_on_where_a_drafter_fails(
         assert [str(error) for error in errors] == [f"call {calls}"], "once, and then never again"
         last = steps[-1].stats
         assert 1 + last.rounds + last.accepted == count
-    fail_at(drafter, 3, monkeypatch)
+    fail_at(drafter, 3)
     with pytest.raises(Broken):
         run(model, PROMPT, drafter, max_tokens=count, plan=plan, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,11 @@ def run_rounds(steps: Iterator[Step], count: int, events: list[Any]) -> None:
     steps.close()
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("plan", ["off", CHAIN, TREE, (4, 5, 2), (4, 5, 7), (4, 5, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "choice"),
+    [*product(("off", CHAIN, TREE), CHOICES), *(((4, 5, size), "greedy") for size in (2, 7, 20)), (PRUNED, "sampled")],
+    ids=str,
+)
 def test_a_round_reads_once(plan: Any, choice: str, events: list[str]) -> None:
     run_rounds(start(plan, **CHOICES[choice]), 12, events)
     assert len(reads(events)) == 12, events

@@ -51,8 +51,9 @@ def make_job(name: str, **more: Any) -> tuple[list[int], Iterator[Any], Any]:
     return plain, generate_step(PROMPT, model, drafter, **options), options["prompt_cache"]
 
 
-@pytest.mark.parametrize("count", [1, 5, 8, COUNT])
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, COUNT) for name in JOBS), *zip(JOBS, cycle((1, 5, 8)), strict=False)]
+)
 def test_next_and_close_may_change_threads(name: str, count: int) -> None:
     expected, steps, cache = make_job(name)
     with workers(3) as pools:

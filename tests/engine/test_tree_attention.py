@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import product
 
 import mlx.core as mx
 import pytest
@@ -61,16 +62,19 @@ def distances(kind: str, prefix: int, bits: int | None, seed: int, tree: Tree) -
     return mx.maximum(far, mx.abs(together.hidden["after_norm"] - mx.stack(states)).max(axis=1))
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "bits"), [*((kind, None) for kind in KINDS), *product(("llama", "phi3-longrope"), (8, 4))]
+)
 def test_every_node_gets_the_logits_of_its_path(kind: str, bits: int | None) -> None:
     for seed, prefix in enumerate(PREFIXES):
         far = distances(kind, prefix, bits, seed, random_tree(seed))
         assert far.max() < QUANTIZED_TOLERANCES[bits], prefix
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wrong", ["mask of ones", "causal mask", "consecutive positions"])
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [*(("consecutive positions", kind) for kind in KINDS), ("mask of ones", "llama"), ("causal mask", "llama")],
+)
 def test_wrong_masks_and_positions_give_other_logits(wrong: str, kind: str) -> None:
     for seed in (1, 3, 5):
         tree = random_tree(seed)

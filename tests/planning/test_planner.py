@@ -19,6 +19,7 @@ from cost_curves import (
     simulate,
     simulate_auto,
 )
+from grids import pairs
 from mlx.utils import tree_map
 from sessions import make_drafter
 from toys import make_model
@@ -121,9 +122,7 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
     assert chosen == [*[None] * WARM_UP, chain_plan(1)], "a rejected round of 15 costs more than the budget"
 
 
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("replay", [0.0, 0.05, 0.5])
-@pytest.mark.parametrize("truth", BOUNDS)
+@pytest.mark.parametrize(("curve", "replay", "truth"), pairs(CURVES, (0.0, 0.05, 0.5), BOUNDS))
 def test_no_text_costs_more_than_the_bound(curve: str, replay: float, truth: float) -> None:
     costs = make_costs(curve, replay=replay)
     for name, scale in TEXTS.items():
@@ -138,9 +137,7 @@ def test_a_planner_that_always_drafts_breaks_the_bound() -> None:
         assert simulate(decode.Planner(chain_plan(3)), costs, TEXTS["nothing"], 256, 0) < 0.9
 
 
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("replay", [0.0, 0.05])
-@pytest.mark.parametrize("text", ["most", "all"])
+@pytest.mark.parametrize(("curve", "replay", "text"), pairs(CURVES, (0.0, 0.05), ("most", "all")))
 def test_steady_texts_approach_the_best_fixed_plan(curve: str, replay: float, text: str) -> None:
     costs, scale = make_costs(curve, replay=replay), TEXTS[text]
     mean = fmean(simulate_auto(costs, scale, 1500, seed) for seed in range(3))

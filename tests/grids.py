@@ -1,0 +1,22 @@
+"""Parametrised tests without the whole product of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def pairs(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """A few cases of the product of three or more axes, in which any two values of two axes still meet."""
+    values = [list(axis) for axis in axes]
+
+    def meetings(case: tuple[int, ...]) -> set[Any]:
+        return set(combinations(enumerate(case), 2))
+
+    cases = list(product(*(range(len(axis)) for axis in values)))
+    missing, chosen = set().union(*map(meetings, cases)), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(meetings(case) & missing)))
+        missing -= meetings(chosen[-1])
+    return [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in chosen]

@@ -1,0 +1,43 @@
+"""Heads as others publish them, from the golden files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+Arrays = dict[str, mx.array]
+
+GOLDEN = {file.stem: file for file in sorted((Path(__file__).parent / "golden").glob("*/*.safetensors"))}
+
+
+def list_golden(*patterns: str) -> tuple[str, ...]:
+    """The names of the golden files that match one of these patterns, each of which begins with a folder."""
+    return tuple(name for name, file in GOLDEN.items() if any(file.match(pattern) for pattern in patterns))
+
+
+def read_golden(name: str) -> tuple[Arrays, Arrays, dict[str, Any], str]:
+    """(tensors by their published names, what the original computes of them, the config, the file's name)."""
+    arrays, metadata = mx.load(str(GOLDEN[name]), return_metadata=True)
+    weights, golden = (
+        {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        for prefix in ("weights.", "golden.")
+    )
+    return weights, golden, json.loads(metadata["config"]), metadata["file"]
+
+
+def publish(name: str, directory: Path, *, arrays: Arrays | None = None, **config: Any) -> Path:
+    """A head in its published directory.
+
+    Args:
+        arrays: other tensors than those of the golden file.
+        config: other values than the published; None leaves a key out.
+    """
+    weights, _, said, file = read_golden(name)
+    directory.mkdir(parents=True)
+    mx.save_safetensors(str(directory / file), weights if arrays is None else arrays, {"format": "pt"})
+    said |= config
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
+    return directory
