@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -13,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,10 +19,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..answer_folder import find_folder
-from ..atomic_files import expand_path, lock_file, replace_file, why_not_writable, write_text
+from ..atomic_files import lock_file, why_not_writable
 from ..checkpoints import (
     WEIGHTS,
-    card_header,
     dtype_name,
     find_not_finite,
     is_quantized,
@@ -67,7 +63,6 @@ from .data import (
 )
 from .estimate import Estimate, check_disk, estimate_run
 from .evaluation import (
-    ShapeResult,
     add_results,
     compare_shapes,
     count_texts,
@@ -78,6 +73,8 @@ from .evaluation import (
     standard_error,
 )
 from .hidden_states import add_hidden_states
+from .record import Files, Record
+from .report import describe, make_command, write_report
 from .settings import TrainingArgs
 from .targets import Teacher, new_drafter
 from .trainer import load_checkpoint, train_drafter
@@ -98,57 +95,6 @@ MAY_CHANGE = {"dtype", "steps_per_report", "save_every", "output", "trust_remote
 """Settings that may differ when a run is resumed: none of them changes what is learned."""
 
 Say = Callable[[str], None]
-
-
-@dataclass
-class Record:
-    """A run so far, in one JSON file beside its checkpoint.
-
-    Attributes:
-        settings: as JSON has them.
-        args: the drafter's sizes; None until they are chosen.
-        reports: of the training loss, one every `steps_per_report` iterations.
-        validations: one every `steps_per_eval` iterations.
-        ended: the iteration at which it stopped early, for good.
-        texts: a digest of the texts, or of the prompts to answer.
-        iters: how many iterations are planned; None until they are.
-        before: tokens per round on the held-out texts of the drafter that it began as.
-    """
-
-    settings: dict[str, Any]
-    args: dict[str, Any] | None = None
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
-    ended: int | None = None
-    texts: str | None = None
-    iters: int | None = None
-    before: float | None = None
-
-    def drop_after(self, iteration: int) -> None:
-        """Drops the entries after an iteration."""
-        for entries in (self.reports, self.validations):
-            entries[:] = [entry for entry in entries if entry["iteration"] <= iteration]
-
-    def save(self, path: Path) -> None:
-        """Writes it, completely or not at all."""
-        write_text(path, json.dumps(vars(self), indent=1) + "\n")
-
-
-class Files:
-    """The files of a run."""
-
-    def __init__(self, output: str) -> None:
-        self.place = expand_path(output)
-        self.work = self.place / "training"
-        self.record, self.answers, self.lock = self.work / "run.json", self.work / "answers.jsonl", self.work / "lock"
-        self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
-        self.states, self.texts = self.work / "hidden_states.f16", self.work / "texts.json"
-
-    def clear(self) -> None:
-        """Lets only the owner read the folder, and removes an earlier run's state from it."""
-        self.work.chmod(0o700)
-        for path in (self.record, self.checkpoint):  # in this order: without a record nothing is resumed
-            path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -507,7 +453,8 @@ def finish(run: Run) -> int:
     acceptance = record.validations[-1]["acceptance"]
     drafter.args = add_results(drafter.args, args.model and strip_folders(args.model), acceptance, results)
     save_drafter(place, drafter)
-    write_report(run, results)
+    if note := write_report(args, record, drafter.args, place, results):
+        run.say(note)
     run.say(f"temperature {options.temp}, {len(prompts)} held-out prompts\n{format_table(results)}")
     if (ratio := max(result.against_plain for result in results)) <= 1:
         run.say(
@@ -518,77 +465,6 @@ def finish(run: Run) -> int:
     if not (same := all(result.same_tokens for result in results)):
         run.say("a token differs from plain decoding: docs/exactness.md tells a tie from an error")
     return 0 if same else 1
-
-
-def write_report(run: Run, results: Sequence[ShapeResult]) -> None:
-    """Writes training.json, the model card and the picture."""
-    args, record, place = run.args, run.record, run.files.place
-    names = ("model", "adapter_path", "data", "prompts", "answers", "drafter")
-    paths: dict[str, Any] = {name: strip_folders(path) for name in names if (path := getattr(args, name))}
-    settings = replace(args, output=place.name, **paths)
-    summary = {**vars(record), "settings": settings.to_json(), "measured": [result._asdict() for result in results]}
-    write_text(place / "training.json", json.dumps(summary, indent=1) + "\n")
-    card = f"""{card_header(args.model)}
-# A drafter for {settings.model or "the demo of mlx_redrafter"}
-
-Sizes: {describe(run.drafter.args)}. Trained by mlx_redrafter for {record.validations[-1]["iteration"]} iterations on \
-what the target says. Where it was trained:
-
-```text
-{format_table(results)}
-```
-
-```bash
-{make_command(settings, settings.output)}
-```
-"""
-    write_text(place / "README.md", card)
-    try:
-        draw(place / "training.png", record)
-    except ImportError:
-        run.say("no picture of the loss was drawn: pip install matplotlib")
-
-
-def describe(sizes: DrafterArgs) -> str:
-    """A drafter's kind and sizes, in a few words."""
-    guesses = "" if sizes.draft_vocab_size is None else f", draft vocabulary {sizes.draft_vocab_size}"
-    return f"{sizes.model_type}, {sizes.describe()}{guesses}"
-
-
-def make_command(args: TrainingArgs, drafter: str) -> str:
-    """The command that decodes with the drafter."""
-    words = ["python", "-m", "mlx_redrafter.generate"]
-    words += [] if args.model is None else ["--model", args.model]
-    words += ["--adapter-path", args.adapter_path] if args.adapter_path else []
-    words += ["--trust-remote-code"] if args.trust_remote_code else []
-    return shlex.join([*words, "--drafter", drafter, "--prompt", "hello", "--no-context", "--compare"])
-
-
-def draw(path: Path, record: Record) -> None:
-    """A picture of loss and acceptance.
-
-    Raises:
-        ImportError: there is no matplotlib to draw it.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, acceptance = figure.subplots(1, 2)
-    at, validations = [entry["iteration"] for entry in record.validations], record.validations
-    loss.plot([entry["iteration"] for entry in record.reports], [entry["loss"] for entry in record.reports])
-    loss.plot(at, [entry["loss"] for entry in validations], "o-")
-    loss.set(xlabel="iteration", ylabel="loss, nats")
-    loss.legend(["training", "validation"])
-    acceptance.plot(at, [[shares[0] for shares in entry["acceptance"]] for entry in validations], "o-")
-    acceptance.set(xlabel="iteration", ylabel="first guesses that are right", ylim=(0, 1))
-    acceptance.legend([f"depth {k}" for k in range(1, len(validations[0]["acceptance"]) + 1)], fontsize="small")
-    rounds = acceptance.twinx()
-    rounds.plot(at, [entry["tokens_per_round"] for entry in validations], "k--")
-    rounds.set(ylabel="tokens per round, decoded")
-    with replace_file(path) as partial_file:
-        figure.savefig(partial_file, dpi=120)
 
 
 @contextmanager
