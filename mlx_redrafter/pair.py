@@ -172,6 +172,7 @@ class Pair:
         source: Source | None = None,
         grammar: Grammar | None = None,
         may_run_ahead: Callable[[], bool] | None = None,
+        stops: Sequence[int] = (),
     ) -> tuple[Decoder, Rounds]:
         """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
 
@@ -181,6 +182,7 @@ class Pair:
         Args:
             source: the drafter's that has followed this text so far: it goes on from what it keeps.
             grammar: what the text must follow, which was told of all that stands there of the answer already.
+            may_run_ahead, stops: see `Decoder`.
 
         Raises:
             RedrafterError: see `generate_step`.
@@ -212,6 +214,7 @@ class Pair:
             history=history,
             on_drafter_failure=options.on_drafter_failure,
             may_run_ahead=may_run_ahead,
+            stops=stops,
         )
         report = options.prompt_progress_callback or (lambda done, total: None)
         rounds = decoder.prefill if options.max_tokens == 0 else decoder.decode

@@ -175,6 +175,7 @@ class Decoder:
         on_drafter_failure: see `Options`.
         may_run_ahead: asked in each round; if not, no plain step is enqueued before it is read, and the cache then ends
             before the round's last token. None for always.
+        stops: lengths of the text at which a piece of the prompt ends.
 
     Attributes:
         target: whose `length` is that of the text in its cache.
@@ -190,8 +191,10 @@ class Decoder:
         history: Sequence[int] = (),
         on_drafter_failure: Callable[[Exception], None] | None = None,
         may_run_ahead: Callable[[], bool] | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         self.target, self._chooser, self._planner, self._history = target, chooser, planner, history
+        self._stops = stops
         self._drafter = next((source for source in sources if source.drafter is not None), None)
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
@@ -241,8 +244,9 @@ class Decoder:
         reads_all = self._drafter is not None and self._drafter.reads_all
         report(done, total)
         while total - done > 1:
-            size = min(prefill_step_size, total - done - 1)
-            piece, position = prompt[done : done + size], self.target.length
+            position = self.target.length
+            size = min(prefill_step_size, total - done - 1, *(n - position for n in self._stops if n > position))
+            piece = prompt[done : done + size]
             with on_stream():
                 hidden = self.target.forward(piece, want_hidden=reads_all).hidden
                 if reads_all:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
@@ -39,12 +39,14 @@ class Request:
         draft: False decodes plainly.
         include_drafts: whether events have the rounds' trees.
         client: whose limit it counts for.
+        prefix_lengths: how many of its first tokens later prompts are likely to share, in any order; none for all.
         sampling: options of `Options`, and keywords of mlx-lm's `make_logits_processors`.
 
     Attributes:
         options: its sampling and logits processors, and how caches are made.
         text: prompt and generated tokens.
         prefix: (T - 1,) int32, what other requests may share: the last token of the prompt is always read.
+        copy_lengths: how many of its tokens are read each time that a copy of the cache is kept, ascending.
         prompt_tokens: the length of the prompt.
         read: how many of its tokens are in the cache.
         source: the drafter's state for this text; what a batch decodes is a hole in it.
@@ -74,6 +76,7 @@ class Request:
         draft: bool = True,
         include_drafts: bool = False,
         client: str = "",
+        prefix_lengths: Iterable[int] = (),
         **sampling: Any,
     ) -> None:
         self.make_grammar, self.top_logprobs, self.include_drafts = grammar, top_logprobs, include_drafts
@@ -83,6 +86,7 @@ class Request:
         processors = make_logits_processors(**penalties)
         self.options = replace(defaults, logits_processors=processors, **given).require_tokens()
         self.text, self.prefix, self.prompt_tokens = list(prompt), np.array(prompt[:-1], np.int32), len(prompt)
+        self.copy_lengths = sorted({n for n in prefix_lengths if 0 < n < len(prompt)}) or [len(self.prefix)]
         self.read = 0
         self.source: Source | None = None
         self.grammar: Grammar | None = None
@@ -100,7 +104,8 @@ class Request:
     def describe(self) -> dict[str, Any]:
         """The keywords that make the same request on another rank: plain values, without the grammar."""
         names = ("top_logprobs", "draft", "include_drafts")
-        return {"prompt": self.text, **{name: getattr(self, name) for name in names}, **self.sampling}
+        own = {name: getattr(self, name) for name in names}
+        return {"prompt": self.text, "prefix_lengths": self.copy_lengths, **own, **self.sampling}
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """Yields each token; ends after the one with a `finish_reason`, or when it is cancelled. To be called once.

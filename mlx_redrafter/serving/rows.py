@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import mlx.core as mx
@@ -91,6 +92,7 @@ class Loops:
             source=source,
             grammar=row.grammar,
             may_run_ahead=lambda: row.may_run_ahead,
+            stops=row.copy_lengths,
         )
 
     def step(self, row: Request) -> Round:
@@ -179,10 +181,11 @@ class Batch:
     def add(self, row: Request, start: Start) -> None:
         """Adds a row, which continues after the tokens that its cache holds."""
         (cache, held), sampler = start, self._greedy
+        ends = [n for n in row.copy_lengths if n > held] + [len(row.text)]
         if row.options.temp:
             sampler = RowSampler(row.options.make_sampler(0), len(row.text))  # it has a seed of its own
-        (uid,) = self._generator.insert(
-            [row.text[held:]],
+        (uid,) = self._generator.insert_segments(
+            [[row.text[start:end] for start, end in pairwise([held, *ends])]],
             [NO_LIMIT],
             caches=[cache or make_prompt_cache(self._model)],
             all_tokens=[row.text[:held]],
@@ -192,7 +195,7 @@ class Batch:
         self._rows[uid] = row, sampler
 
     def step(self) -> tuple[list[Request], list[tuple[Request, Round]]]:
-        """Returns (rows prefilled up to the last token of the prompt, one token of each row after its prompt)."""
+        """Returns (rows of whose cache a copy is to be kept, one token of each row after its prompt)."""
         started, reading = time.perf_counter(), sum(not row.generated_tokens for row in self.rows)
         others_wait, size = reading < len(self._rows), self._prefill_step_size
         if reading and others_wait:
@@ -210,7 +213,7 @@ class Batch:
         for each in prompts:
             row, (done, total) = self._rows[each.uid][0], each.progress
             row.read = max(row.read, min(len(row.text) - total + done, row.prompt_tokens))
-            if each.end_of_segment and not each.end_of_prompt:
+            if row.read in row.copy_lengths and not each.end_of_prompt:
                 read.append(row)
         return read, [(self._rows[each.uid][0], Round([each.token], [each.logprobs])) for each in tokens]
 

@@ -112,14 +112,17 @@ class Scheduler:
     def _find_prefix(self, row: Request, rows: Iterable[Request]) -> tuple[Request | None, int]:
         """(the row that reads the longest common prefix, its length), or (None, 0) if waiting is not worthwhile.
 
-        Once the prefix is read, its cache is kept, and the other row starts with it.
+        Once the prefix is read, its cache is kept, and the other row starts with it. A cache that cannot be trimmed is
+        kept at the row's `copy_lengths` only.
         """
         shared, other = 0, None
         for each in rows:
-            if each.read >= len(each.prefix):
+            if each.read >= each.copy_lengths[-1]:
                 continue  # its cache was kept
             count = common_prefix(row.prefix, each.prefix)
-            if count > shared and (self._can_fork or count == len(each.prefix)):
+            if not self._can_fork:
+                count = max((n for n in each.copy_lengths if each.read < n <= count), default=0)
+            if count > shared:
                 shared, other = count, each
         is_kept = shared - self.prompt_cache.count(row.prefix) < MIN_SHARED if shared >= MIN_SHARED else True
         return (None, 0) if is_kept or not self.prompt_cache.max_bytes else (other, shared)
@@ -208,7 +211,7 @@ class Scheduler:
             if made.tokens:
                 self._counters.rounds += 1
                 self._end(self._report([(row, made)]))
-            elif row.read == len(row.prefix):
+            elif row.read in row.copy_lengths:
                 self._store_prompt(row)
 
     def _step_batch(self, *, others_wait: bool) -> None:

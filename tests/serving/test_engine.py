@@ -613,6 +613,38 @@ def test_a_prompt_is_found_while_its_answer_is_generated(kind: str) -> None:
         assert asyncio.run(finish(main(engine))).cached_tokens == 60
 
 
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_states_are_copied_where_later_prompts_begin_otherwise(
+    name: str, sampling: dict[str, Any], together: int
+) -> None:
+    model, text = make_family(name), make_prompt(150)
+    first = ask([*text, 7], 8, prefix_lengths=(150, 60), **sampling)
+    others = [ask(PROMPTS[0], 8)] * (together - 1)
+    later = [ask([*text[:shared], 9, 8, 9], 8, **sampling) for shared in (149, 150, 60, 59)]
+    with running(model, options={"prefill_step_size": 32}) as engine:
+        answers = generate(engine, first, *others)
+        assert tokens_of(answers[0]) == plain(first, model)
+        found = []
+        for request in later:
+            before = engine.counters.cached_tokens
+            (events,) = generate(engine, request)
+            assert tokens_of(events) == plain(request, model)
+            found.append(engine.counters.cached_tokens - before)
+    assert found == [60, 150, 60, 0]
+
+
+def test_requests_wait_for_the_longest_copy_that_they_share() -> None:
+    model, text = make_family("mamba2"), make_prompt(400)
+    first = ask(text, 4, prefix_lengths=(100, 200, 399))
+    second, third = (ask([*text[:shared], 9, 8, 9], 4) for shared in (210, 120))
+    with running(model, options={"prefill_step_size": 16}) as engine:
+        for request, events in zip((first, second, third), generate(engine, first, second, third), strict=True):
+            assert tokens_of(events) == plain(request, model)
+        assert engine.counters.cached_tokens == 200 + 100
+
+
 @pytest.mark.parametrize(("kind", "options"), [SHARING["llama"], SHARING["quantized"]], ids=["batch", "turns"])
 def test_only_what_is_shared_is_waited_for(kind: str, options: dict[str, Any]) -> None:
     options = options | {"prefill_step_size": 16}
