@@ -198,7 +198,7 @@ class ScriptedEngine:
     requests: list[ScriptedRequest] = field(default_factory=list)
     counters: EngineCounters = field(default_factory=EngineCounters)
     queued, alive, vocab_size, context_length = 0, True, 4098, 8192
-    scheduler = SimpleNamespace(rows=(), mode="idle", prompt_cache=SimpleNamespace(nbytes=0))
+    scheduler = SimpleNamespace(rows=(), mode="idle", copies_prompts=False, prompt_cache=SimpleNamespace(nbytes=0))
 
     def __post_init__(self) -> None:
         self.gate.set()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
@@ -21,6 +21,7 @@ from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, relax
 from .engine import Engine
 from .metrics import Metrics
+from .prefixes import find_prefix_lengths
 from .request import Request
 from .schemas import DEFAULT_MODEL, AnswerFormat, AnyBody, ApiError
 from .structured_output import Asked, GrammarCompiler
@@ -76,12 +77,13 @@ class Service:
 class Prompt(NamedTuple):
     """Token ids, the state of mlx-lm's text state machine after them, and what makes the grammar of the answer.
 
-    Without a state all of the answer is text.
+    Without a state all of the answer is text. `prefix_lengths` are as `Request` takes them.
     """
 
     tokens: list[int]
     state: str | None = None
     grammar: Callable[[], Grammar] | None = None
+    prefix_lengths: Sequence[int] = ()
 
 
 class Completion(ABC, Generic[AnyBody]):
@@ -142,7 +144,11 @@ class Completion(ABC, Generic[AnyBody]):
             raise errors[0]
         prompt = list(tokenizer.encode(text, add_special_tokens=False))
         thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
-        return Prompt(prompt, tokenizer.response_initial_state or ("reasoning" if thinks else "normal"))
+        state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
+        if not service.engine.scheduler.copies_prompts:
+            return Prompt(prompt, state)
+        lengths = find_prefix_lengths(tokenizer, prompt, text, variant, args, prefilled=prefilled)
+        return Prompt(prompt, state, prefix_lengths=lengths)
 
     @abstractmethod
     def events(self, answer: Answer) -> AsyncIterator[Event]:
@@ -178,7 +184,8 @@ def make_prompt(completion: Completion[Any]) -> Prompt:
         return prompt
     if completion.prefilled:
         raise ApiError("an answer that is begun by the last message cannot follow a format or be a forced call")
-    return Prompt(prompt.tokens, prompt.state, service.grammars.compile(asked, prompt.state, unless))
+    grammar = service.grammars.compile(asked, prompt.state, unless)
+    return Prompt(prompt.tokens, prompt.state, grammar, prompt.prefix_lengths)
 
 
 class Piece(NamedTuple):
@@ -212,6 +219,7 @@ class Answer:
             "draft": body.draft_model not in (None, PLAIN),
             "include_drafts": completion.include_drafts,
             "client": client,
+            "prefix_lengths": prompt.prefix_lengths,
             **body.sampling(),
         }
         if limit is not None and not 0 < asked.get("max_tokens", service.args.options.max_tokens) <= limit:

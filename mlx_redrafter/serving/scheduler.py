@@ -80,6 +80,11 @@ class Scheduler:
         self._alone_steps, self._pace = 0, Pace()
 
     @property
+    def copies_prompts(self) -> bool:
+        """Whether requests should say which `prefix_lengths` later prompts may share: caches cannot be trimmed."""
+        return not self._can_fork and self.prompt_cache.max_bytes > 0
+
+    @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:
         """How requests are decoded now."""
         if self._batch.rows:

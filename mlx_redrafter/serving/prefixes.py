@@ -1,0 +1,81 @@
+"""The beginnings of a prompt that later prompts are likely to share, found without knowledge of its chat template.
+
+The template renders what may come next, and as many tokens as both texts begin with are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import RedrafterError
+from ..session.chat_template import render
+from .conversation import Message
+from .prompt_cache import common_prefix
+
+MIN_SHARED = 32
+"""Tokens: fewer are read again."""
+
+WINDOW = 1024
+"""Characters before the place where two texts part that are encoded to find its token."""
+
+
+def find_prefix_lengths(
+    tokenizer: Any, prompt: list[int], text: str, messages: Sequence[Message], args: dict[str, Any], *, prefilled: bool
+) -> list[int]:
+    """How many tokens of a prompt later ones are likely to begin with, ascending.
+
+    - System prompt and tools: other conversations.
+    - All up to what the template puts before a new answer alone, such as `<think>`: the user's next message, and where
+      that changes how earlier answers are rendered, the next result of a tool.
+    - The whole prompt, unless one of these is about as long: another answer to it.
+
+    Args:
+        prompt: the tokens of `text`, which are `messages` rendered with `args`.
+        prefilled: whether the last message is the beginning of the answer.
+    """
+    found = set[int]()
+    for each in _continue(messages[:-1] if prefilled else messages):
+        try:
+            found.add(count_shared(tokenizer, prompt, text, render(tokenizer, each, args)))
+        except RedrafterError:  # a template that takes no such conversation
+            continue
+    whole = len(prompt) - 1
+    lengths = sorted({min(count, whole) for count in found if count >= MIN_SHARED})
+    return lengths if lengths and whole - lengths[-1] < MIN_SHARED else [*lengths, whole]
+
+
+def _continue(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Conversations that share a beginning with this one: a new one, after an answer, and after one that calls."""
+    roles = [message["role"] for message in messages]
+    n_leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    beginnings = {message["content"][:1] for message in messages[n_leading : n_leading + 1]}
+    user = {"role": "user", "content": "1" if "0" in beginnings else "0"}
+    yield [*messages[:n_leading], user]
+    yield [*messages, {"role": "assistant", "content": "0"}, user]
+    if roles[-1:] != ["user"] and "assistant" in roles:
+        last = len(roles) - 1 - roles[::-1].index("assistant")
+        yield [*messages, *messages[last:]]
+
+
+def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> int:
+    """The length of the common prefix of `prompt`, the tokens of `text`, and those of another text.
+
+    Where the texts part after much that is the same, only what is around that place is encoded.
+    """
+    pairs = enumerate(zip(text, other, strict=False))
+    size = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(other)))
+    start = max(0, size - WINDOW)
+    if len(text) + len(other) - 2 * start < len(other):
+        part = _encode(tokenizer, text[start:])
+        held = common_prefix(part, _encode(tokenizer, other[start:]))
+        end = part[held // 2 :]  # at its beginning it may be other tokens than in the whole text
+        if np.array_equal(end, prompt[-len(end) :]):
+            return len(prompt) - len(part) + held
+    return common_prefix(np.array(prompt, np.int32), _encode(tokenizer, other))
+
+
+def _encode(tokenizer: Any, text: str) -> Any:
+    return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -1,0 +1,126 @@
+"""The beginnings that later prompts share: where they end, and what is found there of a hybrid model's prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from families import make_family
+from servers import Running, ask, parse_flags, start_server
+from sessions import chat_tokenizer as letter_tokenizer
+
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving.completion import Service
+from mlx_redrafter.serving.engine import Engine
+from mlx_redrafter.serving.metrics import Metrics
+from mlx_redrafter.serving.prefixes import count_shared, find_prefix_lengths
+from mlx_redrafter.session.chat_template import render
+
+LAWS = " ".join(f"Law {i}: keep {i * 7 % 101}." for i in range(40))
+CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "a"}}}
+SYSTEM, QUESTION = {"role": "system", "content": LAWS}, {"role": "user", "content": f"What of {LAWS[:200]}"}
+AFTER_A_CALL = [{"role": "assistant", "content": "I look.", "tool_calls": [CALL]}, {"role": "tool", "content": LAWS}]
+
+THINKING = """{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}
+{%- set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}<{{ m.role }}>
+{%- if m.reasoning_content and loop.index0 > ns.last %}<think>
+{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant><think>
+{% endif %}"""
+"""Shows the reasoning of answers after the user's last message only."""
+
+
+def find(tokenizer: Any, messages: list[Any], template: str, **more: Any) -> tuple[list[str], str]:
+    """(the texts of the shared beginnings, the whole text)."""
+    args = {"chat_template": template}
+    text = render(tokenizer, messages, args, **more)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    lengths = find_prefix_lengths(tokenizer, prompt, text, messages, args, **{"prefilled": False, **more})
+    return [tokenizer.decode(prompt[:length]) for length in lengths], text
+
+
+def test_a_first_prompt_shares_its_system_prompt_and_all_before_the_reasoning(chat_tokenizer: Any) -> None:
+    found, text = find(chat_tokenizer, [SYSTEM, QUESTION], THINKING)
+    assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
+
+
+def test_a_tools_result_shares_what_the_next_one_does(chat_tokenizer: Any) -> None:
+    found, text = find(chat_tokenizer, [SYSTEM, QUESTION, *AFTER_A_CALL], THINKING)
+    assert found == [f"<system>{LAWS}\n<user>", text.removesuffix("<think>\n")]
+
+
+def test_reasoning_between_calls_is_gone_after_the_users_next_message(chat_tokenizer: Any) -> None:
+    call, result = AFTER_A_CALL
+    found, text = find(chat_tokenizer, [SYSTEM, QUESTION, call | {"reasoning_content": "Where?"}, result], THINKING)
+    first, *_, last = text.split("<think>\n")
+    assert (found[:2], last) == ([f"<system>{LAWS}\n<user>", first], "")
+    assert text.startswith(found[2]) and len(text) - len(found[2]) <= len("<think>\n")
+
+
+def test_a_begun_answer_is_not_shared(chat_tokenizer: Any) -> None:
+    begun = {"role": "assistant", "content": "It is"}
+    found, text = find(chat_tokenizer, [SYSTEM, QUESTION, begun], THINKING, prefilled=True)
+    assert found[:2] == [f"<system>{LAWS}\n<user>", text.removesuffix("It is")]
+
+
+def test_the_whole_prompt_is_kept_where_the_template_tells_nothing(chat_tokenizer: Any) -> None:
+    fixed = "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}" + "{{ messages[-1].content }}"
+    found, text = find(chat_tokenizer, [SYSTEM, QUESTION], fixed)
+    assert found == [chat_tokenizer.decode(chat_tokenizer.encode(text, add_special_tokens=False)[:-1])]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_only_a_part_of_long_texts_is_encoded(chat_tokenizer: Any, seed: int) -> None:
+    choose = random.Random(seed)
+    words = [choose.choice(["law", " keeps", "\n\n", "  ", "1234", "é", "\n", " the"]) for _ in range(4000)]
+    text, size = "".join(words), choose.randrange(6000, 9000)
+    other = text[:size] + choose.choice(["x", "\n", "  8"]) * 3 + text
+    expected, prompt = 0, chat_tokenizer.encode(text, add_special_tokens=False)
+    for ours, theirs in zip(prompt, chat_tokenizer.encode(other, add_special_tokens=False), strict=False):
+        if ours != theirs:
+            break
+        expected += 1
+    assert count_shared(chat_tokenizer, prompt, text, other) == expected > 0
+
+
+@contextmanager
+def serving(**settings: Any) -> Iterator[Running]:
+    """A server over a random hybrid, a token for each letter; a new answer begins with a letter that history lacks."""
+    tokenizer = letter_tokenizer(
+        "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}z{% endfor %}"
+        "{% if add_generation_prompt %}AT{% endif %}"
+    )
+    engine = Engine(make_family("qwen3_5"), tokenizer, options=Options(), context_length=4096, **settings)
+    engine.start()
+    with start_server(Service(engine, tokenizer, parse_flags(), "hybrid", None, Metrics(engine))) as server:
+        yield server
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "seed"])
+def test_a_hybrid_reads_what_is_new_alone(sampling: dict[str, Any]) -> None:
+    system = {"role": "system", "content": "keep the laws " * 5}
+    asked: list[list[Any]] = [[system, {"role": "user", "content": "which law holds of all that are kept"}]]
+
+    def get(server: Running, messages: list[Any]) -> tuple[str, int, int]:
+        reply = ask(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 12} | sampling)
+        assert reply.status == 200, reply
+        usage = reply.json["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return reply.json["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
+
+    with serving() as server:
+        answers = [get(server, asked[0])]
+        for turn in range(5):
+            question = {"role": "user", "content": f"and what of number {turn} then"}
+            asked.append([*asked[-1], {"role": "assistant", "content": answers[-1][0]}, question])
+            answers.append(get(server, asked[-1]))
+        asked.append([system, {"role": "user", "content": "name a prime"}])
+        answers.append(get(server, asked[-1]))
+    lengths = [length for _, length, _ in answers]
+    shared = len("S") + len(system["content"]) + len("zU")
+    assert [cached for _, _, cached in answers] == [0, *(length - 1 for length in lengths[:5]), shared]
+    with serving(prompt_cache_bytes=0) as server:
+        assert [get(server, messages)[0] for messages in asked] == [text for text, _, _ in answers]
