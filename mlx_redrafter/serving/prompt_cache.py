@@ -56,12 +56,14 @@ class PromptCache:
         """Returns (a copy of the cache with the longest prefix of `tokens`, or None; the length of the prefix).
 
         At least the last token is left to read. A cache that cannot be trimmed is found only if all its tokens match.
+        Shorter prefixes of `tokens` count as used, too: others may share those alone.
         """
-        best, most = self._find(np.array(tokens[:-1], np.int32))
+        best, most = self._find(wanted := np.array(tokens[:-1], np.int32))
         if best is None:
             return None, 0
-        self._entries.remove(best)
-        self._entries.append(best)
+        used = [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
+        used.sort(key=lambda each: -len(each.tokens))
+        self._entries = [each for each in self._entries if each not in used] + used
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
@@ -97,8 +99,7 @@ class PromptCache:
         can_trim = _can_trim(cache)
 
         def is_useless(old: _Entry) -> bool:
-            is_prefix = np.array_equal(old.tokens, new.tokens[: len(old.tokens)])
-            return is_prefix and (can_trim or len(old.tokens) == len(tokens))
+            return _is_prefix(old.tokens, new.tokens) and (can_trim or len(old.tokens) == len(tokens))
 
         self._entries = [old for old in self._entries if not is_useless(old)] + [new]
         while self.nbytes > self.max_bytes and len(self) > 1:
@@ -114,6 +115,10 @@ def common_prefix(first: Tokens, second: Tokens) -> int:
     size = min(len(first), len(second))
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if len(different) else size
+
+
+def _is_prefix(first: Tokens, second: Tokens) -> bool:
+    return np.array_equal(first, second[: len(first)])
 
 
 def _can_trim(cache: kv_cache.Cache) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from families import make_family
 from mlx_lm.models.cache import make_prompt_cache
@@ -76,6 +77,20 @@ def test_bytes_are_bounded_oldest_use_first() -> None:
     assert [cache.fetch([*tokens, 0])[1] for tokens in ([1, 2], [3, 4], [5, 6])] == [2, 0, 2]
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_of_the_prefixes_of_a_text_the_longest_goes_first() -> None:
+    model = make_family("mamba2")
+    size = sum(c.nbytes for c in read([1], model))
+    cache = PromptCache(4 * size)
+    for text in ([1], [1, 2], [1, 2, 3], [9]):
+        cache.store(text, read(text, model))
+    assert cache.fetch([1, 2, 3, 4])[1] == 3
+    held = []
+    for new in (7, 8, 6):
+        cache.store([new], read([new], model))
+        held.append([cache.count(np.array(text, np.int32)) for text in ([9], [1, 2, 3])])
+    assert held == [[0, 3], [0, 2], [0, 1]]
 
 
 def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFixture) -> None:
