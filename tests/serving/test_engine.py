@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cached import make_cached
+from engines import FAMILIES, SHARING, TURNS, Asked, ask, collect, generate, plain, running, tokens_of
 from families import make_family
 from grammars import ToyGrammar, mask_history
 from mlx_lm.sample_utils import make_logits_processors
@@ -23,7 +23,6 @@ from mlx_redrafter.answer_folder import AnswerFolder, decode_texts
 from mlx_redrafter.demo import demo_prompts
 from mlx_redrafter.drafters.draft_model import DraftModel
 from mlx_redrafter.engine.model_parts import find_context_length
-from mlx_redrafter.options import Options
 from mlx_redrafter.serving import rows, scheduler
 from mlx_redrafter.serving.engine import Engine
 from mlx_redrafter.serving.pace import Pace
@@ -42,58 +41,7 @@ from mlx_redrafter.serving.types import (
 
 SAMPLED: dict[str, Any] = {"temp": 0.9, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "seed": 7}
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {3: 2.0, 5: -50.0}}
-Asked = dict[str, Any]
-"""The keywords of `Engine.submit`."""
-
 PROMPTS = [make_prompt(length) for length in (9, 14, 5, 30, 1)]
-TURNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
-    "rings that keep rows": ("qwen2", {"max_kv_size": 16}),
-}
-"""Caches that mlx-lm cannot batch: a kind of toy, and options."""
-
-
-@contextmanager
-def running(
-    model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
-) -> Iterator[Engine]:
-    """An engine of a toy, whose config is not asked how long texts may be."""
-    settings = {"context_length": 4096} | settings
-    options = Options(**({"context": False} | (options or {})))
-    engine = Engine(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
-    engine.start()
-    try:
-        yield engine
-    finally:
-        engine.close(20)
-
-
-def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
-    return {"prompt": prompt, "max_tokens": max_tokens, **fields}
-
-
-async def collect(request: Request) -> list[TokenEvent]:
-    return [event async for event in request.events()]
-
-
-def generate(engine: Engine, *requests: Asked) -> list[list[TokenEvent]]:
-    """The events of requests that are submitted at once."""
-
-    async def main() -> list[list[TokenEvent]]:
-        return await asyncio.gather(*[collect(engine.submit(**request)) for request in requests])
-
-    return asyncio.run(main())
-
-
-def tokens_of(events: list[TokenEvent]) -> list[int]:
-    return [event.token for event in events]
-
-
-def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
-    """The tokens of plain decoding, as from the command line."""
-    names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
-    fields = {name: request[name] for name in names if name in request}
-    return ids(run(make_model() if model is None else model, request["prompt"], **fields, **options))
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -575,11 +523,6 @@ def test_prompt_cache_is_shared_by_requests(name: str, together: int) -> None:
         # What stood before, and the last token of an answer perhaps, were not read again.
         assert engine.counters.prompt_tokens - read <= 3 * together
         assert engine.scheduler.prompt_cache.nbytes > 0
-
-
-FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
-SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
-"""Caches that can be trimmed, and that cannot; in batches, and by turns."""
 
 
 @pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)

@@ -1,0 +1,71 @@
+"""Engines of toys: what is asked of them, and what plain decoding answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from toys import ids, make_model, make_tokenizer, run
+
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving.engine import Engine
+from mlx_redrafter.serving.request import Request
+from mlx_redrafter.serving.types import TokenEvent
+
+Asked = dict[str, Any]
+"""The keywords of `Engine.submit`."""
+
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quantized": ("llama", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}),
+    "rings that keep rows": ("qwen2", {"max_kv_size": 16}),
+}
+"""Caches that mlx-lm cannot batch: a kind of toy, and options."""
+
+FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
+"""Caches that can be trimmed, and that cannot; in batches, and by turns."""
+
+
+@contextmanager
+def running(
+    model: Any = None, drafter: Any = None, *, eos: tuple[int, ...] = (), options: Any = None, **settings: Any
+) -> Iterator[Engine]:
+    """An engine of a toy, whose config is not asked how long texts may be."""
+    settings = {"context_length": 4096} | settings
+    options = Options(**({"context": False} | (options or {})))
+    engine = Engine(make_model() if model is None else model, make_tokenizer(eos), drafter, options=options, **settings)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close(20)
+
+
+def ask(prompt: list[int], max_tokens: int = 24, **fields: Any) -> Asked:
+    return {"prompt": prompt, "max_tokens": max_tokens, **fields}
+
+
+async def collect(request: Request) -> list[TokenEvent]:
+    return [event async for event in request.events()]
+
+
+def generate(engine: Engine, *requests: Asked) -> list[list[TokenEvent]]:
+    """The events of requests that are submitted at once."""
+
+    async def main() -> list[list[TokenEvent]]:
+        return await asyncio.gather(*[collect(engine.submit(**request)) for request in requests])
+
+    return asyncio.run(main())
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [event.token for event in events]
+
+
+def plain(request: Asked, model: Any = None, **options: Any) -> list[int]:
+    """The tokens of plain decoding, as from the command line."""
+    names = ("max_tokens", "temp", "top_p", "top_k", "min_p", "seed")
+    fields = {name: request[name] for name in names if name in request}
+    return ids(run(make_model() if model is None else model, request["prompt"], **fields, **options))
