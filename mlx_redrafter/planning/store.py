@@ -65,6 +65,13 @@ def digest_tensors(module: nn.Module) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
+def sample_tensors(module: Any) -> bytes:
+    """The first values of every tensor: of a fine-tuned model they differ, names and shapes do not."""
+    arrays = (array for _, array in cast(Any, tree_flatten(module.parameters())))
+    sample = mx.concatenate([mx.zeros((1,)), *(array.reshape(-1)[:8].astype(mx.float32) for array in arrays)])
+    return np.array(sample).tobytes()
+
+
 def read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
     """How often the drafter was right in texts of earlier processes; None where that is not known."""
     kept = ranks.share(_read_object(lambda: _find_file(model, drafter)))
@@ -101,7 +108,5 @@ def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
 def _find_file(model: nn.Module, drafter: Drafter) -> Path:
     """Beside the cost tables, by what both are: a sample of every tensor, as fine-tuned models have the same shapes."""
     described = [model_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
-    arrays = (array for _, array in cast(Any, tree_flatten(drafter.parameters())))
-    sample = mx.concatenate([mx.zeros((1,)), *(array.reshape(-1)[:8].astype(mx.float32) for array in arrays)])
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + np.array(sample).tobytes())
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
     return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"
