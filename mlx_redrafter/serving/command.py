@@ -64,6 +64,8 @@ def make_parser() -> Parser:
     add("--prompt-cache-bytes", type=parse_size,
         help="memory for the prompts of earlier requests, as in 512MB or 2GB; 0 keeps none, else one is always kept "
              "(default: half of what the weights leave of the memory, at least 1GiB)")  # fmt: skip
+    add("--prompt-cache-dir", metavar="DIR",
+        help="keep as much of them in this folder, to find them after a restart; it holds conversations")  # fmt: skip
     add("--max-queue", type=parse_count, default=64, help="requests that may wait (default: %(default)s)")
     add("--max-per-client", type=parse_count, default=32, help="requests of one address at once (default: %(default)s)")
     add("--max-request-bytes", type=parse_size, default=8 << 20, help="length of a request's body (default: 8MiB)")
@@ -124,6 +126,8 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
             raise RedrafterError("the key must be printable ASCII, and not empty")
     elif args.host not in LOOPBACK:
         raise RedrafterError(f"--host {args.host} lets others in: expected --api-key-file or --api-key, got none")
+    if args.prompt_cache_dir is not None and ranks.count() > 1:
+        raise RedrafterError(f"--prompt-cache-dir needs a process of its own, got {ranks.count()} ranks")
     if args.answers is not None and args.host not in LOOPBACK:
         raise RedrafterError(
             f"--answers is for one user, whose answers others could tell from how fast theirs come; expected a --host "

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -52,6 +53,9 @@ CLOSING = "the server is shutting down"
 IDLE_SECONDS = 0.05
 """How often idle ranks ask rank 0 for requests."""
 
+SAVE_AFTER = 5.0
+"""Seconds without a request after which prompt caches are written to their folder."""
+
 
 class Decisions(NamedTuple):
     """What rank 0 decides at the beginning of a step.
@@ -82,6 +86,7 @@ class Engine:
         context_length: of prompt and answer together; None takes it from the model's config.
         decode_concurrency: most requests that run together.
         prompt_cache_bytes: memory for the caches of earlier requests; 0 keeps none, None takes `default_bytes`.
+        prompt_cache_dir: a folder that keeps as many bytes of them for the time after a restart; None for none.
 
     Attributes:
         context_length: None for no limit, also if the caches drop old rows.
@@ -90,7 +95,7 @@ class Engine:
         vocab_size: the model's.
 
     Raises:
-        RedrafterError: options that do not fit the model.
+        RedrafterError: options that do not fit the model, or a folder that cannot be used.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Engine:
         context_length: int | None = None,
         decode_concurrency: int = 32,
         prompt_cache_bytes: int | None = None,
+        prompt_cache_dir: str | Path | None = None,
     ) -> None:
         tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         options = options or Options()
@@ -119,8 +125,9 @@ class Engine:
         self.vocab_size = check_request(model, mx.array([0]), None, options.quantization, options.max_kv_size)
         evaluate(model, drafter)  # another thread will use them
         self.counters = EngineCounters()
+        keep = prompt_cache_bytes, prompt_cache_dir
         self.scheduler = Scheduler(
-            model, tokenizer, drafter, options, decode_concurrency, prompt_cache_bytes, self.counters, self._end
+            model, tokenizer, drafter, options, decode_concurrency, *keep, self.counters, self._end
         )
         self._condition = threading.Condition()  # guards what follows
         self._queue: deque[Request] = deque()
@@ -256,6 +263,7 @@ class Engine:
             self._started.set_result(None)
             while True:
                 try:
+                    self._save_while_idle()
                     decisions = self._share(self._decide())
                     if decisions.is_last:
                         break
@@ -266,6 +274,16 @@ class Engine:
                     logging.exception("The engine has failed, and with it all requests that ran")
                     self.scheduler.abort(error)
             self.scheduler.close()
+
+    def _save_while_idle(self) -> None:
+        """Writes prompt caches to their folder while there is nothing to decode, a file at a time."""
+        seconds = SAVE_AFTER
+        while self.scheduler.prompt_cache.has_unsaved:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._queue or self.scheduler.rows or self._closing, seconds):
+                    return
+            self.scheduler.prompt_cache.save_next()
+            seconds = 0.0
 
     def _decide(self) -> Decisions | None:
         """The next decisions, once there is something to do. None on other ranks, and if rank 0 has none to send.

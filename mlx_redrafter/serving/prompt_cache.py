@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,16 +17,24 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from .. import ranks
 from ..engine import kv_cache
+from ..errors import RedrafterError, one_line
 from ..planning.machine import usable_bytes
+from .cache_folder import CacheFolder
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(eq=False)
 class _Entry:
+    """A cache; `file` is where it is kept, `replaced` are files of no use once it is there too."""
+
     tokens: Tokens
     cache: kv_cache.Cache
     nbytes: int
+    is_evaluated: bool = True
+    is_saved: bool = False
+    file: Path | None = None
+    replaced: list[Path] = field(default_factory=list)
 
 
 def default_bytes() -> int:
@@ -37,11 +48,13 @@ class PromptCache:
     mlx-lm's `LRUPromptCache` takes seconds to find a prompt that shares only its first tokens with one of 20,000.
 
     Args:
-        max_bytes: of all caches together; 0 keeps none.
+        max_bytes: of all caches together, and as much on disk; 0 keeps none.
+        folder: where `save_next` writes them; those that are there are found once a prompt is looked for.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, folder: CacheFolder | None = None) -> None:
         self.max_bytes, self._has_warned = max_bytes, False
+        self._folder, self._is_listed = folder, folder is None
         self._entries: list[_Entry] = []  # the least recently used one first
 
     def __len__(self) -> int:
@@ -59,11 +72,17 @@ class PromptCache:
         Shorter prefixes of `tokens` count as used, too: others may share those alone.
         """
         best, most = self._find(wanted := np.array(tokens[:-1], np.int32))
+        while best is not None and not self._evaluate(best):
+            self._entries.remove(best)
+            best, most = self._find(wanted)
         if best is None:
             return None, 0
         used = [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
         used.sort(key=lambda each: -len(each.tokens))
         self._entries = [each for each in self._entries if each not in used] + used
+        for file in [each.file for each in used if each.file is not None]:
+            with suppress(OSError):
+                os.utime(file)
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
@@ -73,7 +92,27 @@ class PromptCache:
         """The length of the prefix that `fetch` would find for a prompt, given without its last token."""
         return self._find(wanted)[1]
 
+    def _evaluate(self, entry: _Entry) -> bool:
+        """Reads the arrays of a file; returns whether they are there."""
+        if not entry.is_evaluated:
+            assert self._folder is not None and entry.file is not None
+            try:
+                mx.eval([c.state for c in entry.cache])
+                entry.is_evaluated = True
+            except Exception as error:
+                self._folder.remove_damaged(entry.file, error)
+        return entry.is_evaluated
+
+    def _list_files(self) -> None:
+        if not self._is_listed and self._folder is not None:
+            self._is_listed = True
+            for file, tokens, cache in self._folder.read():
+                nbytes = sum(c.nbytes for c in cache)
+                self._entries.append(_Entry(tokens, cache, nbytes, is_evaluated=False, is_saved=True, file=file))
+            self._drop_oldest()
+
     def _find(self, wanted: Tokens) -> tuple[_Entry | None, int]:
+        self._list_files()
         best, most = None, 0
         for entry in reversed(self._entries):
             if most >= min(len(entry.tokens), len(wanted)) or entry.tokens[most] != wanted[most]:
@@ -96,18 +135,51 @@ class PromptCache:
                 "See --prompt-cache-bytes", self.max_bytes, len(tokens), new.nbytes,
             )  # fmt: skip
         mx.async_eval([c.state for c in cache])  # otherwise its whole graph stays alive
+        self._list_files()
         can_trim = _can_trim(cache)
 
         def is_useless(old: _Entry) -> bool:
             return _is_prefix(old.tokens, new.tokens) and (can_trim or len(old.tokens) == len(tokens))
 
-        self._entries = [old for old in self._entries if not is_useless(old)] + [new]
+        useless = [old for old in self._entries if is_useless(old)]
+        new.replaced = [file for old in useless for file in (*old.replaced, old.file) if file is not None]
+        self._entries = [old for old in self._entries if old not in useless] + [new]
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
         while self.nbytes > self.max_bytes and len(self) > 1:
             del self._entries[0]
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether `save_next` has something to do."""
+        return self._folder is not None and not all(each.is_saved for each in self._entries)
+
+    def save_next(self) -> None:
+        """Writes the newest cache that is not in the folder, if there is one; what cannot be written is skipped."""
+        entry = next((each for each in reversed(self._entries) if not each.is_saved), None)
+        if self._folder is None or entry is None:
+            return
+        entry.is_saved = True
+        try:
+            entry.file = self._folder.write(entry.tokens, entry.cache, self.max_bytes)
+            for file in entry.replaced if entry.file else ():
+                if file != entry.file:
+                    file.unlink(missing_ok=True)
+        except (OSError, RuntimeError, ValueError, RedrafterError) as error:
+            logging.warning("A prompt cache of %d tokens is not kept on disk: %s", len(entry.tokens), one_line(error))
+
     def clear(self) -> None:
-        """Drops all caches."""
-        self._entries = []
+        """Drops all caches in memory."""
+        self._entries, self._is_listed = [], self._folder is None
+
+    def close(self) -> None:
+        """Saves what is not saved, and drops all caches."""
+        while self.has_unsaved:
+            self.save_next()
+        self.clear()
+        if self._folder is not None:
+            self._folder.close()
 
 
 def common_prefix(first: Tokens, second: Tokens) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from ..engine.stats import Stats
 from ..generate import decode_tokens
 from ..options import Options
 from .batchable import count_prefill_rows
+from .cache_folder import CacheFolder
 from .pace import Pace
 from .prompt_cache import PromptCache, common_prefix, default_bytes
 from .request import Request, read_logprobs
@@ -46,7 +48,7 @@ class Scheduler:
     Args:
         model, tokenizer, drafter, options: as for `Engine`.
         size: its `decode_concurrency`.
-        cache_bytes: its `prompt_cache_bytes`.
+        cache_bytes, cache_dir: its `prompt_cache_bytes` and `prompt_cache_dir`.
         counters: counts the steps.
         on_end: called once with each row that ends, after its last tokens, and how: "stop", "length", "cancelled", or
             an error.
@@ -64,13 +66,16 @@ class Scheduler:
         options: Options,
         size: int,
         cache_bytes: int | None,
+        cache_dir: str | Path | None,
         counters: EngineCounters,
         on_end: Callable[[Request, str | Exception], None],
     ) -> None:
         self._model, self._drafter, self._options, self._size = model, drafter, options, size
         self._counters, self._on_end, self.rows = counters, on_end, dict[Request, None]()
         self._end_tokens = frozenset(tokenizer.eos_token_ids)
-        self.prompt_cache = PromptCache(min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes)))
+        folder = None if cache_dir is None else CacheFolder(cache_dir, model, options)
+        max_bytes = min(ranks.gather(default_bytes() if cache_bytes is None else cache_bytes))
+        self.prompt_cache = PromptCache(max_bytes, folder)
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
         self._prefill_rows = count_prefill_rows(model, options)
@@ -156,8 +161,8 @@ class Scheduler:
         mx.clear_cache()
 
     def close(self) -> None:
-        """Frees the batch and all caches."""
-        self.prompt_cache.clear()
+        """Frees the batch and all caches, after they are saved."""
+        self.prompt_cache.close()
         mx.synchronize()
         self._batch.close()
 

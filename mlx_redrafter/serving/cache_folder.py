@@ -1,0 +1,134 @@
+"""Prompt caches in a folder, for the time after a restart: files of mlx-lm, which their owner alone may read.
+
+A file's name tells which model, options and versions made it, and a digest of its tokens. Nothing else than names is
+read before a prompt may need the caches, and their arrays not before one does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+from filelock import FileLock, Timeout
+from mlx_lm.models import cache as prompt_caches
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from ..atomic_files import expand_path, final_name, replace_file
+from ..engine import kv_cache
+from ..engine.model_parts import model_name
+from ..errors import RedrafterError, one_line
+from ..options import CACHE_OPTIONS, Options
+from ..planning.store import digest_tensors, sample_tensors
+
+NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{16}\.safetensors")
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+HEADER_BYTES = 1 << 16
+"""Of a file, besides its arrays and tokens, at most."""
+
+
+class CacheFolder:
+    """A folder of prompt caches, which one process uses at a time. Files of other models and versions stay there.
+
+    Args:
+        name: of the folder, which is made if it does not exist.
+        model, options: whose caches these are.
+
+    Raises:
+        RedrafterError: it cannot be made or read, holds something else, or another process uses it.
+    """
+
+    def __init__(self, name: str | Path, model: nn.Module, options: Options) -> None:
+        if not str(name).strip():
+            raise RedrafterError("expected the name of a folder for prompt caches, got an empty one")
+        self._path = path = expand_path(name)
+        self._lock = FileLock(path / ".lock", timeout=0, mode=FILE_MODE, thread_local=False)
+        try:
+            path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            other = next((each for each in os.listdir(path) if not (each[0] == "." or NAME.fullmatch(each))), None)
+            if other is not None:
+                raise RedrafterError(f"expected a folder for prompt caches alone, got {path}, which holds {other}")
+            self._lock.acquire()
+            path.chmod(FOLDER_MODE)
+            for each in path.iterdir():
+                if each.name != final_name(each.name) and NAME.fullmatch(final_name(each.name)):
+                    each.unlink()  # a process was killed while it wrote
+        except Timeout:
+            raise RedrafterError(f"another process keeps its prompt caches in {path}") from None
+        except OSError as error:
+            raise RedrafterError(f"expected a folder for prompt caches, got {path}: {one_line(error)}") from error
+        own = [model_name(model), digest_tensors(model), repr(getattr(model, "args", None))]
+        own += [repr(getattr(options, each)) for each in CACHE_OPTIONS]
+        own += [version(each) for each in ("mlx-redrafter", "mlx-lm", "mlx")]
+        self._key = hashlib.sha256(json.dumps(own).encode() + sample_tensors(model)).hexdigest()[:16]
+
+    def read(self) -> Iterator[tuple[Path, np.ndarray[Any, Any], kv_cache.Cache]]:
+        """Yields (file, tokens (T,) int32, cache) of this model, the least recently used first; no array is read."""
+        files = self._list_files()
+        own = [each for each in files if each.name.startswith(self._key)]
+        if n_others := len(files) - len(own):
+            logging.info(
+                "%d prompt caches in %s are ignored: of another model, quantization or version", n_others, self._path
+            )
+        for file in own:
+            try:
+                cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+                tokens = np.array(json.loads(metadata["tokens"]), np.int32)
+                if kv_cache.length(cache) not in (0, len(tokens)):
+                    raise RedrafterError(f"it names {len(tokens)} tokens, and holds {kv_cache.length(cache)}")
+            except Exception as error:  # a damaged file fails in many ways
+                self.remove_damaged(file, error)
+                continue
+            yield file, tokens, cache
+
+    def write(self, tokens: np.ndarray[Any, Any], cache: kv_cache.Cache, max_bytes: int) -> Path | None:
+        """Writes a cache, completely or not at all; the least recently used files make room.
+
+        Args:
+            tokens: (T,) int32, which it holds.
+            max_bytes: of all files together; None is returned for a cache that alone is larger.
+
+        Raises:
+            RedrafterError: mlx-lm could not read it.
+            OSError: it cannot be written.
+        """
+        if odd := [type(c).__name__ for c in cache if not hasattr(prompt_caches, type(c).__name__)]:
+            raise RedrafterError(f"mlx-lm cannot read a {odd[0]}")
+        text = json.dumps(tokens.tolist())
+        room = max_bytes - sum(c.nbytes for c in cache) - len(text) - HEADER_BYTES
+        if room < 0:
+            return None
+        files = self._list_files()
+        sizes = [each.stat().st_size for each in files]
+        for at, each in enumerate(files):
+            if sum(sizes[at:]) > room:
+                each.unlink()
+        file = self._path / f"{self._key}-{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.safetensors"
+        with replace_file(file) as partial:
+            partial.touch(FILE_MODE)
+            save_prompt_cache(str(partial), cache, {"tokens": text})
+            with partial.open("rb") as written:
+                os.fsync(written.fileno())  # or a power failure may leave a file of zeros
+        return file
+
+    def remove_damaged(self, file: Path, error: Exception) -> None:
+        """Removes a file that cannot be read, with a line that says so."""
+        logging.warning("The prompt cache %s is ignored: %s", file, one_line(error))
+        file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets another process use it."""
+        self._lock.release()
+
+    def _list_files(self) -> list[Path]:
+        """All files, the least recently used first."""
+        return sorted((each for each in self._path.iterdir() if NAME.fullmatch(each.name)), key=os.path.getmtime)

@@ -1,0 +1,182 @@
+"""Prompt caches in a folder: found after a restart, by the same model only, and never half written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engines import FAMILIES, SHARING, ask, collect, generate, plain, running, tokens_of
+from families import make_family
+from mlx_lm.models.cache import make_prompt_cache
+from servers import until
+from toys import make_model, make_prompt
+
+from mlx_redrafter import RedrafterError
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving import cache_folder, engine
+from mlx_redrafter.serving.cache_folder import CacheFolder
+from mlx_redrafter.serving.engine import Engine
+from mlx_redrafter.serving.prompt_cache import PromptCache
+
+PROMPT = make_prompt(60)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("[!.]*"))
+
+
+def answer(model: Any, folder: Path, prompt: list[int], **more: Any) -> int:
+    """How many tokens a new server finds cached; its text is that of plain decoding."""
+    request, options = ask(prompt, 8), more.pop("options", {})
+    with running(model, prompt_cache_dir=folder, options=options, **more) as server:
+        (events,) = generate(server, request)
+        assert tokens_of(events) == plain(request, model, **options)
+        return server.counters.cached_tokens
+
+
+@pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
+def test_a_conversation_is_found_after_a_restart(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = make_family(kind) if kind in FAMILIES else make_model(kind)
+    folder = tmp_path / "caches"
+
+    def follow(server: Engine, turn: int) -> tuple[list[int], int]:
+        before = server.counters.cached_tokens
+        (events,) = generate(server, ask([*PROMPT, *turn * [1, 2, 3]], 8))
+        return tokens_of(events), server.counters.cached_tokens - before
+
+    with running(model, options=options) as server:
+        expected = [follow(server, turn) for turn in range(3)]
+    assert [cached > 0 for _, cached in expected] == [False, True, True]
+    for turn in range(3):
+        with running(model, prompt_cache_dir=folder, options=options) as server:
+            assert follow(server, turn) == expected[turn]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_nothing_is_read_before_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(make_model(), tmp_path, PROMPT)
+    (file,) = files_of(tmp_path)
+    load, read = cache_folder.load_prompt_cache, list[str]()
+    monkeypatch.setattr(cache_folder, "load_prompt_cache", lambda name, **more: read.append(name) or load(name, **more))
+    with running(prompt_cache_dir=tmp_path) as server:
+        assert read == []
+        generate(server, ask(PROMPT, 2))
+        assert (read, server.counters.cached_tokens) == ([str(file)], 59)
+
+
+@pytest.mark.parametrize("changed", ["weights", "quantization", "version"])
+def test_files_of_others_are_ignored_with_one_line(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for prompt in (PROMPT, PROMPT[::-1]):
+        answer(make_model(), tmp_path, prompt)
+    caplog.set_level(logging.INFO)
+    model, options = make_model(seed=changed == "weights"), {}
+    if changed == "quantization":
+        options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
+    if changed == "version":
+        monkeypatch.setattr(cache_folder, "version", lambda name: "9.9")
+    for _ in range(2):
+        assert answer(model, tmp_path, PROMPT, options=options) in (0, 59)
+    lines = [line for line in caplog.messages if "ignored" in line]
+    assert lines == [f"2 prompt caches in {tmp_path} are ignored: of another model, quantization or version"] * 2
+    assert len(files_of(tmp_path)) == 3
+    monkeypatch.undo()
+    assert answer(make_model(), tmp_path, PROMPT) == 59
+
+
+def test_a_damaged_file_is_read_again_from_the_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for damage in (lambda data: data[:-400], lambda data: data[:9], lambda data: b"\0" * len(data)):
+        answer(make_model(), tmp_path, PROMPT)
+        (file,) = files_of(tmp_path)
+        file.write_bytes(damage(file.read_bytes()))
+        caplog.clear()
+        assert answer(make_model(), tmp_path, PROMPT) == 0
+        assert [line.split(" is ignored")[0] for line in caplog.messages] == [f"The prompt cache {file}"]
+        assert answer(make_model(), tmp_path, PROMPT) == 59
+
+
+KILLED = """
+import os, sys
+import mlx.core as mx, numpy as np
+from mlx_redrafter import load_demo
+from mlx_redrafter.options import Options
+from mlx_redrafter.serving import cache_folder
+from mlx_lm.models.cache import make_prompt_cache
+
+def save(name, cache, metadata):
+    with open(name, "wb") as file:
+        file.write(b"half")
+        file.flush()
+        os._exit(9)
+
+model = load_demo()[0]
+cache = make_prompt_cache(model)
+model(mx.array([[1, 2, 3]]), cache=cache)
+cache_folder.save_prompt_cache = save
+cache_folder.CacheFolder(sys.argv[1], model, Options()).write(np.array([1, 2, 3], np.int32), cache, 1 << 30)
+"""
+
+
+def test_a_killed_process_leaves_no_half_file(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == 9
+    assert files_of(tmp_path) == []
+    (half,) = (path for path in tmp_path.iterdir() if path.name != ".lock")
+    CacheFolder(tmp_path, make_model(), Options()).close()
+    assert not half.exists()
+
+
+def test_caches_are_saved_while_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "SAVE_AFTER", 0.01)
+
+    async def main(server: Engine) -> None:
+        for prompt in (PROMPT, PROMPT + plain(ask(PROMPT, 8)) + [1]):
+            await collect(server.submit(**ask(prompt, 8)))
+            await asyncio.to_thread(until, lambda: len(found := files_of(tmp_path)) == 1 and found != seen)
+            seen[:] = files_of(tmp_path)  # the longer text has replaced its beginning
+
+    seen: list[Path] = []
+    with running(prompt_cache_dir=tmp_path) as server:
+        asyncio.run(main(server))
+
+
+def test_files_are_bounded_too(tmp_path: Path) -> None:
+    def make(model: Any, token: int) -> tuple[list[int], Any]:
+        tokens, cache = [token] * 20, make_prompt_cache(model)
+        mx.eval(model(mx.array([tokens]), cache=cache))
+        return tokens, cache
+
+    own, other = make_model(), make_model(seed=1)
+    most = 3 * sum(c.nbytes for c in make(own, 1)[1]) + cache_folder.HEADER_BYTES + 20_000
+    for model, tokens in ((other, [1]), (own, [1, 2, 3, 4])):
+        kept = PromptCache(most, CacheFolder(tmp_path, model, Options()))
+        for token in tokens:
+            kept.store(*make(model, token))
+            kept.save_next()
+            assert sum(path.stat().st_size for path in files_of(tmp_path)) <= most
+        if model is own:
+            assert kept.fetch([2] * 21)[1] == 20  # used now, before another one needs room
+            kept.store(*make(model, 5))
+        kept.close()
+    again = PromptCache(most, CacheFolder(tmp_path, own, Options()))
+    assert [again.fetch([token] * 21)[1] for token in (1, 2, 3, 4, 5)] == [0, 20, 0, 20, 20]
+    again.close()
+
+
+def test_a_folder_is_of_one_process_and_for_caches_alone(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path / "caches", make_model(), Options())
+    with pytest.raises(RedrafterError, match="another process keeps its prompt caches in"):
+        CacheFolder(tmp_path / "caches", make_model(), Options())
+    folder.close()
+    CacheFolder(tmp_path / "caches", make_model(), Options()).close()
+    with pytest.raises(RedrafterError, match="which holds caches"):
+        CacheFolder(tmp_path, make_model(), Options())
+    with pytest.raises(RedrafterError, match="an empty one"):
+        CacheFolder(" ", make_model(), Options())
