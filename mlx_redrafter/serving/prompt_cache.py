@@ -77,12 +77,7 @@ class PromptCache:
             best, most = self._find(wanted)
         if best is None:
             return None, 0
-        used = [each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)]
-        used.sort(key=lambda each: -len(each.tokens))
-        self._entries = [each for each in self._entries if each not in used] + used
-        for file in [each.file for each in used if each.file is not None]:
-            with suppress(OSError):
-                os.utime(file)
+        self._mark_used([each for each in self._entries if each is best or _is_prefix(each.tokens, wanted)])
         cache = copy.deepcopy(best.cache)
         if most < len(best.tokens):
             trim_prompt_cache(cache, len(best.tokens) - most)
@@ -91,6 +86,14 @@ class PromptCache:
     def count(self, wanted: Tokens) -> int:
         """The length of the prefix that `fetch` would find for a prompt, given without its last token."""
         return self._find(wanted)[1]
+
+    def _mark_used(self, used: list[_Entry]) -> None:
+        """Puts these last, of them the longest first."""
+        used.sort(key=lambda each: -len(each.tokens))
+        self._entries = [each for each in self._entries if each not in used] + used
+        for file in [each.file for each in used if each.file is not None]:
+            with suppress(OSError):
+                os.utime(file)
 
     def _evaluate(self, entry: _Entry) -> bool:
         """Reads the arrays of a file; returns whether they are there."""
@@ -122,8 +125,12 @@ class PromptCache:
                 best, most = entry, held
         return best, most
 
-    def store(self, tokens: Sequence[int], cache: kv_cache.Cache) -> None:
-        """Keeps a cache of exactly these tokens; the caller must not use it any more."""
+    def store(self, tokens: Sequence[int], cache: kv_cache.Cache, *, has_answer: bool = False) -> None:
+        """Keeps a cache of exactly these tokens; the caller must not use it any more.
+
+        Args:
+            has_answer: later prompts may hold the answer otherwise: what is kept of the prompt is not dropped for it.
+        """
         nbytes = max(ranks.gather(sum(c.nbytes for c in cache)))  # all ranks must drop the same
         new = _Entry(np.array(tokens, np.int32), cache, nbytes)
         if not tokens or not self.max_bytes:
@@ -144,6 +151,8 @@ class PromptCache:
         useless = [old for old in self._entries if is_useless(old)]
         new.replaced = [file for old in useless for file in (*old.replaced, old.file) if file is not None]
         self._entries = [old for old in self._entries if old not in useless] + [new]
+        if has_answer:
+            self._mark_used([old for old in self._entries[:-1] if _is_prefix(old.tokens, new.tokens)])
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -278,7 +278,7 @@ class Scheduler:
         try:
             for way in (self._batch, self._loops):
                 for row, (cache, held) in way.remove(kept).items():
-                    self.prompt_cache.store(row.text[:held], cache or [])
+                    self.prompt_cache.store(row.text[:held], cache or [], has_answer=row.generated_tokens > 0)
                 way.remove(ended, keep_caches=False)
             if self._options.answers is not None:
                 for row in ended:

@@ -93,6 +93,16 @@ def test_of_the_prefixes_of_a_text_the_longest_goes_first() -> None:
     assert held == [[0, 3], [0, 2], [0, 1]]
 
 
+def test_an_answer_does_not_drop_its_prompt() -> None:
+    model = make_family("mamba2")
+    cache = PromptCache(3 * sum(c.nbytes for c in read([1], model)))
+    for text in ([9], [1], [1, 2]):
+        cache.store(text, read(text, model))
+    for answer, held in (([1, 2, 3], [0, 3]), ([1, 2, 4], [0, 2])):  # the other text goes, then the other answer
+        cache.store(answer, read(answer, model), has_answer=True)
+        assert [cache.count(np.array(text, np.int32)) for text in ([9], [1, 2, 3])] == held
+
+
 def test_the_newest_is_kept_even_if_it_is_too_large(caplog: pytest.LogCaptureFixture) -> None:
     cache = PromptCache(sum(c.nbytes for c in read([1, 2])))
     texts = [[1, 2], [token % 40 for token in range(600)], [39 - token % 40 for token in range(600)]]
