@@ -78,6 +78,7 @@ class Scheduler:
         self.prompt_cache = PromptCache(max_bytes, folder)
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
+        self._keeps_first = any(getattr(c, "keep", 0) for c in kv_cache.leaves(fresh))
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, size, *prefill)
@@ -86,8 +87,11 @@ class Scheduler:
 
     @property
     def copies_prompts(self) -> bool:
-        """Whether requests should say which `prefix_lengths` later prompts may share: caches cannot be trimmed."""
-        return not self._can_fork and self.prompt_cache.max_bytes > 0
+        """Whether requests should say which `prefix_lengths` later prompts may share: caches cannot be trimmed.
+
+        What rings that keep their first rows hold depends on where the pieces of a prompt end.
+        """
+        return not (self._can_fork or self._keeps_first) and self.prompt_cache.max_bytes > 0
 
     @property
     def mode(self) -> Literal["idle", "single", "batch", "turns"]:

@@ -578,6 +578,15 @@ def test_states_are_copied_where_later_prompts_begin_otherwise(
     assert found == [60, 150, 60, 0]
 
 
+@pytest.mark.parametrize(("kind", "options"), SHARING.values(), ids=SHARING)
+def test_prompts_are_copied_if_caches_cannot_be_trimmed(kind: str, options: dict[str, Any]) -> None:
+    model = make_family(kind) if kind in FAMILIES else make_model(kind)
+    with running(model, options=options) as engine:
+        assert engine.scheduler.copies_prompts == (kind in FAMILIES)
+    with running(model, options=options, prompt_cache_bytes=0) as engine:
+        assert not engine.scheduler.copies_prompts
+
+
 def test_requests_wait_for_the_longest_copy_that_they_share() -> None:
     model, text = make_family("mamba2"), make_prompt(400)
     first = ask(text, 4, prefix_lengths=(100, 200, 399))
