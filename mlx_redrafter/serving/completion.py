@@ -128,7 +128,7 @@ class Completion(ABC, Generic[AnyBody]):
             raise ApiError("chat_template_kwargs must be variables of the model's own template, got chat_template")
         if tools and not (tokenizer.has_tool_calling or self.forced):
             raise ApiError("tools are not supported by this model: mlx-lm knows no tool calls of its tokenizer")
-        messages = arrange(self.messages, prefilled=prefilled)
+        messages = arrange(self.messages)
         if not tokenizer.has_chat_template:
             return Prompt(list(tokenizer.encode(convert_chat(messages, self.role_mapping))), "normal")
         given = {name: value for name, value in self.template_args.items() if value is not None}

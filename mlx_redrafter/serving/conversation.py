@@ -1,7 +1,7 @@
 """Conversations of clients, arranged for chat templates: the policies of all APIs in one place.
 
-- Leading system and developer messages become one system message; later ones become marked text of the user's next
-  turn, as many templates take a system message only at the beginning.
+- Leading system and developer messages become one system message; later ones become marked text of a user's turn, as
+  many templates take a system message only at the beginning. It stays in its place as the conversation grows.
 - Images, audio and files become placeholders, so that one of them does not end a conversation. A last turn with nothing
   else is refused.
 - `custom`, `namespace` and `local_shell` tools are shown as functions; others, most of which run on the API's own
@@ -67,12 +67,8 @@ Tools = dict[str, Tool]
 """Tools by the names that the model sees."""
 
 
-def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Message]:
-    """Returns the messages with system messages where templates take them, see above; each content is one text.
-
-    Args:
-        prefilled: whether the last message is the beginning of the answer.
-    """
+def arrange(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages with system messages where templates take them, see above; each content is one text."""
     flat = [flatten(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not flat:
         raise ApiError("there is no message to answer: all that was sent is left out here")
@@ -80,20 +76,19 @@ def arrange(messages: Sequence[Message], *, prefilled: bool = False) -> list[Mes
     n_leading = is_system.index(False) if False in is_system else len(flat)
     system = "\n\n".join(message["content"] for message in flat[:n_leading])
     arranged: list[Message] = [{"role": "system", "content": system}] if n_leading else []
-    late: list[str] = []
+    is_late = False  # whether the last one is a system message alone
     for message in flat[n_leading:]:
-        if message["role"] == "system":
-            late.append(f"<system>\n{message['content']}\n</system>")
-        elif message["role"] == "user" and late:
-            arranged.append(message | {"content": "\n\n".join([*late, message["content"]])})
-            late = []
+        role, last = message["role"], arranged[-1] if arranged else {}
+        if role == "system":
+            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        if last.get("role") == message["role"] == "user" and (is_late or role == "system"):
+            arranged[-1] = last | message | {"content": f"{last['content']}\n\n{message['content']}"}
+            is_late = is_late and role == "system"
+        elif is_late and role == "tool":
+            arranged.insert(-1, message)  # results follow their calls
         else:
             arranged.append(message)
-    if late:
-        end = len(arranged) - prefilled
-        if end and arranged[end - 1]["role"] == "user":
-            late.insert(0, arranged.pop(end := end - 1)["content"])
-        arranged.insert(end, {"role": "user", "content": "\n\n".join(late)})
+            is_late = role == "system"
     last = arranged[-1]
     if last["role"] == "user" and MARK in last["content"] and not PLACEHOLDER.sub("", last["content"]).strip():
         raise ApiError("the last message holds no text: this server reads text only, not images, audio or files")

@@ -8,6 +8,8 @@ import openai
 import pytest
 from servers import Running, ScriptedEngine, ask
 
+from mlx_redrafter.serving.conversation import arrange
+
 Scripted = tuple[Running, ScriptedEngine]
 IMAGE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}},
@@ -45,6 +47,14 @@ def say(role: str, content: Any) -> dict[str, Any]:
             [say("system", "A"), say("user", "Hi"), say("assistant", "Yes?"), say("user", "Go."), say("system", "B")],
             "<system>A<user>Hi<assistant>Yes?<user>Go.\n\n<system>\nB\n</system>",
         ),
+        (
+            [say("user", "Hi"), say("system", "A"), say("assistant", "Yes?"), say("user", "Go.")],
+            "<user>Hi\n\n<system>\nA\n</system><assistant>Yes?<user>Go.",
+        ),
+        (
+            [say(role, role[0]) for role in ("user", "assistant", "system", "system", "assistant", "user")],
+            "<user>u<assistant>a<user><system>\ns\n</system>\n\n<system>\ns\n</system><assistant>a<user>u",
+        ),
     ],
 )
 def test_the_system_may_speak_at_any_time(
@@ -53,6 +63,12 @@ def test_the_system_may_speak_at_any_time(
     reply = post(scripted[0], path, messages)
     assert reply.status == 200, reply.body
     assert scripted[1].prompt.startswith(f"{prompt}<assistant>")
+
+
+def test_the_system_does_not_part_a_call_from_its_result() -> None:
+    turns = [say(role, role[0]) for role in ("user", "assistant", "system", "tool", "tool", "user")]
+    late = say("user", "<system>\ns\n</system>\n\nu")
+    assert arrange(turns) == [say("user", "u"), say("assistant", "a"), say("tool", "t"), say("tool", "t"), late]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
