@@ -6,13 +6,14 @@ The template renders what may come next, and as many tokens as both texts begin 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from ..errors import RedrafterError
 from ..session.chat_template import render
-from .conversation import Message
+from .conversation import Message, make_call
 from .prompt_cache import common_prefix
 
 MIN_SHARED = 32
@@ -37,27 +38,36 @@ def find_prefix_lengths(
         prefilled: whether the last message is the beginning of the answer.
     """
     found = set[int]()
-    for each in _continue(messages[:-1] if prefilled else messages):
-        try:
-            found.add(count_shared(tokenizer, prompt, text, render(tokenizer, each, args)))
-        except RedrafterError:  # a template that takes no such conversation
-            continue
+    for conversations in _continue(messages[:-1] if prefilled else messages, args.get("tools")):
+        counts = []
+        for each in conversations:
+            with suppress(RedrafterError):  # a template that takes no such conversation
+                counts.append(count_shared(tokenizer, prompt, text, render(tokenizer, each, args)))
+        found.add(min(counts, default=0))
     whole = len(prompt) - 1
     lengths = sorted({min(count, whole) for count in found if count >= MIN_SHARED})
     return lengths if lengths and whole - lengths[-1] < MIN_SHARED else [*lengths, whole]
 
 
-def _continue(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Conversations that share a beginning with this one: a new one, after an answer, and after one that calls."""
+def _continue(messages: Sequence[Message], tools: Any) -> Iterator[list[list[Message]]]:
+    """Conversations that share a beginning with this one, several where it has to be that of all.
+
+    A new one; those after an answer and the user's next message; those after a call and its result.
+    """
     roles = [message["role"] for message in messages]
     n_leading = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
     beginnings = {message["content"][:1] for message in messages[n_leading : n_leading + 1]}
     user = {"role": "user", "content": "1" if "0" in beginnings else "0"}
-    yield [*messages[:n_leading], user]
-    yield [*messages, {"role": "assistant", "content": "0"}, user]
+    yield [[*messages[:n_leading], user]]
+    answered = [[{"role": "assistant", "content": "0"}]]
+    called = list[list[Message]]()
+    if tools:
+        call = make_call("0" * 9, tools[0]["function"]["name"], {})
+        called = [[{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "0"}]]
+    yield [[*messages, *after, user] for after in answered + called]
     if roles[-1:] != ["user"] and "assistant" in roles:
         last = len(roles) - 1 - roles[::-1].index("assistant")
-        yield [*messages, *messages[last:]]
+        yield [[*messages, *after] for after in [messages[last:], *called]]
 
 
 def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> int:

@@ -60,6 +60,26 @@ def test_reasoning_between_calls_is_gone_after_the_users_next_message(chat_token
     assert text.startswith(found[2]) and len(text) - len(found[2]) <= len("<think>\n")
 
 
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_a_call_may_begin_with_other_tokens_than_an_answer(chat_tokenizer: Any, has_tools: bool) -> None:
+    shown = "<{{ m.role }}>\n    {{ m.content }}{{ '    <tool_call>' if m.tool_calls }}\n"  # 8 spaces are one token
+    begin = "{% if add_generation_prompt %}<assistant>\n    <think>{% endif %}"
+    args: dict[str, Any] = {"chat_template": f"{{% for m in messages %}}{shown}{{% endfor %}}{begin}"}
+    args |= {"tools": [{"type": "function", "function": CALL["function"]}]} if has_tools else {}
+
+    def encode(*more: Any) -> tuple[str, list[int]]:
+        text = render(chat_tokenizer, [*messages, *more], args)
+        return text, chat_tokenizer.encode(text, add_special_tokens=False)
+
+    messages = [SYSTEM, QUESTION]
+    text, prompt = encode()
+    lengths = find_prefix_lengths(chat_tokenizer, prompt, text, messages, args, prefilled=False)
+    answer, call = {"role": "assistant", "content": "It is."}, AFTER_A_CALL[0] | {"content": ""}
+    for following, is_shared in ([answer, QUESTION], True), ([call, AFTER_A_CALL[1]], has_tools):
+        later = encode(*following)[1]
+        assert (max(n for n in lengths if later[:n] == prompt[:n]) > len(prompt) - 8) is is_shared
+
+
 def test_a_begun_answer_is_not_shared(chat_tokenizer: Any) -> None:
     begun = {"role": "assistant", "content": "It is"}
     found, text = find(chat_tokenizer, [SYSTEM, QUESTION, begun], THINKING, prefilled=True)
