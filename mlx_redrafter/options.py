@@ -161,8 +161,9 @@ class Options:
     answers: AnswerFolder | None = None
 
     def __post_init__(self) -> None:
-        for name in FLAGS.keys() - {"plan"}:  # which may be a tuple
-            object.__setattr__(self, name, check_option(name, getattr(self, name)))
+        for name in FLAGS:
+            if name != "plan":  # which may be a tuple
+                object.__setattr__(self, name, check_option(name, getattr(self, name)))
         if self.max_tokens < -1:
             raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # beyond it 1 / temp is not a float32

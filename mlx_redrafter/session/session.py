@@ -173,6 +173,8 @@ class Session:
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
+            if "answers" in options:
+                options["answers"] = open_answers(options["answers"], self.tokenizer)
             parsed = Options(**_merge_options(self._options, options)).require_tokens()
             turn, room = self._prepare_turn(sent, template, asked := parsed.max_tokens)
             parsed = replace(parsed, max_tokens=room if asked == -1 else min(asked, room))
