@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_scripted, until
+from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_demo, start_scripted, until
 
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.serving import app
@@ -109,6 +109,26 @@ def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     engine: Any = locked.service.engine
     assert ask(locked, TEXT, {"prompt": "x"}, BEARER).status == 200
     assert engine.requests[-1].asked["max_tokens"] == 5
+
+
+ENDLESS: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "x"},
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": USER, "max_tokens": -1},
+}
+
+
+@pytest.mark.parametrize(("flags", "most"), [((), 600), (("--max-tokens", "7"), 7)])
+def test_an_answer_without_a_limit_takes_what_is_left_of_the_context(flags: tuple[str, ...], most: int) -> None:
+    with start_demo("--context-length", "600", "--log-level", "WARNING", *flags) as server:
+        for path, body in ENDLESS.items():
+            reply = ask(server, path, body | {"logit_bias": {"0": -100}})
+            assert reply.status == 200 and (b"length" in reply.body or b"max_" in reply.body), reply
+            usage = reply.json["usage"]
+            read = usage.get("prompt_tokens", usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0))
+            made = usage.get("completion_tokens", usage.get("output_tokens"))
+            assert made == (7 if most == 7 and path != "/v1/messages" else 600 - read), path
 
 
 def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
@@ -290,5 +310,5 @@ def test_flags_mean_what_they_say(tmp_path: Any) -> None:
     (tmp_path / "key").write_text(" secret\n")
     args = parse_flags("--api-key-file", str(tmp_path / "key"), "--prompt-cache-bytes", "1.5GB", "--kv-bits", "8",
                        "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip
-    assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, 512)
+    assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, -1)
     assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)
