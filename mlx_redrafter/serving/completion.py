@@ -148,6 +148,10 @@ class Completion(ABC, Generic[AnyBody]):
     def events(self, answer: Answer) -> AsyncIterator[Event]:
         """The data of the server-sent events."""
 
+    @abstractmethod
+    def make_empty_event(self, answer: Answer) -> Event:
+        """An event that the API's own clients pass on and show nothing of, for a stream in which nothing is said."""
+
     @staticmethod
     def describe_error(error: ApiError) -> Event:
         """An error as OpenAI's clients read it."""
@@ -196,6 +200,7 @@ class Answer:
 
     Attributes:
         n_tokens, n_reasoning: how many tokens were read so far, and how many of them are reasoning.
+        choice: the one that `pieces` is at.
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
 
     Raises:
@@ -219,7 +224,7 @@ class Answer:
         self._metrics = service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
-        self.n_tokens = self.n_reasoning = 0
+        self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         functions, is_call = describe_tools(completion.tools), bool(completion.forced)
         try:
@@ -234,6 +239,7 @@ class Answer:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yields the tokens, one choice after the other; raises `GenerationFailed`. A stop string ends a choice."""
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
+            self.choice = choice
             async for event in request.events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
@@ -260,6 +266,12 @@ class Answer:
                 last = segment
         if last is not None:
             yield "end", last
+
+    @property
+    def progress(self) -> str:
+        """How many tokens of the prompt are read, as read/total."""
+        request = self.requests[self.choice]
+        return f"{request.read}/{request.prompt_tokens}"
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
         """The token counts so far, as in OpenAI's APIs, whose words for `read` and `made` differ."""

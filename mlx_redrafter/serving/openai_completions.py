@@ -73,6 +73,10 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
             yield self.reply | {"choices": []} | usage
         self.reply |= {"choices": choices} | usage
 
+    def make_empty_event(self, answer: Answer) -> Event:
+        text = self.describe_text(answer.choice, [])
+        return self.reply | {"choices": [{"index": answer.choice, "finish_reason": None, **text}]}
+
     def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
         tokenizer = self.service.tokenizer
 

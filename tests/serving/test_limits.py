@@ -13,7 +13,6 @@ import pytest
 from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_demo, start_scripted, until
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving import app
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
@@ -190,19 +189,6 @@ def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> Non
         until(lambda: len(engine.scheduler.rows) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
     until(lambda: len(engine.scheduler.rows) == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
-
-
-def test_a_silent_stream_is_kept_alive(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PING_SECONDS", 0.05)
-    server, engine = scripted
-    engine.gate.clear()
-    with send(server, request_bytes(stream=True)) as connection:
-        found = b""
-        while b": keepalive" not in found:
-            found += connection.recv(1 << 16)
-        engine.gate.set()
-        while b"[DONE]" not in found:
-            found += connection.recv(1 << 16)
 
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/responses", "/v1/messages"])
