@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.serving.schemas import ApiError
+from mlx_redrafter.serving.schemas import ApiError, log_once
 from mlx_redrafter.serving.structured_output import GrammarCompiler, SchemaGrammar
 
 PERSON = {
@@ -146,6 +147,54 @@ def test_schemas_that_cannot_be_followed_are_refused(name: str, compiler: Gramma
     schema, wrong = REFUSED[name]
     with pytest.raises(ApiError, match=re.escape("the JSON schema cannot be followed: ") + ".*" + re.escape(wrong)):
         compiler.compile(schema)
+
+
+OBJECT = {"type": "object"}
+IGNORED: dict[str, dict[str, Any]] = {
+    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "propertyNames": OBJECT | {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},
+    "not": {"type": "string", "not": {"const": "a"}},
+    "if": OBJECT | {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "contains": {"type": "array", "contains": {"const": 1}, "minContains": 1},
+    "dependentRequired": OBJECT | {"dependentRequired": {"a": ["b"]}},
+    "binary": {"type": "string", "format": "binary"},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    "(?=a)": {"type": "string", "pattern": "^(?=a).b$"},
+    "(?!^[-+.]*$)": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*\.?\d*$"}]},
+    "^(?!x)": OBJECT | {"patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False},
+    "^ab": OBJECT | {"patternProperties": {"^a": {"type": "string"}, "^ab": {"type": "string"}}},
+    "-9223372036854775808": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "http://json-schema.org/schema": {"$schema": "http://json-schema.org/schema", "type": "string"},
+}
+"""What the log names -> a schema with it."""
+
+
+@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("place", ["format", "call", "within"])
+def test_what_cannot_be_enforced_is_ignored(
+    name: str, place: str, compiler: GrammarCompiler, encode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log_once.cache_clear()
+    inner = OBJECT | {"properties": {"a": IGNORED[name], "b": {"type": "boolean"}}, "required": ["a", "b"]}
+    asked = {"format": IGNORED[name], "call": [{"name": "f", "parameters": inner}], "within": inner}[place]
+    compiler.compile(asked)
+    (line,) = [each for each in caplog.messages if "ignored" in each]
+    assert name in line.replace("\\\\", "\\")
+    compiler.compile(asked)
+    assert len([each for each in caplog.messages if "ignored" in each]) == 1
+
+
+def test_all_else_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any) -> None:
+    """Also properties that are called as keywords, and constants that look like schemas."""
+    look = {"pattern": "(?=a)"}
+    properties = {"pattern": {"type": "boolean"}, "a": {"type": "string", **look}, "b": {"const": look}}
+    schema = {"type": "object", "properties": properties, "required": ["pattern", "a", "b"]}
+    grammar = take(compiler.compile(schema)(), encode('{"pattern": '))
+    assert not grammar.fork().take(encode('"')[0])
+    take(grammar, encode('true, "a": "xyz", "b": {"pattern": "(?=a)"}}'))
+    loose = {"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False}
+    take(compiler.compile(loose)(), encode('{"a": "b"}'))
 
 
 def test_references_may_lead_far(compiler: GrammarCompiler, encode: Any) -> None:
