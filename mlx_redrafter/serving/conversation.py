@@ -55,12 +55,14 @@ class Tool(NamedTuple):
         function: shown to the template: `name`, `description`, `parameters`.
         kind: "function", "custom", whose input is a text, or "local_shell".
         name, namespace: the client's own.
+        is_strict: whether the log says where a call breaks the parameters.
     """
 
     function: dict[str, Any]
     kind: str
     name: str
     namespace: str | None = None
+    is_strict: bool = False
 
 
 Tools = dict[str, Tool]
@@ -217,7 +219,8 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
         "description": own.get("description"),
         "parameters": parameters,
     }
-    return Tool({key: value for key, value in shown.items() if value is not None}, kind, name, namespace)
+    function = {key: value for key, value in shown.items() if value is not None}
+    return Tool(function, kind, name, namespace, is_strict=own.get("strict") is True)
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:

@@ -1,13 +1,16 @@
-"""What a grammar cannot enforce of a JSON schema."""
+"""What a grammar cannot enforce of a JSON schema, and where an answer breaks one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
 from jsonschema import SchemaError
+from jsonschema.exceptions import best_match
 from jsonschema.validators import Draft202012Validator, validator_for
+from referencing import Registry
 
 Schema = dict[str, Any]
 
@@ -78,3 +81,20 @@ def is_schema(schema: Schema) -> bool:
     except SchemaError:
         return False
     return True
+
+
+def find_violation(schema: Schema, text: str) -> str | None:
+    """Returns where a text breaks a schema, and which keyword; None if it does not.
+
+    Patterns are not checked: with some of them Python's `re` takes forever, and stops all other threads meanwhile.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return "it is not JSON"
+    schema = deepcopy(schema)
+    for part in list(find_parts(schema)):
+        drop(part, ("pattern", "patternProperties"))
+    validator: Any = validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
+    error = best_match(validator.iter_errors(value))
+    return None if error is None else f"{error.json_path} breaks {error.validator}"
