@@ -136,11 +136,11 @@ def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
-def save_tokenizer(folder: Path) -> Any:
+def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
     """mlx-lm's wrapper of the demo's tokenizer with a chat template, reasoning and tool calls."""
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY / "target")
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     wrapper = tokenizer_utils.load(folder)
     assert wrapper.has_tool_calling and wrapper.has_thinking
