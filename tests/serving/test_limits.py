@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_demo, start_scripted, until
 
 from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.serving import engine
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
@@ -128,6 +130,18 @@ def test_an_answer_without_a_limit_takes_what_is_left_of_the_context(flags: tupl
             read = usage.get("prompt_tokens", usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0))
             made = usage.get("completion_tokens", usage.get("output_tokens"))
             assert made == (7 if most == 7 and path != "/v1/messages" else 600 - read), path
+
+
+def test_the_log_says_when_the_length_of_the_context_is_unknown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(engine, "find_context_length", lambda model: None)
+    said = "The model's context length is unknown: answers have no limit."
+    for flags in ((), ("--max-tokens", "9"), ("--context-length", "100")):
+        caplog.clear()
+        with start_demo(*flags):
+            assert bool([each for each in caplog.messages if each.startswith(said)]) is (flags == ())
 
 
 def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
