@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from jsonschema import SchemaError
 from jsonschema.exceptions import best_match
 from jsonschema.validators import Draft202012Validator, validator_for
 from referencing import Registry
@@ -78,7 +77,7 @@ def is_schema(schema: Schema) -> bool:
     """Whether a schema follows JSON Schema's own rules."""
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
-    except SchemaError:
+    except Exception:  # besides a SchemaError: what Python raises for a schema of wrong types or a huge pattern
         return False
     return True
 

@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no choice": ({"enum": []}, "Unsatisfiable schema"),
     "impossible": ({"allOf": [{"type": "string"}, {"type": "number"}]}, "Unsatisfiable schema"),
     "pattern": ({"type": "string", "pattern": "("}, "regex parse error"),
+    "repeated": ({"type": "string", "pattern": "(?=a{99999999999999999999})"}, "regex parse error"),
     "not a number": ({"const": float("inf")}, "expected value"),
     "half a character": ({"const": "\ud800"}, "unexpected end of hex escape"),
     "deep": (refer(1, 200), "recursion limit exceeded"),
