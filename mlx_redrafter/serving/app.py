@@ -47,8 +47,8 @@ LOOPBACK_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d*)?", re.IGNORE
 which the APIs' clients cannot read."""
 
 PROGRESS_SECONDS = 3.0
-"""How often a stream in which nothing is said sends a comment and an event, and the log shows what is read of a prompt.
-Clients and proxies give up a silent stream: some after 60 seconds, and some do not count comments."""
+"""How often a silent stream sends a comment and an event, and how often the log shows how much of a prompt was read.
+Clients and proxies abort silent streams: some after 60 seconds, and some do not count comments."""
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
@@ -159,7 +159,7 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
 
 
 async def log_progress(answer: Answer) -> None:
-    """Logs how much of the prompt is read, in the words of mlx-lm's server, until the answer begins."""
+    """Logs how much of the prompt was read, in the words of mlx-lm's server, until the answer begins."""
     logged = ""
     while True:
         await asyncio.sleep(PROGRESS_SECONDS)

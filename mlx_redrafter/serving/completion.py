@@ -152,7 +152,7 @@ class Completion(ABC, Generic[AnyBody]):
 
     @abstractmethod
     def make_empty_event(self, answer: Answer) -> Event:
-        """An event that the API's own clients pass on and show nothing of, for a stream in which nothing is said."""
+        """An event that keeps a silent stream alive: the API's official clients pass it on without showing it."""
 
     @staticmethod
     def describe_error(error: ApiError) -> Event:
@@ -274,7 +274,7 @@ class Answer:
 
     @property
     def progress(self) -> str:
-        """How many tokens of the prompt are read, as read/total."""
+        """How many tokens of the prompt were read, as READ/TOTAL."""
         request = self.requests[self.choice]
         return f"{request.read}/{request.prompt_tokens}"
 
@@ -324,7 +324,7 @@ def check_limits(completion: Completion[Any]) -> None:
 
 
 def log_violations(completion: Completion[Any], segments: list[Segment]) -> None:
-    """Logs where a whole answer breaks the strict schemas that it was to follow: no grammar enforces all keywords."""
+    """Logs where a finished answer breaks its strict schemas: grammars do not enforce all keywords."""
     form, texts = completion.form, [segment.text for segment in segments if segment.kind == "text"]
     calls = [(segment, completion.find_tool(segment)) for segment in segments if segment.kind == "tool_call"]
     checked = [(tool.name, tool.function.get("parameters"), call.text) for call, tool in calls if tool.is_strict]

@@ -145,7 +145,7 @@ def relax(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def wrap_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, also if they are a text: some templates go through their items."""
+    """A tool call with its arguments in an object if they are a text, as some templates iterate over their items."""
     function = call["function"]
     is_text = isinstance(function["arguments"], str)
     return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_text else call
@@ -187,7 +187,7 @@ def read_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_arguments(given: Any) -> dict[str, Any] | str:
-    """The arguments of a call: an object, or as a text what is none; no arguments are an empty object."""
+    """The arguments of a call as an object: {} if there are none, a text if they are not an object."""
     parsed = given
     if isinstance(given, str):
         try:

@@ -64,7 +64,7 @@ class GrammarCompiler:
             raise ApiError(describe_error(matcher))
         ignored += matcher.get_grammar_warnings()
         if ignored:
-            log_once(f"what no grammar can enforce of a JSON schema is ignored: {one_line('; '.join(ignored))}")
+            log_once(f"JSON schema keywords that a grammar cannot enforce are ignored: {one_line('; '.join(ignored))}")
         end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
         return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
 

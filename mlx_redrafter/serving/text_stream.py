@@ -119,8 +119,9 @@ class TextStream:
         text, self._call = self._call, None
         if self._tools:
             error: Exception | None = None
-            for written in (text, repair_json(text)):
+            for repair in (str, repair_json):
                 try:
+                    written = repair(text)
                     parsed = json.loads(written) if self._is_call else self._tokenizer.tool_parser(written, self._tools)
                     calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
                 except Exception as raised:  # a parser may fail in many ways of what a model writes
