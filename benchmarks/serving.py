@@ -248,9 +248,10 @@ def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None =
                     continue
                 chunk = json.loads(line[6:])
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-                if chunk["choices"]:
-                    times.append(time.perf_counter() - started)
-                    text += chunk["choices"][0]["text"]
+                for choice in chunk["choices"]:
+                    if choice["text"] or choice["finish_reason"]:  # others only keep the stream alive
+                        times.append(time.perf_counter() - started)
+                        text += choice["text"]
             return Answer(text, tokens, times)
         except ConnectionError:
             if times or time.perf_counter() - started > START_SECONDS:
