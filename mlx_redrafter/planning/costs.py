@@ -12,7 +12,8 @@ from ..engine.plan import Plan
 from ..errors import RedrafterError
 
 MEASURED_NODES = 16  # of a forward
-ASSUMED_ROW, ASSUMED_REST = 0.15, 0.1  # of a forward's row and of a round, in plain steps, before any was measured
+ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # of a forward's row and of a round, in plain steps, before any was measured
+OLD_NAMES = {"rest": "overhead_ms", "again": "replay_row_ms"}  # in records of earlier versions
 
 
 class CostTable(NamedTuple):
@@ -25,8 +26,8 @@ class CostTable(NamedTuple):
         plain: (C,) a plain step, with the next one enqueued before this one is read.
         widths: (B,) ascending from 1, beam widths.
         level: (B,) each level of a draft of that width but its first.
-        rest: what else a round takes, with a chain and with a tree; negative where parts of it overlap.
-        again: for each row beyond `counts`, of a model that must replay tokens after a rejection; 0 where none must.
+        overhead_ms: what else a round takes, with a chain and with a tree; negative if its parts overlap.
+        replay_row_ms: each row beyond `counts`, for a model that replays tokens after a rejection; 0 for others.
         first: (B,) the first level, which takes in the round before it; empty where it is as the others.
     """
 
@@ -36,8 +37,8 @@ class CostTable(NamedTuple):
     plain: tuple[float, ...]
     widths: tuple[int, ...]
     level: tuple[float, ...]
-    rest: tuple[float, float]
-    again: float = 0.0
+    overhead_ms: tuple[float, float]
+    replay_row_ms: float = 0.0
     first: tuple[float, ...] = ()
 
     def check(self) -> CostTable:
@@ -45,7 +46,7 @@ class CostTable(NamedTuple):
         fits = (
             len(self.contexts) == len(self.verify) == len(self.plain)
             and {len(row) for row in self.verify} == {len(self.counts)}
-            and (len(self.level), len(self.rest)) == (len(self.widths), 2)
+            and (len(self.level), len(self.overhead_ms)) == (len(self.widths), 2)
             and len(self.first) in (0, len(self.widths))
             and self.counts[0] == self.widths[0] == 1
             and all(0 < ms < math.inf for row in (self.plain, self.level, self.first, *self.verify) for ms in row)
@@ -77,13 +78,15 @@ class CostTable(NamedTuple):
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
         """A round of a measured plan that replays tokens; at least a plain step, as a forward cannot overlap itself."""
-        rest = self.rest[plan.branched] if plan.depth else max(0.0, self.rest[0])  # without a draft nothing overlaps
-        parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + rest
+        overhead = self.overhead_ms[plan.branched]
+        if not plan.depth:  # without a draft nothing overlaps
+            overhead = max(0.0, self.overhead_ms[0])
+        parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
         return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
         """What replayed rows add to a forward; between two whole numbers of rows a share of both."""
-        if not self.again or not rows:
+        if not self.replay_row_ms or not rows:
             return 0.0
         lower, upper = (self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows)))
         return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
@@ -92,7 +95,7 @@ class CostTable(NamedTuple):
         """A forward of the next larger number of nodes that was measured; beyond the largest a share for each."""
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first, last = self.verify[0][0], self.verify[0][-1]
-        per_row = max(self.again, (last - first) / max(1, self.counts[-1] - 1))
+        per_row = max(self.replay_row_ms, (last - first) / max(1, self.counts[-1] - 1))
         beyond = max(0, nodes - self.counts[-1]) * per_row
         return interpolate(self.contexts, [row[column] for row in self.verify], length) + beyond
 
@@ -114,18 +117,23 @@ def assume_costs(*, replays: bool) -> CostTable:
     """
     counts = tuple(range(1, MEASURED_NODES + 1))
     verify_steps = tuple(1 + ASSUMED_ROW * (count - 1) for count in counts)
-    again = ASSUMED_ROW if replays else 0.0
-    return CostTable((1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), (ASSUMED_REST, ASSUMED_REST), again)
+    replay_row = ASSUMED_ROW if replays else 0.0
+    overhead = (ASSUMED_OVERHEAD, ASSUMED_OVERHEAD)
+    return CostTable((1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), overhead, replay_row)
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """The table of `CostTable._asdict()`, back from JSON; KeyError, TypeError or RedrafterError for anything else."""
+    """The table of `CostTable._asdict()`, read from JSON, also under the names of older records.
+
+    Raises:
+        KeyError, TypeError, ValueError: the fields are no cost table.
+    """
 
     def freeze(value: Any) -> Any:
         return tuple(map(freeze, value)) if isinstance(value, list) else value
 
-    known = {name: freeze(fields[name]) for name in CostTable._fields if name != "first"}
-    return CostTable(**known, first=freeze(fields.get("first", []))).check()
+    fields = {"first": [], **{OLD_NAMES.get(name, name): value for name, value in dict(fields).items()}}
+    return CostTable(**{name: freeze(fields[name]) for name in CostTable._fields}).check()
 
 
 def is_disturbed(costs: CostTable) -> bool:

@@ -212,7 +212,7 @@ def measure_costs(
     first, last = times[0], times[-1]
     counts = tuple(number for name, number in last if name == "verify" and (name, number) in first)
     depth = min(2, drafter.args.max_depth or 2)
-    rest = [
+    overhead = [
         first["round", width]
         - first["verify", 1 + depth * width]
         - first["first", width]
@@ -228,7 +228,7 @@ def measure_costs(
         plain=tuple(ms["plain", 1] for ms in times),
         widths=widths,
         level=tuple(first["level", width] for width in widths),
-        rest=(rest[0], rest[-1]),
-        again=per_row if must_replay else 0.0,
+        overhead_ms=(overhead[0], overhead[-1]),
+        replay_row_ms=per_row if must_replay else 0.0,
         first=tuple(first["first", width] for width in widths),
     ).check()

@@ -70,7 +70,7 @@ def unite(own: Reach, copied: Sequence[float]) -> Reach:
 
 def predict(costs: CostTable, plan: Plan, length: int, reach: Reach, slowdown: float = 1.0) -> Prediction:
     """What the rounds of a plan are expected to be at context length `length`."""
-    ms = costs.round_ms(plan, length, expected_replay(reach) if costs.again else 0.0)
+    ms = costs.round_ms(plan, length, expected_replay(reach) if costs.replay_row_ms else 0.0)
     return Prediction(plan, sum(reach), max(1.0, slowdown * ms / costs.plain_ms(length)))
 
 
@@ -236,7 +236,7 @@ class AutoPlanner(Planner):
         else:
             predicted = costs.step_ms(length, replayed)
             if plan is not None:  # what was to be verified came to nothing
-                predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.rest[0])
+                predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.overhead_ms[0])
         if milliseconds is not None and (is_round or not (plan or replayed)):
             self._slowdown.observe(milliseconds / predicted, is_round=is_round)
         self._n_tokens += tokens
@@ -295,8 +295,8 @@ class AutoPlanner(Planner):
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NOTHING).steps
         tokens, replayed = sum(reach), 0.0
-        if self._costs.again:  # by the round after it alone, as matches do not follow each other
-            replayed = (tokens - len(reach) * reach[-1]) * self._costs.again / self._costs.plain_ms(length)
+        if self._costs.replay_row_ms:  # by the round after it alone, as matches do not follow each other
+            replayed = (tokens - len(reach) * reach[-1]) * self._costs.replay_row_ms / self._costs.plain_ms(length)
         return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
 
     def _can_afford(

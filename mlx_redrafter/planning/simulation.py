@@ -39,7 +39,7 @@ def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bo
 
     def predict_speed(text: Sequence[int], seed: int) -> float:
         if table is None:
-            return simulate(costs, make_context_planner(None, replays=costs.again > 0), prompt, text)
+            return simulate(costs, make_context_planner(None, replays=costs.replay_row_ms > 0), prompt, text)
         generator = random.Random(seed)
 
         def draw(plan: Plan, made: int) -> int:
@@ -89,12 +89,12 @@ def simulate(
             ahead = zip(text[made:], index.find(current.context) if current.context else (), strict=False)
             copied = next((at for at, (right, guess) in enumerate(ahead) if right != guess), current.context)
             ms = costs.round_ms(current, length, replayed)
-            if costs.again and max(own, copied) < current.max_depth:
+            if costs.replay_row_ms and max(own, copied) < current.max_depth:
                 left = replayed + 1 + max(own, copied)
         else:
             ms = costs.step_ms(length, replayed)
             if current is not None:  # the context had no proposal, or the draft is discarded
-                ms += costs.draft_ms(current) if current.depth else max(0.0, costs.rest[0])
+                ms += costs.draft_ms(current) if current.depth else max(0.0, costs.overhead_ms[0])
         tokens = text[made : made + 1 + max(own, copied)]
         planner.observe(
             current, len(tokens), length, replayed, disturb(ms), verified=verified, from_context=copied > own

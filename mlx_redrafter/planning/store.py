@@ -36,7 +36,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
         trees: whether both take trees.
         refresh: measure again.
     """
-    described = {"format": 6, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described = {"format": 7, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     if ranks.count() > 1:
         described["ranks"] = ranks.gather(describe_machine())
