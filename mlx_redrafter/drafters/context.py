@@ -149,12 +149,12 @@ class ContextSource(Source):
     def forecast(self, ahead: int) -> Forecast | None:
         """See `Source.forecast`: the tokens after the match, at most `MAX_PROPOSAL` and twice as many as match."""
         found = self._choose()
-        if found is None or not (reach := found.reach(ahead)):
+        if found is None or not (cumulative := found.cumulative_acceptance(ahead)):
             return None
         chance = 1.0
         for match in range(found.match, found.match + ahead):
             chance *= found.rate(match)
-        return Forecast(chance, reach)
+        return Forecast(chance, cumulative)
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""

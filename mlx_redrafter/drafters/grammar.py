@@ -29,29 +29,29 @@ class GrammarSource(ContextSource):
         """See `Source.forecast`; before the read that of the context alone."""
         if ahead:
             return super().forecast(ahead)
-        reach = self._make_proposal()
-        return Forecast(1.0, reach) if reach else None
+        cumulative = self._make_proposal()
+        return Forecast(1.0, cumulative) if cumulative else None
 
     def find(self, count: int) -> list[int]:
         """The first tokens of the proposal."""
         return self._proposal[:count]
 
     def _make_proposal(self) -> list[float]:
-        """Makes the proposal, each token as if those before it were in the text; its reach."""
+        """Makes the proposal, each token as if those before it were in the text; its cumulative acceptance."""
         own, size = self._own, len(self)
         key, places = own.key, [(each, each.end, each.match) for each in (own, self._past) if each is not None]
-        grammar, following, chance, reach = self._grammar.fork(), list[int](), 1.0, list[float]()
-        while len(reach) < MAX_PROPOSAL:
+        grammar, following, chance, cumulative = self._grammar.fork(), list[int](), 1.0, list[float]()
+        while len(cumulative) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
             if not following and (found := self._choose()) is not None:
                 following, chance = [found.next_token], chance * found.rate(found.match)
             if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
                 break
-            reach.append(chance)
+            cumulative.append(chance)
             self._append(token, is_noted=False)
         self._proposal = own.tokens[size:]
         del own.tokens[size:]
         own.key = key
         for each, end, match in places:
             each.end, each.match = end, match
-        return reach
+        return cumulative

@@ -66,8 +66,8 @@ class Matches:
         hits = self._hits[bucket] + PRIOR_WEIGHT * self._prior_rates[bucket]
         return hits / (self._counts[bucket] + PRIOR_WEIGHT)
 
-    def reach(self, ahead: int = 0) -> list[float]:
-        """See `Forecast.reach`: of `LONGER` times as many tokens as match, once it has gone on for `ahead` tokens."""
+    def cumulative_acceptance(self, ahead: int = 0) -> list[float]:
+        """The acceptance of `Forecast`, for `LONGER` times as many tokens as match after `ahead` more."""
         match = self.match + ahead
         count = min(LONGER * match, MAX_PROPOSAL)
         return list(accumulate((self.rate(match + depth) for depth in range(count)), mul))

@@ -115,7 +115,7 @@ class PastMatches(Matches):
         found = list(self.tokens[self.end + 1 : self.end + 1 + count])
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
-    def reach(self, ahead: int = 0) -> list[float]:
-        """See `Matches.reach`; no longer than what follows the match."""
+    def cumulative_acceptance(self, ahead: int = 0) -> list[float]:
+        """See `Matches.cumulative_acceptance`; no longer than what follows the match."""
         left = len(self.find(ahead + MAX_PROPOSAL)) - ahead
-        return super().reach(ahead)[: max(0, left)]
+        return super().cumulative_acceptance(ahead)[: max(0, left)]

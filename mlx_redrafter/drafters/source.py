@@ -42,11 +42,11 @@ class Forecast(NamedTuple):
 
     Attributes:
         chance: that they are what it expects; without, it has no proposal.
-        reach: for 1, 2, ... tokens of the proposal the estimated probability that all of them are right.
+        cumulative_acceptance: for 1, 2, ... tokens of the proposal, the probability that all of them are right.
     """
 
     chance: float
-    reach: list[float]
+    cumulative_acceptance: list[float]
 
 
 class Source:

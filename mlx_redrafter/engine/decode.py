@@ -92,16 +92,18 @@ class Planner:
         """
         return self._plan or (CONTEXT_ONLY if forecast else None)
 
-    def extend_plan(self, plan: Plan | None, reach: Sequence[float], length: int, replayed: int) -> Plan | None:
+    def extend_plan(
+        self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
+    ) -> Plan | None:
         """The plan, with as much of a proposal as is to be verified; without a depth the drafter's draft is discarded.
 
         Args:
             plan: what the drafter has drafted; None or `CONTEXT_ONLY` for nothing.
-            reach: of the context's proposal, after the round before was read; see `Forecast`.
+            cumulative_acceptance: of the context's proposal, after the round before was read; see `Forecast`.
             length: of the text.
             replayed: how many tokens the next round replays.
         """
-        count = len(reach)
+        count = len(cumulative_acceptance)
         if plan is not None and not self.can_merge and plan.depth >= count:
             return plan
         return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
@@ -331,7 +333,7 @@ class Decoder:
         target, plan = self.target, self._plan
         match = self._context.forecast(0) if self._context is not None else None
         if match is not None:
-            plan = self._planner.extend_plan(plan, match.reach, target.length, target.replayed)
+            plan = self._planner.extend_plan(plan, match.cumulative_acceptance, target.length, target.replayed)
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)

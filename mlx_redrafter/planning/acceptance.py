@@ -15,10 +15,10 @@ from ..engine.plan import Plan
 AcceptanceTable = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
 
-Reach = tuple[float, ...]
+Cumulative = tuple[float, ...]
 """(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
 
-NOTHING: Reach = (1.0,)  # without a draft
+NOTHING: Cumulative = (1.0,)  # without a draft
 
 Count = tuple[float, float]
 """(hits, expected hits)."""
@@ -43,37 +43,39 @@ def find_acceptance(drafter: Drafter) -> AcceptanceTable:
     return [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
 
 
-def scale_row(row: Sequence[float], scale: float) -> list[float]:
-    """A row whose first guess is right `scale` times as often, at most `MAX_RATE`; the others of what that leaves."""
-    first = min(scale * row[0], max(MAX_RATE, row[0]))
-    others = min(scale, (1 - first) / (1 - row[0])) if row[0] < 1 else 0.0
+def scale_row(row: Sequence[float], acceptance_scale: float) -> list[float]:
+    """The row with its first rate scaled, up to `MAX_RATE`; the other rates share what that leaves."""
+    first = min(acceptance_scale * row[0], max(MAX_RATE, row[0]))
+    others = min(acceptance_scale, (1 - first) / (1 - row[0])) if row[0] < 1 else 0.0
     return [first, *(others * rate for rate in row[1:])]
 
 
-def expected_reach(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> Reach:
+def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> Cumulative:
     """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens; deeper than the table, as at its end."""
-    return expected_reaches(table, plan, scale)[plan.depth][-1]
+    return cumulative_acceptances(table, plan, acceptance_scale)[plan.depth][-1]
 
 
-def expected_reaches(table: AcceptanceTable, largest: Plan, scale: float = 1.0) -> list[list[Reach]]:
+def cumulative_acceptances(
+    table: AcceptanceTable, largest: Plan, acceptance_scale: float = 1.0
+) -> list[list[Cumulative]]:
     """The same of every plan of the largest one's width, by depth, then by size from 1; fewer where no more can be."""
-    reaches, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
-    rows = [scale_row(row, scale) for row in table[: largest.depth]]
+    found, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
+    rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
         row = rows[min(depth, len(rows)) - 1]
         above = sorted((chance * rate for chance in above for rate in row), reverse=True)[: largest.width]
         nodes = sorted([*nodes, *((chance, -depth) for chance in above)], reverse=True)[: largest.size - 1]
-        reach = [1.0] + [0.0] * depth
-        reaches.append([tuple(reach)])
+        cumulative = [1.0] + [0.0] * depth
+        found.append([tuple(cumulative)])
         for chance, level in nodes:
-            reach[-level] += chance
-            reaches[-1].append(tuple(reach))
-    return reaches
+            cumulative[-level] += chance
+            found[-1].append(tuple(cumulative))
+    return found
 
 
-def expected_tokens(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> float:
+def expected_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
     """Tokens per round on average, root included: 1 and the chances of the nodes of the plan's pruned tree."""
-    return sum(expected_reach(table, plan, scale))
+    return sum(cumulative_acceptance(table, plan, acceptance_scale))
 
 
 class Counts:
@@ -91,7 +93,7 @@ class Counts:
         self.overall, self.by_depth, self.n_new = overall, tuple(by_depth), 0
 
     @property
-    def scale(self) -> float:
+    def acceptance_scale(self) -> float:
         """How many times as often as its table says it is right; near 1 while there are few counts."""
         return (self.overall[0] + PRIOR_COUNT) / (self.overall[1] + PRIOR_COUNT)
 
@@ -104,22 +106,21 @@ class Counts:
         """The table that they show, in rough steps."""
         shape = [*self.shape, *[1.0] * (len(table) - len(self.by_depth))]
         rows = (table[min(depth, len(table) - 1)] for depth in range(len(shape)))
-        return [
-            scale_row(row, round(STEPS * self.scale * times) / STEPS) for row, times in zip(rows, shape, strict=True)
-        ]
+        scales = (round(STEPS * self.acceptance_scale * times) / STEPS for times in shape)
+        return list(map(scale_row, rows, scales))
 
-    def add(self, rates: Sequence[float], scale: float, n_accepted: int) -> None:
+    def add(self, rates: Sequence[float], acceptance_scale: float, n_accepted: int) -> None:
         """Counts a round.
 
         Args:
             rates: how often its plan is right at depth 1, 2, ... where everything before was, by the table.
-            scale: how many times as often the text was, before it.
+            acceptance_scale: how many times as often the text was, before it.
         """
         reached = range(min(n_accepted + 1, len(rates)))
         self.overall = _add(self.overall, n_accepted, sum(rates[: n_accepted + 1]))
         missing = [(0.0, 0.0)] * (len(rates) - len(self.by_depth))
         self.by_depth = tuple(
-            _add(count, depth < n_accepted, scale * rates[depth]) if depth in reached else count
+            _add(count, depth < n_accepted, acceptance_scale * rates[depth]) if depth in reached else count
             for depth, count in enumerate((*self.by_depth, *missing))
         )
         self.n_new += 1
@@ -139,19 +140,20 @@ class Acceptance:
     """
 
     def __init__(self, table: AcceptanceTable, plans: Sequence[Plan], counts: Counts | None = None) -> None:
-        reaches = {plan: expected_reach(table, plan) for plan in plans}
-        self._rates = {plan: [now / (last or 1.0) for last, now in pairwise(reach)] for plan, reach in reaches.items()}
+        self._rates = {
+            plan: [now / (last or 1.0) for last, now in pairwise(cumulative_acceptance(table, plan))] for plan in plans
+        }
         self._counts = counts or Counts()
-        self._hits, self._expected = PRIOR_HITS * self._counts.scale, PRIOR_HITS
-        self._reaches: dict[Plan, Reach] = {}
+        self._hits, self._expected = PRIOR_HITS * self._counts.acceptance_scale, PRIOR_HITS
+        self._cumulative: dict[Plan, Cumulative] = {}
 
-    def reach(self, plan: Plan) -> Reach:
-        """What rounds of a plan are expected to reach next, see `expected_reach`."""
-        if plan not in self._reaches:
+    def cumulative(self, plan: Plan) -> Cumulative:
+        """The cumulative acceptance that is expected of the next rounds of a plan."""
+        if plan not in self._cumulative:
             scale = round(50 * self._hits / self._expected) / 50
             chances = (min(MAX_RATE, scale * rate) for rate in self._correct(plan))
-            self._reaches[plan] = tuple(accumulate(chances, mul, initial=1.0))
-        return self._reaches[plan]
+            self._cumulative[plan] = tuple(accumulate(chances, mul, initial=1.0))
+        return self._cumulative[plan]
 
     def observe(self, plan: Plan, n_accepted: int, *, overtaken: bool = False) -> None:
         """Called with what a round has accepted.
@@ -167,7 +169,7 @@ class Acceptance:
             self._hits += n_accepted
             self._expected += sum(rates[: n_accepted + 1])
             self._counts.add(self._rates[plan], scale, n_accepted)
-        self._reaches.clear()
+        self._cumulative.clear()
 
     def _correct(self, plan: Plan) -> list[float]:
         """The plan's rates by depth, as the counts correct them beside each other."""

@@ -19,8 +19,8 @@ from .acceptance import (
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
-    Reach,
-    expected_reaches,
+    Cumulative,
+    cumulative_acceptances,
 )
 from .costs import CostTable, assume_costs
 from .history import History, Slowdown
@@ -57,8 +57,8 @@ class Prediction(NamedTuple):
         return self.tokens / self.steps
 
 
-def unite(own: Reach, copied: Sequence[float]) -> Reach:
-    """What rounds reach that accept the longer one of two drafts.
+def unite(own: Cumulative, copied: Sequence[float]) -> Cumulative:
+    """The cumulative acceptance of rounds that accept the longer one of two drafts.
 
     Args:
         own: of the one.
@@ -68,20 +68,20 @@ def unite(own: Reach, copied: Sequence[float]) -> Reach:
     return (1.0, *both, *own[1 + len(both) :], *copied[len(both) :])
 
 
-def predict(costs: CostTable, plan: Plan, length: int, reach: Reach, slowdown: float = 1.0) -> Prediction:
+def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0) -> Prediction:
     """What the rounds of a plan are expected to be at context length `length`."""
-    ms = costs.round_ms(plan, length, expected_replay(reach) if costs.replay_row_ms else 0.0)
-    return Prediction(plan, sum(reach), max(1.0, slowdown * ms / costs.plain_ms(length)))
+    ms = costs.round_ms(plan, length, expected_replay(cumulative) if costs.replay_row_ms else 0.0)
+    return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
 
 
 @lru_cache(maxsize=4096)
-def expected_replay(reach: Reach) -> float:
+def expected_replay(cumulative: Cumulative) -> float:
     """Tokens that are replayed for each round on average, on a cache that cannot be trimmed.
 
     A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one. More
     than `MAX_REPLAY` are replayed by a plain step: apart from that it costs what its token is worth.
     """
-    ends = [before - after for before, after in pairwise(reach)]
+    ends = [before - after for before, after in pairwise(cumulative)]
     visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, for each time that there are none
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
@@ -96,20 +96,23 @@ def measured_plans(costs: CostTable) -> list[Plan]:
     return chains + [plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth]
 
 
-def find_reaches(costs: CostTable, table: AcceptanceTable, scale: float = 1.0) -> dict[Plan, Reach]:
-    """What the rounds of every measured plan are expected to reach."""
-    found: dict[Plan, Reach] = {}
+def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: float = 1.0) -> dict[Plan, Cumulative]:
+    """The cumulative acceptance that is expected of every measured plan."""
+    found: dict[Plan, Cumulative] = {}
     for width, group in groupby(sorted(measured_plans(costs)), itemgetter(0)):
         plans = list(group)
-        reaches = expected_reaches(table, Plan(width, plans[-1].depth, costs.counts[-1]), scale)
-        found |= {plan: reaches[plan.depth][: plan.size][-1] for plan in plans}
+        largest = Plan(width, plans[-1].depth, costs.counts[-1])
+        by_depth = cumulative_acceptances(table, largest, acceptance_scale)
+        found |= {plan: by_depth[plan.depth][: plan.size][-1] for plan in plans}
     return found
 
 
-def predict_all(costs: CostTable, table: AcceptanceTable, length: int, scale: float = 1.0) -> Iterator[Prediction]:
+def predict_all(
+    costs: CostTable, table: AcceptanceTable, length: int, acceptance_scale: float = 1.0
+) -> Iterator[Prediction]:
     """What the rounds of every measured plan are expected to be."""
-    for plan, reach in find_reaches(costs, table, scale).items():
-        yield predict(costs, plan, length, reach)
+    for plan, cumulative in find_cumulative(costs, table, acceptance_scale).items():
+        yield predict(costs, plan, length, cumulative)
 
 
 def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
@@ -122,9 +125,9 @@ def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...
 def _candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
     best = set[Plan]()
     for scale in SCALES:
-        reaches = {plan: reach for plan, reach in find_reaches(costs, table, scale).items() if reach[-1] > 0}
+        found = [(plan, each) for plan, each in find_cumulative(costs, table, scale).items() if each[-1] > 0]
         for length in (*costs.contexts, 2 * costs.contexts[-1]):
-            predictions = (predict(costs, plan, length, reach) for plan, reach in reaches.items())
+            predictions = (predict(costs, plan, length, cumulative) for plan, cumulative in found)
             fastest = max(predictions, key=attrgetter("speedup"), default=None)
             if fastest is not None and fastest.speedup > 1:
                 best.add(fastest.plan)
@@ -190,9 +193,11 @@ class AutoPlanner(Planner):
         self._in_flight = plan
         return plan
 
-    def extend_plan(self, plan: Plan | None, reach: Sequence[float], length: int, replayed: int) -> Plan | None:
+    def extend_plan(
+        self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
+    ) -> Plan | None:
         """See the base class."""
-        best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, reach, length)
+        best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length)
         current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
             plan = self._in_flight = best.plan
@@ -271,32 +276,32 @@ class AutoPlanner(Planner):
         self, plan: Plan | None, in_flight: Plan | None, forecast: Forecast, length: int, replayed: int
     ) -> bool:
         """Whether waiting for a proposal beats what is planned otherwise, to which a proposal may be added."""
-        chance, reach = forecast
-        hit = self._add_context(CONTEXT_ONLY, reach, length)
+        chance, cumulative = forecast
+        hit = self._add_context(CONTEXT_ONLY, cumulative, length)
         waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NOTHING))
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
-            otherwise = _mix(chance, self._add_context(plan, reach, length) if self.can_merge else miss, miss)
+            otherwise = _mix(chance, self._add_context(plan, cumulative, length) if self.can_merge else miss, miss)
         is_faster = waiting > (1 + HYSTERESIS) * otherwise
         return is_faster and self._can_afford(hit.plan, in_flight, length, replayed)
 
-    def _add_context(self, plan: Plan, reach: Sequence[float], length: int) -> Prediction:
+    def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
         """The fastest of the rounds that add some of a proposal to a plan."""
-        counts = {count for count in CONTEXT_LENGTHS if count < len(reach)} | {len(reach)}
-        extended = (self._predict(plan._replace(context=count), length, reach) for count in counts)
+        counts = {count for count in CONTEXT_LENGTHS if count < len(cumulative)} | {len(cumulative)}
+        extended = (self._predict(plan._replace(context=count), length, cumulative) for count in counts)
         return max(extended, key=attrgetter("speedup"))
 
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
-        reach = self._acceptance.reach(plan._replace(context=0)) if plan.depth else NOTHING
+        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NOTHING
         if not plan.context:
-            return predict(self._costs, plan, length, reach, self.slowdown)
-        reach, key = unite(reach, copied[: plan.context]), (plan, length // 128)
+            return predict(self._costs, plan, length, cumulative, self.slowdown)
+        cumulative, key = unite(cumulative, copied[: plan.context]), (plan, length // 128)
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NOTHING).steps
-        tokens, replayed = sum(reach), 0.0
-        if self._costs.replay_row_ms:  # by the round after it alone, as matches do not follow each other
-            replayed = (tokens - len(reach) * reach[-1]) * self._costs.replay_row_ms / self._costs.plain_ms(length)
+        tokens, replayed = sum(cumulative), 0.0
+        if row_ms := self._costs.replay_row_ms:  # by the round after it alone, as matches do not follow each other
+            replayed = (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
         return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
 
     def _can_afford(

@@ -12,7 +12,7 @@ from statistics import fmean
 from ..drafters.context import ContextSource
 from ..engine.decode import Planner
 from ..engine.plan import MAX_REPLAY, Plan
-from .acceptance import AcceptanceTable, expected_reach
+from .acceptance import AcceptanceTable, cumulative_acceptance
 from .costs import CostTable
 from .planner import AutoPlanner, make_context_planner
 
@@ -44,7 +44,7 @@ def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bo
 
         def draw(plan: Plan, made: int) -> int:
             drawn = generator.random()
-            return sum(drawn < chance for chance in expected_reach(table, plan)[1:])
+            return sum(drawn < chance for chance in cumulative_acceptance(table, plan)[1:])
 
         return simulate(costs, AutoPlanner(costs, table, can_merge=trees), prompt, text, draw)
 
@@ -78,7 +78,7 @@ def simulate(
     while made < len(text):
         length, match = len(prompt) + made - 1, None if is_ahead else index.forecast(0)
         if match is not None:
-            plan = planner.extend_plan(plan, match.reach, length, replayed)
+            plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
         current = plan
         verified = current is not None and current.rows > 1 and replayed <= MAX_REPLAY
         plan = planner.next_plan(length, replayed, index.forecast(1 + (current.context if current and verified else 0)))
