@@ -173,8 +173,8 @@ class BlockArgs(LayerArgs):
         return self.block_size - (not self.from_anchor)
 
     @property
-    def sights(self) -> list[tuple[int, bool]]:
-        """(window, or 0 for none, and whether it is causal) of each layer."""
+    def layer_masks(self) -> list[tuple[int, bool]]:
+        """(window, or 0 for none, and whether it is causal) of each layer's attention mask."""
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
 
@@ -384,7 +384,7 @@ class BlockSource(CachedSource):
     def __init__(self, drafter: BlockDrafter, model: nn.Module) -> None:
         args = drafter.args
         super().__init__(drafter, model, args.capture_layers or [], args.num_layers)
-        windows = [window for window, _ in args.sights]
+        windows = [window for window, _ in args.layer_masks]
         self._window = max(windows) if all(windows) else None
         self._positions = mx.zeros((0,), mx.int32)  # of the rows
         if "embed_tokens" in drafter:
@@ -414,10 +414,10 @@ class BlockSource(CachedSource):
         first = 0 if args.from_anchor else 1
         tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])
         own = position + mx.arange(len(tokens))
-        kinds = {sight: make_mask(sees, self._positions, own, *sight) for sight in set(args.sights)}
+        kinds = {kind: make_mask(sees, self._positions, own, *kind) for kind in set(args.layer_masks)}
         near = len(self._rows[-1].tokens) + len(tokens) - 2
         # The rows before these columns are farther away than a window.
-        masks = [kinds[sight][:, -(sight[0] + near) if sight[0] else 0 :] for sight in args.sights]
+        masks = [kinds[kind][:, -(kind[0] + near) if kind[0] else 0 :] for kind in args.layer_masks]
         rows = drafter.run(self._scale * self._embed(tokens), position, self._caches, masks)
         guess = drafter.make_guess(rows[first:], self._head)
 
@@ -554,11 +554,11 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
         # Gemma's keys of full layers, which its drafters have
         "head_dim": said.get("global_head_dim", said.get("head_dim")),
         "num_key_value_heads": said.get("num_global_key_value_heads", said.get("num_key_value_heads")),
-        **_find_sights(said, config, n_layers, where),
+        **_find_layer_masks(said, config, n_layers, where),
     }
 
 
-def _find_sights(said: Config, config: Config, n_layers: int, where: str) -> Config:
+def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -> Config:
     """`layer_windows` and `layer_causal`, None where no layer has one or is so.
 
     A row of a sliding layer sees no later row, unless the config says so; Qwen3's configs have a window only with
