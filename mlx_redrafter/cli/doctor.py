@@ -132,7 +132,7 @@ def diagnose(
             if not 0.8 <= many / few <= 1.25
         ],
         "starts": [find_start(costs, acceptance, context) for context in costs.contexts],
-        "outlooks": [
+        "predictions": [
             {"tokens_per_round": tokens, "context": at, "offer": find_plan_speed(costs, make_acceptance(rate), at)}
             for tokens, rate in zip(QUALITIES, rates, strict=True)
             for at in costs.contexts
@@ -343,7 +343,7 @@ def format_report(report: dict[str, Any]) -> str:
         table.append((f"{nodes}", *(f"{ms[at]:.2f} ({steps[at]:.2f})" for ms, steps in row)))
     table += [("",), ("Predicted speed over plain decoding, by tokens per round of a chain of four:",), ("", *after)]
     for tokens in QUALITIES:
-        offers = [each["offer"] for each in report["outlooks"] if each["tokens_per_round"] == tokens]
+        offers = [each["offer"] for each in report["predictions"] if each["tokens_per_round"] == tokens]
         table.append((f"{tokens:.2f}", *(f"{offer['ratio']:.2f} ({describe_plan(offer['plan'])})" for offer in offers)))
     table.append(("pays from", *limits))
     return "\n".join([*text, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)])
@@ -365,7 +365,7 @@ def draw_plot(name: str, report: dict[str, Any]) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     costs, speeds = figure.subplots(1, 2)
     for context, steps in zip(report["costs"]["contexts"], report["plain_steps"], strict=True):
-        ratios = [each["offer"]["ratio"] for each in report["outlooks"] if each["context"] == context]
+        ratios = [each["offer"]["ratio"] for each in report["predictions"] if each["context"] == context]
         costs.plot(report["costs"]["counts"], steps, "o-")
         speeds.plot(QUALITIES, ratios, "o-", label=f"after {context:,} tokens")
     costs.set(xlabel="nodes of a forward", ylabel="plain steps", ylim=(0, None))

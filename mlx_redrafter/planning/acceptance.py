@@ -32,7 +32,7 @@ STEPS = 20  # a table is corrected in steps of a twentieth: one that hardly move
 DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's scale: what a round weighs a round later, and what the prior weighs first
 SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same of the counts that are kept from text to text
 DEPTH_PRIOR = 25.0  # expected hits at a depth that weigh as much as those of all depths
-OVERTAKEN_WEIGHT = 0.5  # how much of a wrong first guess it is to have been right for fewer tokens than the context
+CONTEXT_WON_WEIGHT = 0.5  # of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
@@ -155,16 +155,16 @@ class Acceptance:
             self._cumulative[plan] = tuple(accumulate(chances, mul, initial=1.0))
         return self._cumulative[plan]
 
-    def observe(self, plan: Plan, n_accepted: int, *, overtaken: bool = False) -> None:
+    def observe(self, plan: Plan, n_accepted: int, *, context_won: bool = False) -> None:
         """Called with what a round has accepted.
 
         Args:
-            overtaken: whether the context was right for longer: how far the drafter was is not known then.
+            context_won: whether the context was accepted further, which hides how far the drafter was right.
         """
         rates, scale = self._correct(plan), self._hits / self._expected
         self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
-        if overtaken:
-            self._expected += OVERTAKEN_WEIGHT * rates[0]
+        if context_won:
+            self._expected += CONTEXT_WON_WEIGHT * rates[0]
         else:
             self._hits += n_accepted
             self._expected += sum(rates[: n_accepted + 1])

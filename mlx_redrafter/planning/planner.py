@@ -235,7 +235,7 @@ class AutoPlanner(Planner):
         if plan is not None and verified:
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
-                self._acceptance.observe(plan._replace(context=0), tokens - 1, overtaken=from_context)
+                self._acceptance.observe(plan._replace(context=0), tokens - 1, context_won=from_context)
                 if tokens > 1 and not from_context:  # a probe that was right is followed by another
                     self._pause, self._next_pause = 0, PROBE_EVERY
         else:
