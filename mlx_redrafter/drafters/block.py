@@ -101,7 +101,6 @@ class BlockArgs(LayerArgs):
     final_logit_softcapping: float | None = number(None)
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         rope = self.rope_scaling or {}
         needed = ROPES.get(name_rope(rope))
         if needed is None or not all(is_positive(rope.get(key)) for key in needed):
@@ -179,7 +178,6 @@ class BlockArgs(LayerArgs):
         return list(zip(windows, map(bool, causal), strict=True))
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`."""
         return super().said() | {"num_hidden_layers": self.num_layers}
 
     def describe(self) -> str:
@@ -295,12 +293,10 @@ class BlockDrafter(Drafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
         return BlockSource(self, model)
 
     def append(self, states: mx.array, position: int, caches: Iterable[KVCache]) -> mx.array:
@@ -429,7 +425,6 @@ class BlockSource(CachedSource):
 
     @property
     def state(self) -> Any:
-        """See `CachedSource.state`."""
         return *super().state, self._positions
 
 

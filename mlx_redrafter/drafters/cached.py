@@ -192,7 +192,6 @@ class CachedSource(StepwiseSource):
             self._is_in_flight = False
 
     def fork(self) -> Self:
-        """See `Source.fork`."""
         other = copy.copy(self)
         other._rows, other._caches = list(self._rows), []
         for cache in self._caches:
@@ -205,7 +204,6 @@ class CachedSource(StepwiseSource):
 
     @property
     def row_bytes(self) -> int:
-        """See `Source.row_bytes`."""
         return kv_cache.row_bytes(self._caches)
 
     @property
@@ -236,7 +234,6 @@ class PairSource(CachedSource):
         return [LayerCache(cache, position) for cache in self._caches]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """See `StepwiseSource.begin`."""
         feature, sees, position = self.take_in_flight(root)
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:

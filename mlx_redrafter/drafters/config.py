@@ -300,7 +300,6 @@ class LayerArgs(DrafterArgs):
     capture_layers: list[int] | None = layer_numbers()
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"{self.num_attention_heads} heads, {self.num_key_value_heads} of keys and values"
             raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
@@ -351,11 +350,9 @@ class LayerArgs(DrafterArgs):
 
     @property
     def min_layers(self) -> int:
-        """See `DrafterArgs.min_layers`."""
         return 1 + max(self.capture_layers or [-1])
 
     def describe_states(self) -> str:
-        """See `DrafterArgs.describe_states`."""
         if self.capture_layers is None:
             return super().describe_states()
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"

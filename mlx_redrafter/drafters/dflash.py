@@ -72,7 +72,6 @@ class DrafterArgs(BlockArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`."""
         prepare(checkpoint, NAMES, MODEL_TYPE)
         config, shapes = checkpoint.config, checkpoint.shapes
         if "block_size" not in config:
@@ -95,14 +94,12 @@ class DrafterArgs(BlockArgs):
         return cls.from_block(checkpoint, model, own)
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`."""
         return super().said() | {
             "conv_kernel_size": self.conv_kernel_size or 0,
             "selector_rank": self.selector_rank or 0,
         }
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         super().check(where)
         for first, second in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
@@ -152,7 +149,6 @@ class ConvolvedLayer(Layer):
         self.attention_conv, self.mlp_conv = Convolution(args), Convolution(args)
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
-        """See `Layer`."""
         rows = rows + self.attention_conv(self.input_layernorm(rows), attend)
         return rows + self.mlp_conv(self.post_attention_layernorm(rows), self.mlp)
 
@@ -183,7 +179,6 @@ class Drafter(BlockDrafter):
             self.selector = Selector(args)
 
     def make_layer(self) -> Layer:
-        """See `BlockDrafter.make_layer`."""
         return Layer(self.args) if self.args.conv_kernel_size is None else ConvolvedLayer(self.args)
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
@@ -201,5 +196,4 @@ class Drafter(BlockDrafter):
         return guess
 
     def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
         return "embedding" if name in ("selector.predecessor", "selector.successor") else super().part_of(name)

@@ -50,11 +50,9 @@ class DraftModelArgs(DrafterArgs):
     name: str = field(default="", kw_only=True)
 
     def describe(self) -> str:
-        """See `DrafterArgs.describe`."""
         return f"draft model, {self.name}"
 
     def describe_states(self) -> str:
-        """See `DrafterArgs.describe_states`."""
         return "the text alone, no hidden state"
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
@@ -62,7 +60,6 @@ class DraftModelArgs(DrafterArgs):
         return {}
 
     def explain_useless(self) -> str:
-        """See `DrafterArgs.explain_useless`."""
         return "Do the draft model and the model have the same tokenizer, and are its weights sound in this dtype?"
 
 
@@ -85,16 +82,13 @@ class DraftModel(Drafter):
 
     @property
     def weights(self) -> nn.Module:
-        """See `Drafter.weights`."""
         return self.model
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         return compute_dtype(self.model)
 
     def open(self, model: nn.Module) -> DraftModelSource:
-        """See `Drafter.open`."""
         return DraftModelSource(self, model_sizes(model)[1])
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
@@ -104,7 +98,6 @@ class DraftModel(Drafter):
             raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")
 
     def explain_chains(self) -> str | None:
-        """See `Drafter.explain_chains`."""
         return self._chains and f"the draft model takes chains only, {self._chains}"
 
 
@@ -169,14 +162,12 @@ class DraftModelSource(Source):
         return tree
 
     def fork(self) -> DraftModelSource:
-        """See `Source.fork`."""
         other = copy.copy(self)
         other._text, other._cache = list(self._text), copy.deepcopy(self._cache)
         return other
 
     @property
     def row_bytes(self) -> int:
-        """See `Source.row_bytes`."""
         return kv_cache.row_bytes(self._cache)
 
     @property

@@ -82,7 +82,6 @@ class DrafterArgs(BlockArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`."""
         published, where = checkpoint.config, checkpoint.where
         prepare(checkpoint, NAMES, MODEL_TYPE)
         config, shapes = checkpoint.config, checkpoint.shapes
@@ -101,7 +100,6 @@ class DrafterArgs(BlockArgs):
         return cls.from_block(checkpoint, model, own)
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`."""
         return super().said() | {"markov_rank": self.markov_rank or 0}
 
 
@@ -115,7 +113,6 @@ class GemmaAttention(Attention):
         self.scale = 1.0
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """See `Attention.make_values`."""
         values = super().make_values(rows, keys) if "v_proj" in self else keys
         return mx.fast.rms_norm(values, None, self.k_norm.eps)
 
@@ -145,7 +142,6 @@ class GemmaLayer(Layer):
         self.layer_scalar = mx.ones((1,))
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
-        """See `Layer`."""
         rows = rows + self.post_attention_layernorm(attend(self.input_layernorm(rows)))
         made = self.mlp(self.pre_feedforward_layernorm(rows))
         return self.layer_scalar * (rows + self.post_feedforward_layernorm(made))
@@ -163,7 +159,6 @@ class Drafter(BlockDrafter):
             self.markov_w2 = nn.Linear(args.markov_rank, args.n_guesses, bias=False)
 
     def make_layer(self) -> Layer:
-        """See `BlockDrafter.make_layer`."""
         return GemmaLayer(self.args) if self.args.gemma else Layer(self.args)
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
@@ -175,10 +170,8 @@ class Drafter(BlockDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """See `Drafter.output_layers`."""
         own = super().output_layers
         return [*own, self.markov_w2] if own and "markov_w2" in self else own
 
     def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
         return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().part_of(name)

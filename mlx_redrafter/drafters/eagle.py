@@ -140,7 +140,6 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         return cls(hidden_size, vocab_size, hidden_size, inner, heads, heads, head_dim, version=1, fc_bias=True)
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         super().check(where)
         if self.version == 1 and self.norm_output:
             raise CheckpointError(
@@ -165,13 +164,11 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
 
     def describe_states(self) -> str:
-        """See `DrafterArgs.describe_states`."""
         if self.version == 3 and self.capture_layers is None:
             return f"the outputs of {N_TAPS} layers, at its default places"
         return super().describe_states()
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """See `DrafterArgs.try_others`."""
         if self.version == 3 and self.capture_layers is None:
             return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
         others = super().try_others(n_layers)
@@ -182,7 +179,6 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         return others
 
     def explain_fixed(self) -> str | None:
-        """See `TrainableArgs.explain_fixed`."""
         if self.version == 3 or self.own_embedding:
             return f"expected an EAGLE-1 head that reads the target's embedding, got {self.describe()}"
         return super().explain_fixed()
@@ -271,17 +267,14 @@ class Drafter(PairDrafter, TrainableDrafter):
 
     @property
     def n_inputs(self) -> int:
-        """See `PairDrafter.n_inputs`."""
         return self.args.hidden_size * (1 if self.args.version == 1 else self.args.n_taps)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
         if self.args.version == 1:
             return PairSource(self, model, [self.args.state_name])
         return PairSource(self, model, self.args.capture_layers or default_layers(len(model.layers)))
 
     def project(self, states: mx.array) -> mx.array:
-        """See `PairDrafter.project`."""
         states = states.astype(self.dtype)
         if self.args.version == 1:
             return states
@@ -295,7 +288,6 @@ class Drafter(PairDrafter, TrainableDrafter):
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """See `PairDrafter.read_pairs`."""
         embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(self.dtype)
         layer, (cache,) = self.layer, caches
         if self.args.version == 1:
@@ -309,14 +301,12 @@ class Drafter(PairDrafter, TrainableDrafter):
         return self.norm(x) if self.args.norm_output else x
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """See `PairDrafter.guess`."""
         if head is not None:
             return head(features).astype(mx.float32)
         return self.scatter(self.lm_head(features if self.args.norm_output else self.norm(features)))
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
         return dtype
 

@@ -65,7 +65,6 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`."""
         checkpoint.rename(TIED_NAMES if checkpoint.config.get("tie_weights") is True else NAMES, MODEL_TYPE)
         inner_dim, hidden_size = checkpoint.matrix("proj.0.weight")
         return cls.from_sizes(checkpoint, hidden_size, checkpoint.matrix("emb.0.weight")[0], inner_dim)

@@ -237,7 +237,6 @@ class DrafterArgs(BaseArgs):
         return cls.derive(checkpoint.shapes, own, where)
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         place, own = f"{where}/config.json", self.layer_config
         if own.get("model_type") not in LAYERS:
             got = own.get("model_type")
@@ -338,13 +337,11 @@ class Drafter(PairDrafter):
         return PairSource(self, model, states)
 
     def project(self, states: mx.array) -> mx.array:
-        """See `PairDrafter.project`."""
         return states.astype(self.dtype)
 
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """See `PairDrafter.read_pairs`."""
         embedded, (cache,) = self.norm_embedding(embed(tokens).astype(self.dtype)), caches
         parts = [embedded, self.norm_hidden(features)]
         is_reversed = self.args.layer_config["model_type"] in STATE_FIRST
@@ -355,7 +352,6 @@ class Drafter(PairDrafter):
         return self.norm(x) if self.args.norm_output else x
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """See `PairDrafter.guess`."""
         assert head is not None
         return head(features).astype(mx.float32)
 
@@ -369,12 +365,10 @@ class Drafter(PairDrafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
     def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
         return "router" if name in ROUTERS else "blocks"
 
 

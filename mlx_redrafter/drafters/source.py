@@ -160,7 +160,6 @@ class StepwiseSource(Source):
         return self.drafter.begin(self._hidden, self._embed)
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """See `Source.propose`."""
         return draft(self.begin(root, plan.depth), root, plan, adjust, ordered=ordered)
 
     @property

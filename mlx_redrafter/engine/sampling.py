@@ -64,7 +64,6 @@ class PerNode(Sampler):
         self._sampler = sampler
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """See `Sampler.choose`."""
         return mx.concatenate([self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])])
 
 
@@ -101,7 +100,6 @@ class PositionSampler(Sampler):
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
 
     def check(self, vocab_size: int) -> None:
-        """See `Sampler.check`."""
         for name, value in self._limits.items():
             if value > vocab_size:
                 below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
@@ -118,13 +116,11 @@ class PositionSampler(Sampler):
         return Draws(-mx.log(-mx.log(noise[:, 1:])), noise[:, :1])
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """See `Sampler.choose`."""
         assert draws is not None
         scaled = self._filter_and_scale(logprobs.astype(mx.float32), draws.coin[rows])
         return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """See `Sampler.adjust`."""
         if self._filters:  # they want log-probabilities; a rank does not
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return self._filter_and_scale(logits, draws.coin[row]) + draws.gumbel[row]

@@ -176,7 +176,7 @@ class AutoPlanner(Planner):
 
     @property
     def slowdown(self) -> float:
-        """See `Slowdown`."""
+        """How many times as long as in the cost table this text's rounds take."""
         return self._slowdown.value
 
     @property
@@ -196,7 +196,6 @@ class AutoPlanner(Planner):
     def extend_plan(
         self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
     ) -> Plan | None:
-        """See the base class."""
         best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length)
         current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
@@ -204,11 +203,9 @@ class AutoPlanner(Planner):
         return plan
 
     def drop_drafter(self) -> None:
-        """See the base class."""
         self.plans, self._in_flight = (), None
 
     def finish(self) -> None:
-        """See the base class."""
         history = self._history
         history.slowdown, history.n_texts = self._slowdown, history.n_texts + 1
         history.pause, history.next_pause = max(0, self._pause), self._next_pause
@@ -229,7 +226,6 @@ class AutoPlanner(Planner):
         verified: bool = True,
         from_context: bool = False,
     ) -> None:
-        """See the base class."""
         costs, plain = self._costs, self._costs.plain_ms(length)
         is_round = plan is not None and verified
         if plan is not None and verified:
