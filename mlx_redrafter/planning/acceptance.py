@@ -1,6 +1,6 @@
-"""How often a drafter's guesses are right: what its config says of its training, corrected by what texts show.
+"""How often a drafter's guesses are right: its config's table from training, corrected by the texts it drafts.
 
-A *table* has a row for each depth: how often the guess of rank 1, 2, ... is right, given that everything before it was.
+A *table* has a row for each depth: how often the guess of rank 1, 2, ... is right if everything before it was.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Count = tuple[float, float]
 """(hits, expected hits)."""
 
 UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
-"""The table of a drafter that does not say."""
+"""The table of a drafter whose config has none."""
 
-MAX_RATE = 0.98  # the most often that any guess at a depth is thought to be right
-STEPS = 20  # a table is corrected in steps of a twentieth: one that hardly moves stays the same
+MAX_RATE = 0.98  # the highest rate that is expected of a guess
+STEPS = 20  # tables are corrected in steps of 1 / STEPS, so that small changes keep a table the same
 
-DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's scale: what a round weighs a round later, and what the prior weighs first
-SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same of the counts that are kept from text to text
-DEPTH_PRIOR = 25.0  # expected hits at a depth that weigh as much as those of all depths
+DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's acceptance scale: decay per round, and weight of the prior in hits
+SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same for the counts that are kept from text to text
+DEPTH_PRIOR = 25.0  # weight of the prior at one depth, in expected hits
 CONTEXT_WON_WEIGHT = 0.5  # of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
-    """What a drafter's config says, or is assumed; nothing is right deeper than it can draft."""
+    """The table of a drafter's config, or an assumed one; 0 below the drafter's greatest depth."""
     rows, most = drafter.args.acceptance or UNKNOWN_ACCEPTANCE, drafter.args.max_depth
     if most is None:
         return rows
@@ -51,14 +51,14 @@ def scale_row(row: Sequence[float], acceptance_scale: float) -> list[float]:
 
 
 def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> Cumulative:
-    """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens; deeper than the table, as at its end."""
+    """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens. Below the table its last row counts."""
     return cumulative_acceptances(table, plan, acceptance_scale)[plan.depth][-1]
 
 
 def cumulative_acceptances(
     table: AcceptanceTable, largest: Plan, acceptance_scale: float = 1.0
 ) -> list[list[Cumulative]]:
-    """The same of every plan of the largest one's width, by depth, then by size from 1; fewer where no more can be."""
+    """The same for all plans of the largest one's width, by depth, then by size from 1 to the largest tree."""
     found, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
     rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
@@ -74,19 +74,19 @@ def cumulative_acceptances(
 
 
 def expected_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
-    """Tokens per round on average, root included: 1 and the chances of the nodes of the plan's pruned tree."""
+    """Mean tokens per round, root included: 1 plus the chances of the nodes of the plan's pruned tree."""
     return sum(cumulative_acceptance(table, plan, acceptance_scale))
 
 
 class Counts:
-    """What all texts have shown of a drafter, as decayed numbers of rounds.
+    """How often a drafter was right in all texts, as decayed counts.
 
     Attributes:
-        overall: (how often it was right, how often its table said it would be).
-        by_depth: (K,) the same for each depth, where its table is scaled as the text's rounds before were.
-        n_new: how many rounds were counted since they were kept.
+        overall: (hits, hits expected from its table).
+        by_depth: (K,) the same for each depth, with its table scaled by the text's acceptance before the round.
+        n_new: rounds counted since the counts were last written.
 
-    The two are replaced, never changed: several texts may share them.
+    `overall` and `by_depth` are replaced, never changed in place: several texts may share them.
     """
 
     def __init__(self, overall: Count = (0.0, 0.0), by_depth: Sequence[Count] = ()) -> None:
@@ -94,16 +94,16 @@ class Counts:
 
     @property
     def acceptance_scale(self) -> float:
-        """How many times as often as its table says it is right; near 1 while there are few counts."""
+        """Hits over expected hits; near 1 while counts are few."""
         return (self.overall[0] + PRIOR_COUNT) / (self.overall[1] + PRIOR_COUNT)
 
     @property
     def shape(self) -> list[float]:
-        """(K,) how many times as often as that it is right at each depth, as far as there are counts."""
+        """(K,) hits over expected hits at each depth that has counts, relative to `acceptance_scale`."""
         return [(hits + DEPTH_PRIOR) / (expected + DEPTH_PRIOR) for hits, expected in self.by_depth]
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
-        """The table that they show, in rough steps."""
+        """The table, corrected by the counts in steps of 1 / `STEPS`."""
         shape = [*self.shape, *[1.0] * (len(table) - len(self.by_depth))]
         rows = (table[min(depth, len(table) - 1)] for depth in range(len(shape)))
         scales = (round(STEPS * self.acceptance_scale * times) / STEPS for times in shape)
@@ -113,8 +113,9 @@ class Counts:
         """Counts a round.
 
         Args:
-            rates: how often its plan is right at depth 1, 2, ... where everything before was, by the table.
-            acceptance_scale: how many times as often the text was, before it.
+            rates: the table's rates of its plan at depth 1, 2, ...
+            acceptance_scale: of the text before the round.
+            n_accepted: drafted tokens that were accepted.
         """
         reached = range(min(n_accepted + 1, len(rates)))
         self.overall = _add(self.overall, n_accepted, sum(rates[: n_accepted + 1]))
@@ -131,12 +132,12 @@ def _add(count: Count, hits: float, expected: float) -> Count:
 
 
 class Acceptance:
-    """How often one drafter is right in one text: its table by depth, corrected by `Counts` and by the text so far.
+    """How often a drafter is right in one text: its table, corrected by `Counts` and by the text so far.
 
     Args:
         table: of the drafter.
-        plans: that are asked for.
-        counts: of earlier texts; this one is added to them.
+        plans: those that `cumulative` is asked for.
+        counts: of earlier texts; this text is added.
     """
 
     def __init__(self, table: AcceptanceTable, plans: Sequence[Plan], counts: Counts | None = None) -> None:
@@ -148,7 +149,7 @@ class Acceptance:
         self._cumulative: dict[Plan, Cumulative] = {}
 
     def cumulative(self, plan: Plan) -> Cumulative:
-        """The cumulative acceptance that is expected of the next rounds of a plan."""
+        """The expected cumulative acceptance of the next rounds of a plan."""
         if plan not in self._cumulative:
             scale = round(50 * self._hits / self._expected) / 50
             chances = (min(MAX_RATE, scale * rate) for rate in self._correct(plan))
@@ -156,7 +157,7 @@ class Acceptance:
         return self._cumulative[plan]
 
     def observe(self, plan: Plan, n_accepted: int, *, context_won: bool = False) -> None:
-        """Called with what a round has accepted.
+        """Called with the number of drafted tokens that a round has accepted.
 
         Args:
             context_won: whether the context was accepted further, which hides how far the drafter was right.
@@ -172,7 +173,7 @@ class Acceptance:
         self._cumulative.clear()
 
     def _correct(self, plan: Plan) -> list[float]:
-        """The plan's rates by depth, as the counts correct them beside each other."""
+        """The plan's rates by depth, corrected by the counts of each depth."""
         rates = self._rates[plan]
         corrected = [rate * times for rate, times in zip(rates, self._counts.shape, strict=False)]
         return corrected + rates[len(corrected) :]

@@ -1,6 +1,6 @@
-"""The decode loop without a model: planner, context and cost table over a text that is known beforehand.
+"""The decode loop without a model: planner, context and cost table over a known text.
 
-Rounds take what the cost table says; how many drafted tokens are right is given.
+Round times come from the cost table; how many drafted tokens are right is given.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .costs import CostTable
 from .planner import AutoPlanner, make_context_planner
 
 TOKENS = 256
-"""Of a simulated prompt, and of the text after it."""
+"""Length of a simulated prompt, and of the text after it."""
 
 CHANGED_EVERY = 20
-"""Copied text is its prompt but for every token at a multiple of this, which is new."""
+"""Copied text is its prompt with every token at a multiple of this replaced by a new one."""
 
 SEEDS = 8
-"""How often a text is decoded with a drafter, whose guesses are drawn."""
+"""How often a text is decoded with a drafter, whose hits are random."""
 
 
 def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bool) -> dict[str, float]:
-    """Speed over plain decoding with the default options: of "fresh" text, which repeats nothing, and of "copied" text.
+    """Speed over plain decoding with the default options, for "fresh" text without repeats and for "copied" text.
 
     Args:
         costs: of this machine and the models.
@@ -63,10 +63,10 @@ def simulate(
     *,
     disturb: Callable[[float], float] = lambda milliseconds: milliseconds,
 ) -> float:
-    """Speed over plain decoding where a model continues `prompt` with `text`, both token ids.
+    """Speed over plain decoding for a model that continues `prompt` with `text`, both token ids.
 
     Args:
-        costs: what everything really takes.
+        costs: the true times.
         count_right: (a plan of the drafter, tokens of `text` made so far) -> how many tokens of its draft are right.
         disturb: milliseconds -> what the clock shows.
     """
