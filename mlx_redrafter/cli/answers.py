@@ -7,7 +7,7 @@ from ..errors import Parser
 
 
 def run() -> int:
-    """Lists or clears a folder, as `sys.argv` says; the exit status."""
+    """Lists or clears a folder by `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     folder = find_folder(args.folder)
     if args.clear and clear_folder(folder):
