@@ -1,4 +1,4 @@
-"""The flags of `convert`: mlx-lm's names and meanings, and what is said at the end."""
+"""The flags of `convert`, with mlx-lm's names and meanings, and its report."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run() -> int:
-    """Converts as `sys.argv` says; the exit status."""
+    """Converts by the flags in `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each try to reach the hub
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt to reach the hub
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
