@@ -27,7 +27,7 @@ DRAFTER_FILES = re.compile(
 
 
 def check_destination(place: Path, source: str | Path, force: bool) -> None:
-    """Refuses to overwrite anything, or with `force` anything except a drafter's directory.
+    """Refuses to overwrite anything, or with `force` anything except an empty directory or a drafter's.
 
     Args:
         place: an absolute path.

@@ -230,7 +230,11 @@ class Options:
 
     @cached_property
     def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain decoding."""
+        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain decoding.
+
+        Raises:
+            RedrafterError: the plan is invalid, or given in two ways.
+        """
         plan = self.plan
         given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
         if isinstance(plan, str) and plan == AUTO:

@@ -350,7 +350,7 @@ def check_plot(name: str) -> None:
     """Checks before measuring that a plot can be drawn.
 
     Raises:
-        RedrafterError: matplotlib is missing, or the file cannot be written.
+        RedrafterError: the name does not end in .png, its folder does not exist, or matplotlib is missing.
     """
     path = expand_path(name)
     if path.suffix.lower() != ".png" or not path.parent.is_dir():

@@ -168,7 +168,7 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
     """The prompt's token ids, with the chat template if there is one, as in mlx-lm.
 
     Raises:
-        RedrafterError: there is no such prompt, or the template refuses it.
+        RedrafterError: the prompt is not UTF-8, or the template refuses it.
     """
     if args.prompt is None:
         text = DEFAULT_PROMPT if args.model else demo_prompts("edits")[0]

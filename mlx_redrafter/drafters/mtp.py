@@ -292,7 +292,11 @@ def _find_class(model_type: str, what: str) -> Any:
 
 
 class Blocks(nn.Module):
-    """Nemotron-H's blocks, one after the other."""
+    """Nemotron-H's blocks, one after the other.
+
+    Raises:
+        ValueError: the config does not have exactly one block of attention.
+    """
 
     def __init__(self, args: Any) -> None:
         super().__init__()
