@@ -409,7 +409,7 @@ class BlockSource(CachedSource):
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
         """Runs a block. Beyond `depth` the last row's guess is repeated, which no plan needs."""
-        _, sees, position = self.take_in_flight(root)
+        _, sees, position = self.take_in_pending(root)
         drafter, args = self.drafter, self.drafter.args
         first = 0 if args.from_anchor else 1
         tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])

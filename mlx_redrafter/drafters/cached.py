@@ -93,7 +93,7 @@ class CachedSource(StepwiseSource):
         self._caches = [KVCache() for _ in range(n_layers)]
         self._n_rows = 0  # settled in the caches
         self._rows: list[Rows] = []  # after those; how many of the last ones stay is not known yet
-        self._is_in_flight = False  # whether the last ones are in the caches
+        self._is_taken_in = False  # whether the last ones are in the caches
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
         """Appends the rows of consecutive positions to the caches.
@@ -143,12 +143,12 @@ class CachedSource(StepwiseSource):
         if not self._rows:
             return
         last = self._rows[-1]
-        n_kept, is_in_flight, self._is_in_flight = position - last.position, self._is_in_flight, False
-        if n_kept == 0 and not is_in_flight:  # a plain step that did not stay
+        n_kept, is_taken_in, self._is_taken_in = position - last.position, self._is_taken_in, False
+        if n_kept == 0 and not is_taken_in:  # a plain step that did not stay
             self._rows.pop()
         elif not 0 < n_kept <= len(last.tokens):
             self._rows = []  # positions are missing, so the token after the last row is not known
-        elif is_in_flight:
+        elif is_taken_in:
             self._rows = []
             self._n_rows += n_kept
         else:
@@ -164,7 +164,7 @@ class CachedSource(StepwiseSource):
             cache.offset = self._n_rows
         return self.take_in(states, tokens, position)
 
-    def take_in_flight(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def take_in_pending(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Takes in all rows, including the pending round's. A draft's rows follow them.
 
         Args:
@@ -181,7 +181,7 @@ class CachedSource(StepwiseSource):
         following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
         made = self._append(states, following, position)
         self._n_rows += n_before
-        self._rows, self._is_in_flight = [last], True
+        self._rows, self._is_taken_in = [last], True
         n_slots = self._n_rows + len(last.tokens)
         return made[tip], mx.arange(n_slots) < self._n_rows + last.n_kept, mx.array(last.position + last.n_kept)
 
@@ -189,7 +189,7 @@ class CachedSource(StepwiseSource):
         """Drops rows; the last one is taken in again, as the token after it will differ."""
         if self._rows:
             self._rows[-1] = self._rows[-1]._replace(n_kept=self._rows[-1].n_kept - count)
-            self._is_in_flight = False
+            self._is_taken_in = False
 
     def fork(self) -> Self:
         other = copy.copy(self)
@@ -234,7 +234,7 @@ class PairSource(CachedSource):
         return [LayerCache(cache, position) for cache in self._caches]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        feature, sees, position = self.take_in_flight(root)
+        feature, sees, position = self.take_in_pending(root)
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             if state is None:  # the root, which is the token of the last pair

@@ -292,8 +292,8 @@ class Decoder:
         """Enqueues what needs no read of `pending`: the next round's draft, or in plain decoding the next round."""
         self._plan = self._draft = self._ahead = None
         if self.target.has_room(2) and (self._drafter or self._context):
-            in_flight = pending.plan.context if pending.draft and pending.plan else 0
-            forecast = self._context.forecast(1 + in_flight) if self._context is not None else None
+            n_ahead = pending.plan.context if pending.draft and pending.plan else 0
+            forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)

@@ -167,7 +167,7 @@ class AutoPlanner(Planner):
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[tuple[Plan, int], float] = {}  # of a round in plain steps, by plan and context length
-        self._in_flight: Plan | None = None
+        self._pending: Plan | None = None
         self._pause = min(history.pause, PROBE_EVERY)  # another text may be easier to draft
         if history.n_texts % WARM_UP_EVERY == 0:
             self._pause = max(self._pause, WARM_UP)
@@ -184,15 +184,15 @@ class AutoPlanner(Planner):
     @property
     def may_draft(self) -> bool:
         """Whether the drafter may draft: there are plans and no pause."""
-        return bool(self.plans) and (self._pause <= 0 or self._in_flight is not None)
+        return bool(self.plans) and (self._pause <= 0 or self._pending is not None)
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
         """The next plan, in about 0.1 ms; at once during a pause without a forecast."""
-        in_flight, self._in_flight = self._in_flight, None
-        plan = self._choose_drafter_plan(in_flight, length, replayed)
-        if forecast is not None and self._is_context_faster(plan, in_flight, forecast, length, replayed):
+        pending, self._pending = self._pending, None
+        plan = self._choose_drafter_plan(pending, length, replayed)
+        if forecast is not None and self._is_context_faster(plan, pending, forecast, length, replayed):
             plan = CONTEXT_ONLY
-        self._in_flight = plan
+        self._pending = plan
         return plan
 
     def extend_plan(
@@ -201,11 +201,11 @@ class AutoPlanner(Planner):
         best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length)
         current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
-            plan = self._in_flight = best.plan
+            plan = self._pending = best.plan
         return plan
 
     def drop_drafter(self) -> None:
-        self.plans, self._in_flight = (), None
+        self.plans, self._pending = (), None
 
     def finish(self) -> None:
         history = self._history
@@ -248,8 +248,8 @@ class AutoPlanner(Planner):
         steps = predicted / plain * (self.slowdown if plan or replayed else 1.0)
         self._saved[self._drafter_was_last] += tokens - steps
 
-    def _choose_drafter_plan(self, in_flight: Plan | None, length: int, replayed: int) -> Plan | None:
-        current = in_flight._replace(context=0) if in_flight and in_flight.depth else None
+    def _choose_drafter_plan(self, pending: Plan | None, length: int, replayed: int) -> Plan | None:
+        current = pending._replace(context=0) if pending and pending.depth else None
         if current is None and (self._pause > 0 or not self.plans):
             self._pause -= 1
             return None
@@ -262,7 +262,7 @@ class AutoPlanner(Planner):
         is_probe = not current and not wanted
         slowdown = 1.0 if is_probe else self.slowdown
         choices = ranked if is_probe else wanted
-        affordable = (each for each in choices if self._can_afford(each, in_flight, length, replayed, slowdown))
+        affordable = (each for each in choices if self._can_afford(each, pending, length, replayed, slowdown))
         plan = next(affordable, None)
         if plan is None or is_probe:
             self._pause = self._next_pause
@@ -271,7 +271,7 @@ class AutoPlanner(Planner):
         return plan
 
     def _is_context_faster(
-        self, plan: Plan | None, in_flight: Plan | None, forecast: Forecast, length: int, replayed: int
+        self, plan: Plan | None, pending: Plan | None, forecast: Forecast, length: int, replayed: int
     ) -> bool:
         """Whether waiting for a proposal beats the drafter's plan, to which a proposal may be added."""
         chance, cumulative = forecast
@@ -282,7 +282,7 @@ class AutoPlanner(Planner):
             miss = self._predict(plan, length)
             otherwise = _mix(chance, self._add_context(plan, cumulative, length) if self.can_merge else miss, miss)
         is_faster = waiting > (1 + HYSTERESIS) * otherwise
-        return is_faster and self._can_afford(hit.plan, in_flight, length, replayed)
+        return is_faster and self._can_afford(hit.plan, pending, length, replayed)
 
     def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
         """The fastest rounds that add some of a proposal to a plan."""
@@ -303,7 +303,7 @@ class AutoPlanner(Planner):
         return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
 
     def _can_afford(
-        self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float | None = None
+        self, plan: Plan, pending: Plan | None, length: int, replayed: int, slowdown: float | None = None
     ) -> bool:
         """Whether the budget of the plan's source covers the plan and the pending round.
 
@@ -313,8 +313,8 @@ class AutoPlanner(Planner):
         slowdown = self.slowdown if slowdown is None else slowdown
         source = plan.depth > 0
         budget = MAX_LOSS * max(self._n_tokens, MIN_TOKENS) + self._saved[source] - self._history.debts[source]
-        loss = slowdown * costs.round_ms(in_flight, length, replayed) - plain if in_flight else 0.0
-        left = replayed + 1 if in_flight else 0
+        loss = slowdown * costs.round_ms(pending, length, replayed) - plain if pending else 0.0
+        left = replayed + 1 if pending else 0
         loss += slowdown * costs.round_ms(plan, length, left) - plain
         loss += slowdown * (costs.step_ms(length, left + 1) - plain)
         return budget >= loss / plain
