@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_positive, default=1000, help="of that at most (default: %(default)s)")
     add("--temp", type=float, default=0.8, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--texts", type=parse_output, help="a file that the answers are kept in")
+    add("--texts", type=parse_output, help="a file to keep the answers in")
     add_json(parser)
 
 

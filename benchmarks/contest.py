@@ -115,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool =
     """
     add = parser.add_argument
     add("--max-tokens", type=parse_positive, help=f"in a turn (default: {DEFAULTS.max_tokens})")
-    add("--repeats", type=parse_positive, help=f"turns that everybody has (default: {DEFAULTS.repeats})")
+    add("--repeats", type=parse_positive, help=f"repeats of each contestant (default: {DEFAULTS.repeats})")
     add("--seed", type=int, default=DEFAULTS.seed, help="default: %(default)s")
     if sampling:
         add("--temp", type=float, default=DEFAULTS.temp, help="sampling temperature (default: %(default)s)")

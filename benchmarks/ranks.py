@@ -158,7 +158,7 @@ def run_rank(args: argparse.Namespace) -> None:
         if ranks.index() == 0:
             print(json.dumps({"delay": delay}), flush=True)
             if not sys.stdin.readline():
-                raise RedrafterError("what has started the ranks has ended")
+                raise RedrafterError("the process that started the ranks has ended")
         ranks.gather(None)
         if "auto" in args.plans:
             measure_costs(workload)
@@ -222,11 +222,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape(parser, "llama-3.2-1b")
     add = parser.add_argument
     add("--count", type=parse_positive, default=2, help="ranks (default: %(default)s)")
-    add("--pipeline", action="store_true", help="some layers for each rank, not a part of every layer")
+    add("--pipeline", action="store_true", help="divide layers among ranks instead of each layer")
     add("--delays", type=float, nargs="+", default=DELAYS, metavar="MS", help="of each message (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=[(1, 3), (1, 7)], metavar="PLAN", help="default: 1,3 1,7")
     add("--max-tokens", type=parse_positive, default=64, help="in a turn (default: %(default)s)")
-    add("--repeats", type=parse_positive, default=3, help="turns that everybody has (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=3, help="repeats of each contestant (default: %(default)s)")
     add_json(parser)
 
 

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "a prompt of each category, fewer plans")
     add = parser.add_argument
     add("--plans", type=parse_plan, nargs="+", metavar="PLAN", help="auto, W,K or W,K,N")
-    add("--random-drafter", action="store_true", help="also auto with a drafter that has learned nothing")
+    add("--random-drafter", action="store_true", help="also auto with an untrained drafter")
     add("--suite", choices=["mac"], help="a file to contribute; of the other flags it takes --output and --minutes")
     about = f"of the suite, after which it begins nothing more (default: {MINUTES:g})"
     add("--minutes", type=parse_above_zero, default=MINUTES, help=about)

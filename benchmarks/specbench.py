@@ -121,9 +121,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temp", type=float, nargs="+", default=TEMPS, help="sampling temperatures (default: 0 0.7)")
     add("--max-tokens", type=parse_positive, default=MAX_TOKENS, help="of an answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--repeats", type=parse_positive, default=1, help="turns that everybody has (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=1, help="repeats of each contestant (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=PLANS, metavar="PLAN", help="auto, W,K or W,K,N")
-    add("--random-drafter", action="store_true", help="also auto with a drafter that has learned nothing")
+    add("--random-drafter", action="store_true", help="also auto with an untrained drafter")
     add("--output", type=parse_output, metavar="FILE", help="records, one a line; those it has are not measured again")
     add("--plot", type=parse_output, metavar="FILE", help="a bar chart of the speeds")
 

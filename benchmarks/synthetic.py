@@ -257,7 +257,7 @@ def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
     add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
     add("--layers", type=parse_positive, help="only its first layers")
     add("--acceptance", type=parse_rate, default="0.7", help="chance of the first guess (default: %(default)s)")
-    add("--drafter-type", choices=HEADS, help="a head with the sizes that are published (default: recurrent, small)")
+    add("--drafter-type", choices=HEADS, help="a head with published sizes (default: recurrent, small)")
     parser.set_defaults(seed=0)
 
 

@@ -113,7 +113,7 @@ def convert(
     if quantize and dequantize:
         raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
-        raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
+        raise RedrafterError("bits, group size and mode need -q")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
@@ -122,7 +122,7 @@ def convert(
         validate_repo_id(upload_repo)
     origin = hf_path if from_base is None else from_base
     if origin is None or None not in (hf_path, from_base):
-        raise RedrafterError("give either a drafter (--hf-path) or a model that has one in it (--from-base)")
+        raise RedrafterError("give either a drafter (--hf-path) or a model that contains one (--from-base)")
     place = expand_path(mlx_path).absolute()
     check_destination(place, origin, force)
     source = (find_source if from_base is None else find_base)(origin, revision, choose_files)
@@ -135,7 +135,7 @@ def convert(
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or from_base is None):
-        raise CheckpointError(f"{source.path} is quantized already: --drafter reads it, -d dequantizes it")
+        raise CheckpointError(f"{source.path} is already quantized: --drafter reads it, -d dequantizes it")
 
     recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
     args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
@@ -210,7 +210,7 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
     if not drafter.output_layers:
         raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
     if drafter.args.draft_vocab_size is not None:
-        raise CheckpointError(f"the drafter can guess {drafter.args.draft_vocab_size} tokens only already")
+        raise CheckpointError(f"the drafter already has a draft vocabulary of {drafter.args.draft_vocab_size} tokens")
     for layer in drafter.output_layers:
         layer.weight = layer.weight[ids]
     drafter.args = replace(drafter.args, draft_vocab_size=len(ids))

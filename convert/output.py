@@ -45,9 +45,9 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
         not present or read_object(place / "config.json").get("model_type") in KINDS
     )
     if not is_drafter:
-        raise RedrafterError(f"{place} is not replaced, even with --force: it holds something else than a drafter")
+        raise RedrafterError(f"{place} is not replaced, even with --force: it does not hold a drafter")
     if expand_path(source).resolve().is_relative_to(place.resolve()):
-        raise RedrafterError(f"{place} is not replaced, even with --force: what is converted is in it")
+        raise RedrafterError(f"{place} is not replaced, even with --force: it contains the source")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from .errors import RedrafterError, one_line, warn
 MAX_TOKENS = 200_000
 """The most tokens kept for a tokenizer; the oldest texts are dropped."""
 
-ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from those that are there"
+ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from them"
 
 SLACK = 1.25
 """A file is rewritten when it is this many times longer than `MAX_TOKENS`."""
@@ -135,7 +135,7 @@ def open_folder(name: str | Path) -> Path:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         other = next((each for each in os.listdir(path) if not (each.startswith(".") or NAME.fullmatch(each))), None)
         if other is not None:
-            raise RedrafterError(f"expected a folder for answers alone, got {path}, which holds {other}")
+            raise RedrafterError(f"expected a folder that holds only answers, got {path}, which holds {other}")
         path.chmod(FOLDER_MODE)
     except OSError as error:
         raise RedrafterError(f"expected a folder for answers, got {path}: {one_line(error)}") from error
@@ -191,7 +191,7 @@ class AnswerFolder:
 
     def __init__(self, name: str | Path, tokenizer: Any) -> None:
         if (size := ranks.count()) > 1:
-            raise RedrafterError(f"past answers need a process of their own, got {size} ranks")
+            raise RedrafterError(f"past answers need a single process, got {size} ranks")
         self._folder = open_folder(name)
         vocab = tokenizer.get_vocab()
         self._n_tokens = min(1 + max(vocab.values(), default=-1), 1 << BITS)  # no model has larger ids

@@ -108,7 +108,7 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     evaluate(model)
     kinds = ranks.gather([kv_cache.unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
     if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
-        raise UnsupportedModelError(f"{name}: the ranks of a pipeline would have layers of different kinds: {kinds}")
+        raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
     set_blas_threads(model)
     warn_of_slow_blas()
     return model, tokenizer
@@ -180,8 +180,8 @@ def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
     if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
         first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
         raise CheckpointError(
-            f"mlx-lm loads no multi-token-prediction layer, and few models have one: where the authors' repository "
-            f"has it, take it from there with '{first}', then give --drafter OUT"
+            f"mlx-lm loads no multi-token-prediction layer, and few models have one: if the authors' repository "
+            f"has it, convert it with '{first}', then give --drafter OUT"
         )
 
 
@@ -204,7 +204,7 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
             load_drafter(path_or_hf_repo)
         except CheckpointError:
             raise error from None
-        raise CheckpointError(f"{path_or_hf_repo} is a drafter, no language model: give it as --drafter") from None
+        raise CheckpointError(f"{path_or_hf_repo} is a drafter, not a language model: give it as --drafter") from None
     set_blas_threads(model)  # the larger of the two
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
@@ -347,7 +347,7 @@ def check_demo_flags(name: str | None, args: Any) -> None:
     """
     for flag in ("adapter_path", "quantize_activations"):
         if name is None and getattr(args, flag, None):
-            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
+            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is loaded unchanged")
 
 
 def find_drafter_name(args: Any) -> str | None:

@@ -362,7 +362,7 @@ class StopStrings:
             raise RedrafterError(f"stop must be a string or several, got {stop!r}")
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(isinstance(text, str) and text for text in self._stops):
-            raise RedrafterError(f"a stop string must be a text that is not empty, got {self._stops!r}")
+            raise RedrafterError(f"a stop string must be a non-empty text, got {self._stops!r}")
         self._held = ""
         self.found: str | None = None
 

@@ -137,7 +137,7 @@ class Options:
     max_kv_size: int | None = _flag(
         int,
         None,
-        "most rows of the KV cache, where the model leaves it open; the first 4 stay",
+        "most rows of the KV cache, if the model does not fix it; the first 4 stay",
         group="cache",
         minimum=MIN_RING_SIZE,
     )

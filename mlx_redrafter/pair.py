@@ -158,7 +158,7 @@ class Pair:
         return chain_plan(plan.depth)
 
     def select_layers(self, cache: Cache) -> Cache:
-        """The target's layers of a prompt cache, which for mlx-lm holds a draft model's as well."""
+        """The target's layers of a prompt cache; mlx-lm's caches may hold a draft model's as well."""
         n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
         if cache is None or not n_others or len(cache) != len(make_prompt_cache(self.model)) + n_others:
             return cache

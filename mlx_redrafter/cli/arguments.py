@@ -40,7 +40,7 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add("--answers", metavar="DIR", help=ANSWERS_HELP)
     add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
     add_options(parser, without)
-    add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
+    add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     return parser
 
 

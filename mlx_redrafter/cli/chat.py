@@ -55,14 +55,14 @@ def run() -> int:
 
 def make_parser() -> Parser:
     """The parser: flags and defaults of mlx-lm's chat, plus those of drafting and other commands."""
-    about = "Chat with a model, with speculative decoding; with the packaged demo where no --model is given."
+    about = "Chat with a model, with speculative decoding; with the packaged demo if no --model is given."
     parser = make_text_parser("chat", about, without=("seed",))
     add = parser.add_argument
     add("--system-prompt", help="system prompt for the chat template")
     add(
         "--show-accepted",
         action="store_true",
-        help="tint what was accepted, in a terminal with colours: by the drafter cyan, from the context yellow",
+        help="tint accepted tokens in a terminal with colours: the drafter's cyan, the context's yellow",
     )
     add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     return parser
@@ -99,7 +99,7 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         signal.signal(signal.SIGINT, before)
     screen.end_turn(made.last)
     if made.finish_reason == "cancelled":
-        screen.say("stopped", "the conversation goes on")
+        screen.say("stopped", "the conversation continues")
 
 
 class Screen(ChatUI):

@@ -55,9 +55,9 @@ LONG_CONTEXT = 32768
 
 def run() -> int:
     """Runs the command with `sys.argv`; returns the exit status."""
-    about = "Measure what drafts from the context and from a drafter bring on this machine, before one is trained."
+    about = "Measure the speedup of drafting on this machine, from the context and with a drafter, before training one."
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
-    parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
+    parser.add_argument("--refresh", action="store_true", help="measure again even if an earlier result is kept")
     parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
@@ -86,7 +86,7 @@ def diagnose(
     no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
     can_merge = no_trees is None
     if drafter is None:
-        print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
+        print("no drafter given: measuring a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
@@ -273,7 +273,7 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
     if drafter["stand_in"] is None and drafter["acceptance_assumed"]:
-        yield "the drafter's config has no acceptance: what is predicted of it rests on an assumption"
+        yield "the drafter's config has no acceptance: its predictions assume one"
 
 
 def describe_plan(plan: Plan) -> str:
@@ -327,7 +327,7 @@ def format_report(report: dict[str, Any]) -> str:
         text += describe_trial(report)
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
-    text += ["", "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):"]
+    text += ["", "What auto starts with (width x depth; plain decoding if no plan is expected to be 2% faster):"]
     for start in report["starts"]:
         kind = "" if start["plan"] else "plain decoding, as the best plan "
         text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")

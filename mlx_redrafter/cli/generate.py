@@ -70,7 +70,7 @@ def run() -> int:
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     if ranks.count() > 1 and args.prompt_cache_file:
-        raise RedrafterError("--prompt-cache-file is one process's: on several ranks each has a part of the cache")
+        raise RedrafterError("--prompt-cache-file needs a single process: each rank has a part of the cache")
     if ranks.count() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
         raise RedrafterError("--prompt - waits for the end of the input, which mlx.launch does not pass on")
     if args.prompt_cache_file is not None:
@@ -116,14 +116,14 @@ def run() -> int:
 
 def make_parser() -> Parser:
     """The parser: mlx-lm's flags, meanings and defaults, plus those of drafting."""
-    about = "Generate text with speculative decoding: the text of plain decoding, in less time."
+    about = "Generate text with speculative decoding: the same text as plain decoding, in less time."
     parser = make_text_parser("generate", about)
     add = parser.add_argument
     add("--prompt", "-p", help="the prompt; '-' reads from stdin; without one the demo edits a packaged function")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
-    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template where it has none")
+    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")

@@ -94,7 +94,7 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         checkpoint.rename(NAMES, MODEL_TYPE)
         tensors, where = checkpoint.tensors, checkpoint.where
         if others := sorted(name for name in tensors if name.startswith("layers.")):
-            raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
+            raise CheckpointError(f"{where} has several layers; EAGLE heads of one layer are supported: {others[0]}")
         of_version_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
         version = 3 if of_version_3 & tensors.keys() else 1
         config = checkpoint.config = read_config(checkpoint.config, where)
@@ -168,7 +168,7 @@ class DrafterArgs(LayerArgs, TrainableArgs):
 
     def describe_states(self) -> str:
         if self.version == 3 and self.capture_layers is None:
-            return f"the outputs of {N_TAPS} layers, at its default places"
+            return f"the outputs of {N_TAPS} layers, the default ones"
         return super().describe_states()
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
@@ -201,7 +201,7 @@ def read_config(config: Config, where: str) -> Config:
     """
     own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
     if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: of speculators' heads EAGLE-3 is read")
+        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: of speculators' heads only EAGLE-3 is supported")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
         if said.get(key, expected) != expected:
             got = f"{expected}, got {said[key]!r:.40}"

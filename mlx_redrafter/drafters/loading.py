@@ -90,7 +90,7 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
     if matches_any(CONVERTED, present):
         advice = ": 'python -m mlx_redrafter.convert' reads other files"
     elif matches_any(r".*/.*\.safetensors", present):
-        advice = ": give the folder that they are in"
+        advice = ": give the folder that contains them"
     raise CheckpointError(f"no safetensors in {name}, got {got}{advice}")
 
 
@@ -323,7 +323,7 @@ def read_checkpoint(source: Source, read: Callable[[Path], dict[str, Tensor]] = 
     for file in source.files:
         tensors = read(file)
         if both := sorted(found.keys() & tensors.keys()):
-            raise CheckpointError(f"{file} holds {both[0]!r}, which another shard has already")
+            raise CheckpointError(f"{file} holds {both[0]!r}, which another shard also holds")
         found |= tensors
     return make_checkpoint(source, found)
 
@@ -362,7 +362,7 @@ def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_
     if is_base and layers is None:
         raise CheckpointError(describe_missing(where))
     if layers is not None and layers.has_model and not is_base:
-        advice = "convert --from-base takes that alone"
+        advice = "convert --from-base reads only that"
         raise CheckpointError(f"{where} is a model that has a multi-token-prediction layer: {advice}")
     if is_ours(config):
         return next(module for module in MODULES if config["model_type"] == module.MODEL_TYPE)

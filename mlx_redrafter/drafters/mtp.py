@@ -211,7 +211,7 @@ class DrafterArgs(BaseArgs):
         checkpoint.pack()
         if packed := next((checkpoint.stored[tail] for tail in checkpoint.tensors if re.fullmatch(PACKED, tail)), None):
             advice = "convert the repository that it was made from, and quantize with -q"
-            raise CheckpointError(f"{where} is quantized, in a form that is not read ({packed}): {advice}")
+            raise CheckpointError(f"{where} has an unsupported quantization ({packed}): {advice}")
         checkpoint.tensors = dict(dequantize_blocks(checkpoint))
         checkpoint.rename(NAMES, "multi-token-prediction layer")
         tensors = stack_experts(checkpoint.tensors, where)
@@ -332,7 +332,7 @@ class Drafter(PairDrafter):
         """
         experts = [layer for name, layer in self.layer.named_modules() if "switch_mlp." in name and "weight" in layer]
         if any("scales" not in layer and layer.weight.dtype != mx.float32 for layer in experts) and is_cpu():
-            raise RedrafterError("MLX computes experts on a CPU in float32 only: convert with --dtype float32, or -q")
+            raise RedrafterError("on a CPU MLX computes experts only in float32: convert with --dtype float32, or -q")
         states: list[StateName] = [self.args.state_name]
         return PairSource(self, model, states)
 

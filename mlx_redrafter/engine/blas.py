@@ -88,7 +88,7 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
         ctypes.c_void_p.from_address(address).value = ctypes.cast(function, ctypes.c_void_p).value
         names.add(name)
     if "cblas_sgemm" not in names:
-        raise OSError(f"{file} calls no cblas_sgemm in a way that can be changed")
+        raise OSError(f"{file} does not call cblas_sgemm through a pointer")
 
 
 def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
@@ -121,7 +121,7 @@ def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
             opened.seek(start)
             return [unpack("<4xI16xQQI20x", opened.read(SECTION_SIZE)) for _ in range(count)]
         except (OverflowError, ValueError, StructError) as error:
-            raise OSError(f"{file}: expected a whole ELF library of 64 bits, got {error}") from error
+            raise OSError(f"{file}: expected a complete 64-bit ELF library, got {error}") from error
 
 
 def warn_of_slow_blas() -> None:

@@ -31,7 +31,7 @@ CHAINS = {
     "gpt_bigcode": "its learned positions are counted on from the first one",
     "internlm2": LENGTH_BOUND,
     "internlm3": LENGTH_BOUND,
-    "minimax_m3_vl": "it cuts its blocks over the rows of the cache, where nodes stand beside each other",
+    "minimax_m3_vl": "it divides cache rows into blocks, in which nodes are siblings",
 }
 """Modules with a trimmable cache that verify chains only, and why."""
 

@@ -105,7 +105,7 @@ class Offsets:
         """
         nodes = self._nodes
         if self._added != nodes.depths.shape[0]:
-            raise UnsupportedModelError(f"it counts to {self._added} beyond its cache, not to the last node")
+            raise UnsupportedModelError(f"its positions end {self._added} after its cache, not at the last node")
         return mx.concatenate([mx.arange(first, nodes.prefix), nodes.depths + nodes.prefix])
 
 

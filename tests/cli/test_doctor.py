@@ -168,7 +168,7 @@ def test_a_users_own_models_are_examined(
     model = small_llama(vocab=64)
     monkeypatch.setattr("mlx_redrafter.checkpoints.load", lambda name, **options: (model, None))
     status, out, err = run("doctor", "--model", "mine")
-    assert status == 0 and "no drafter given: measuring with a random one" in err and "This drafter is random" in out
+    assert status == 0 and "no drafter given: measuring a random one" in err and "This drafter is random" in out
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
     status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "drafter"))
     assert status == 0 and "was trained for another, not for mine" in err and "config has no acceptance" in out
