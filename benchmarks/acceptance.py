@@ -1,12 +1,12 @@
-"""Tokens per round over beam shapes, greedy or sampled, how much the text repeats itself, and whether it is exact.
+"""Tokens per round by beam shape, greedy or sampled, with repetition in the texts, and a check of exactness.
 
     python -m benchmarks acceptance --plans 1,4 4,5 --temp 0.8
     python -m benchmarks acceptance --plans 1,3 --compare
 
-Pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every prompt plainly. Where a drafted text
-differs, the log-probabilities of both sides there are compared: rounding explains the difference (a tie), or it does
-not (an error, and the exit status is 1). For ties in other types of weights give a model converted to them. On GPUs
-that compute float32 in TF32, an M5's and NVIDIA's, set MLX_ENABLE_TF32=0, or ties count as errors.
+Pooled over all prompts: 1 + accepted / rounds. `--compare` also decodes every prompt plainly. At a difference, the
+log-probabilities of both sides are compared: rounding explains it (a tie) or does not (an error, exit status 1). For
+ties in other dtypes give a converted model. On GPUs that compute float32 in TF32 (M5, NVIDIA) set MLX_ENABLE_TF32=0,
+or ties count as errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHAPES = ((1, 2), (1, 3), (1, 4), (2, 3), (4, 3), (4, 5))
 
 
 def find_repeated(tokens: Sequence[int], length: int = 8) -> float:
-    """The share of `length`-grams that stood earlier in the same text."""
+    """The share of `length`-grams that occur earlier in the same text."""
     grams = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -39,7 +39,7 @@ def find_repeated(tokens: Sequence[int], length: int = 8) -> float:
 def find_differences(
     model: nn.Module, drafter: Drafter, prompts: Sequence[list[int]], texts: Sequence[Sequence[int]], options: Options
 ) -> list[Difference]:
-    """Where each of the drafted `texts` first differs from plain decoding's, of those that do."""
+    """The first difference from plain decoding of each of the drafted `texts` that differs."""
     plain = decode_prompts(model, None, prompts, replace(options, plan="off"))
     found = []
     for prompt, one, other in zip(prompts, plain.texts, texts, strict=True):
@@ -67,8 +67,8 @@ def measure(
 
     Args:
         prompts: token ids.
-        plan: W, K and, where not all nodes are verified, N.
-        compare: whether to decode plainly, too, and to judge differences.
+        plan: W, K and, if not all nodes are verified, N.
+        compare: whether to decode plainly as well, and to judge differences.
     """
     options = Options(max_tokens=max_tokens, temp=temp, seed=seed, plan=plan)
     runs = decode_prompts(model, drafter, prompts, options)
@@ -86,14 +86,14 @@ def measure(
 
 
 def add_plans(parser: argparse.ArgumentParser, shapes: Sequence[Sequence[int]]) -> None:
-    """The flag for several plans, with those of these shapes where none are named."""
+    """Adds the flag for plans, with these shapes as the default."""
     default = " ".join(",".join(map(str, shape)) for shape in shapes)
     help = f"W,K or W,K,N (default: {default})"
     parser.add_argument("--plans", type=parse_shape, nargs="+", default=shapes, metavar="PLAN", help=help)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=("demo",))
     add_plans(parser, SHAPES)
     add = parser.add_argument
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row a shape; the exit status is 1 where a text differs by more than rounding."""
+    """Prints a row for each shape; returns exit status 1 if a text differs by more than rounding."""
     workload = open_workload(args)
     drafter, prompts = workload.require_drafter(), [prompt.ids for prompt in workload.prompts]
     how = {"max_tokens": args.max_tokens, "temp": args.temp, "seed": args.seed, "compare": args.compare}

@@ -1,18 +1,18 @@
-"""Past answers and drafters trained on them: tokens per round and speed, over how many answers are kept.
+"""Past answers and drafters trained on them: tokens per round and speed by the number of kept answers.
 
     python -m benchmarks answers --kept 0 25 100 --prompts 12 --max-tokens 96 --minutes 1 --texts answers.json
 
-takes about ten minutes on two cores, the flags' defaults several times as long.
+takes about ten minutes on two cores; the defaults take several times as long.
 
-The packaged demo continues pieces of text at a temperature, of two kinds: "code" of the standard library, from which
-its drafter has learned, and "topics", the manual of the language in `pydoc_data`, which neither model was trained on.
-Some of what it has written is kept; from that a drafter is trained by `train --answers`, going on from the packaged
-one for `--minutes`, whose gate writes it or refuses it (then the packaged one stays). Other pieces are continued with
-drafts from the context, from past answers, too, from that drafter, and from all of them.
+The packaged demo continues pieces of two kinds of text at a temperature: "code" of the standard library, on which its
+drafter was trained, and "topics", the language manual in `pydoc_data`, which neither model was trained on. Some answers
+are kept, and `train --answers` trains a drafter on them for `--minutes`, starting from the packaged one, which stays if
+the gate refuses the new one. Other pieces are continued with drafts from the context, also from past answers, from that
+drafter, and from all of them.
 
-Tokens per round are pooled over the prompts: where every proposal is verified whole, counted on the plain texts, and
-under `auto`, which leaves out what does not pay. The ratio to plain decoding is the median of the prompts', by turns.
-With `--texts` the answers are kept in a file, and read from it where it is there.
+Tokens per round are pooled over the prompts: with whole proposals, counted on the plain texts, and under `auto`, which
+leaves out what does not pay. The ratio to plain decoding is the median over prompts, with alternating runs. With
+`--texts` the answers are written to a file, and read from it if it exists.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ KINDS = {
 """Kind of text -> its files."""
 
 DEPTH = 5
-"""Tokens of a chain that is counted."""
+"""The length of the chains that are counted."""
 
 Text = tuple[list[int], list[int]]
 """Token ids of a prompt and its answer."""
 
 
 class ReadFolder(AnswerFolder):
-    """A folder to which nothing is added while it is read."""
+    """A folder that keeps no new texts."""
 
     def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
         """Nothing."""
 
 
 class Side(NamedTuple):
-    """What drafts.
+    """A combination of what drafts.
 
     Attributes:
         answers: how many are kept.
@@ -80,7 +80,7 @@ class Side(NamedTuple):
         folder: of past answers; None for none.
         drafter: None for none.
         context: whether the text itself drafts.
-        gate: what became of the drafter that was trained.
+        gate: whether the gate accepted the trained drafter.
     """
 
     answers: int
@@ -92,7 +92,7 @@ class Side(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add = parser.add_argument
     add("--kept", type=int, nargs="+", default=[0, 25, 100, 400], metavar="N", help="answers (default: 0 25 100 400)")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text (default: all)")
@@ -102,12 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_positive, default=1000, help="of that at most (default: %(default)s)")
     add("--temp", type=float, default=0.8, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--texts", type=parse_output, help="a file that the answers are kept in")
+    add("--texts", type=parse_output, help="a file to keep the answers in")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each number of answers and what drafts; the exit status, 1 where a text is not the plain one."""
+    """Prints a row for each number of answers and side; returns exit status 1 if a text is not the plain one."""
     model, tokenizer, _ = load_demo()
     rows = []
     for kind in args.kinds:
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def make_texts(
     kind: str, model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> list[Text]:
-    """The prompts with their answers, of the file where it has those of these prompts."""
+    """The prompts with their answers, from the file if it has them."""
     settings, known = [args.seed, args.temp, args.max_tokens], dict[str, Any]()
     if args.texts is not None and args.texts.exists():
         known = json.loads(args.texts.read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def make_texts(
 def make_sides(
     model: nn.Module, tokenizer: Any, texts: Sequence[Text], root: Path, args: argparse.Namespace
 ) -> list[Side]:
-    """What drafts once these texts are kept."""
+    """The sides with these kept texts."""
     count, name, gate, folder = len(texts), DIRECTORY / "drafter", "", None
     if texts:
         place = root / str(count)

@@ -1,4 +1,4 @@
-"""The commands of `python -m benchmarks`, and the types and flags that several of them share."""
+"""The commands of `python -m benchmarks`, and the types and flags that they share."""
 
 from __future__ import annotations
 
@@ -46,14 +46,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run() -> int:
-    """Runs the command that `sys.argv` names; its exit status."""
+    """Runs the command in `sys.argv`; returns its exit status."""
     args = make_parser().parse_args()
     status: int = import_module(f"benchmarks.{COMMANDS[args.command]}").run(args)
     return status
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """`W,K` or `W,K,N`."""
+    """The shape `W,K` or `W,K,N`.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
     parts = text.split(",")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"expected W,K or W,K,N, whole numbers above 0, got {text!r}")
@@ -61,19 +65,27 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_plan(text: str) -> Any:
-    """`auto`, `W,K` or `W,K,N`."""
+    """The plan `auto`, `W,K` or `W,K,N`."""
     return text if text == "auto" else parse_shape(text)
 
 
 def parse_positive(text: str) -> int:
-    """A whole number above 0."""
+    """A whole number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def parse_above_zero(text: str) -> float:
-    """A number above 0."""
+    """A number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
     try:
         found = float(text)
     except ValueError:
@@ -84,7 +96,11 @@ def parse_above_zero(text: str) -> float:
 
 
 def parse_output(text: str) -> Path:
-    """A file to write to, `~` expanded; what cannot be written to is refused before anything is measured."""
+    """A file to write to, with `~` expanded.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be written.
+    """
     path = expand_path(text)
     if why := why_not_writable(path):
         raise argparse.ArgumentTypeError(f"expected a file to write to, got {text}: {why}")
@@ -92,5 +108,5 @@ def parse_output(text: str) -> Path:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The flag for one JSON object a line in the place of a table."""
+    """Adds the flag for one JSON object per line instead of a table."""
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")

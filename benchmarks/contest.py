@@ -1,10 +1,9 @@
-"""Contestants that decode the same prompts in turns, in one process, and the record of each.
+"""Contestants that alternate on the same prompts in one process, and the record of each.
 
-Before anything counts every contestant decodes a little of the first prompt. Then, prompt by prompt, all of them decode
-`repeats` times. Each time another one begins, the first time on a prompt as well. The time is that from the first token
-to the last: for everybody the prompt is read and the first token made before. A ratio is that of plain decoding's time
-and the contestant's in the same turn. Bandwidth counts the target's weights alone, once a forward. Memory is the whole
-process's, in which the models of all contestants are.
+First every contestant decodes a little of the first prompt as a warm-up. Then all of them decode each prompt `repeats`
+times, in an order that rotates with repeats and prompts. Times are from the first token to the last, after the prompt.
+A ratio is plain decoding's time over the contestant's in the same repeat. Bandwidth counts only the target's weights,
+once per forward. Memory is the whole process's, including the models of all contestants.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ QUICK_TOKENS = 64
 
 
 def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Settings) -> Iterator[list[Record]]:
-    """The records of one prompt after another, a record for each contestant; the first one is plain decoding.
+    """Yields for each prompt a record per contestant; the first one is plain decoding.
 
-    All are warm already.
+    The contestants must be warmed up.
     """
     shared = workload.describe() | {
         "schema": SCHEMA,
@@ -68,10 +67,10 @@ def hold_contest(workload: Workload, sides: Sequence[Contestant], settings: Sett
 def describe_runs(
     side: Contestant, runs: list[Run], plain: list[Run], bytes_read: int | None, settings: Settings
 ) -> Record:
-    """What a record says of a contestant on a prompt; of the rounds, those of the turn that took the median's time.
+    """The record of a contestant on a prompt, with the rounds of the repeat of median time.
 
     Args:
-        bytes_read: of weights in a forward.
+        bytes_read: bytes of weights in a forward.
     """
     seconds = [run.seconds for run in runs]
     ratios = [other.seconds / run.seconds for other, run in zip(plain, runs, strict=True)]
@@ -108,15 +107,15 @@ def find_quartiles(values: Sequence[float]) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool = True) -> None:
-    """The flags that say how everybody decodes, and where the results go.
+    """Adds the flags for how contestants decode, and where results are written.
 
     Args:
-        quick: what `--quick` does besides.
+        quick: what else `--quick` does.
         sampling: whether the models choose the tokens.
     """
     add = parser.add_argument
     add("--max-tokens", type=parse_positive, help=f"in a turn (default: {DEFAULTS.max_tokens})")
-    add("--repeats", type=parse_positive, help=f"turns that everybody has (default: {DEFAULTS.repeats})")
+    add("--repeats", type=parse_positive, help=f"repeats of each contestant (default: {DEFAULTS.repeats})")
     add("--seed", type=int, default=DEFAULTS.seed, help="default: %(default)s")
     if sampling:
         add("--temp", type=float, default=DEFAULTS.temp, help="sampling temperature (default: %(default)s)")
@@ -125,10 +124,10 @@ def add_options(parser: argparse.ArgumentParser, quick: str, *, sampling: bool =
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
-    """How everybody decodes, by the flags of `add_options`.
+    """The settings of all contestants, from the flags of `add_options`.
 
     Raises:
-        RedrafterError: there would be nothing on the clock.
+        RedrafterError: there would be nothing to time.
     """
     max_tokens = args.max_tokens or (QUICK_TOKENS if args.quick else DEFAULTS.max_tokens)
     if max_tokens < 2:
@@ -138,16 +137,16 @@ def make_settings(args: argparse.Namespace) -> Settings:
 
 
 def warn_if_disturbed(name: str, costs: CostTable) -> None:
-    """Says on stderr that the times of a workload contradict each other, where they do."""
+    """Prints to stderr if the times of a workload contradict each other."""
     if is_disturbed(costs):
         why = "the measured times contradict each other: the machine was busy with something else"
         print(f"{name}: {why}. Run this again when it is not", file=sys.stderr)
 
 
 def measure_costs(workload: Workload) -> Record:
-    """What the parts of a round take, measured now; plan "auto" then goes by the same times.
+    """Measures the parts of a round; plan "auto" then uses the same times.
 
-    The record holds milliseconds by context length, nodes and width, the drafter's acceptance, and the plans that may
+    The record has milliseconds by context length, nodes and width, the drafter's acceptance, and the plans that may
     pay. Times that contradict each other are reported on stderr.
     """
     drafter = workload.require_drafter()
@@ -167,11 +166,11 @@ def measure_costs(workload: Workload) -> Record:
 def measure(
     workload: Workload, plans: list[Any], args: argparse.Namespace, *, mlx_lm: bool = True, context: bool = False
 ) -> tuple[int, list[Record]]:
-    """(exit status, records) of a workload, written and printed as the flags of `add_options` say; see `find_status`.
+    """(exit status, records) of a workload; writes and prints by the flags of `add_options`, see `find_status`.
 
     Args:
-        mlx_lm: whether mlx-lm's own ways of decoding take part.
-        context: whether drafts from the context do.
+        mlx_lm: whether to include mlx-lm's own ways of decoding.
+        context: whether to include drafts from the context.
     """
     settings = make_settings(args)
     random = getattr(args, "random_drafter", False)
@@ -185,15 +184,15 @@ def measure(
     contest = hold_contest(workload, sides, settings)
     for records in tqdm(contest, workload.name, total=len(workload.prompts), unit="prompt"):
         found += [each | {"machine": machine} for each in records]
-        if args.output:  # again and again: a run that is broken off leaves what it has
+        if args.output:  # every time, so that an interrupted run leaves its records
             write_records(args.output, found)
     print(f"{format_text(make_rows(found))}\n\n{describe_setting(found)}", end="")
     return find_status(found), found
 
 
 def find_status(records: Iterable[Record]) -> int:
-    """The exit status: 1 where tokens of ours are not those of plain decoding, or plain decoding's not those of mlx-lm.
+    """The exit status: 1 if our tokens are not plain decoding's, or plain decoding's are not mlx-lm's.
 
-    In mlx-lm's own speculation a forward of several rows may break a tie otherwise: its record says so, no more.
+    In mlx-lm's own speculation a forward of several rows may break ties differently, which is only recorded.
     """
     return int(any(each.get("same_tokens") is False and each["contestant"] != MLX_LM_DRAFT for each in records))

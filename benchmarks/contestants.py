@@ -1,4 +1,4 @@
-"""Contestants: plain decoding, mlx-lm's own two ways, and our loop with each plan, all on the same clock."""
+"""Contestants: plain decoding, mlx-lm's own two ways, and our loop with each plan, timed alike."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from .tables import (
     label,
 )
 
-WARM_UP = 16  # tokens that every contestant decodes before anything counts
+WARM_UP = 16  # tokens of every contestant's warm-up
 NUM_DRAFT_TOKENS = 3  # in mlx-lm's own speculation, its command's default
 
 Tokens = Iterator[tuple[int, Stats | None]]
-"""Tokens as they are made, each with the rounds so far; None where there are none to count."""
+"""Tokens with the statistics of the rounds so far, or None without rounds."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How everybody decodes."""
+    """The settings of all contestants."""
 
     max_tokens: int = 128
     temp: float = 0.0
@@ -65,8 +65,8 @@ class Run(NamedTuple):
     Attributes:
         tokens: their ids.
         seconds: from the first token to the last.
-        stats: of the rounds; None where there are none to count.
-        peak: bytes that were in use at most.
+        stats: of the rounds; None without rounds.
+        peak: the most bytes in use.
     """
 
     tokens: list[int]
@@ -95,7 +95,7 @@ class Contestant:
         return label(self.kind, self.plan)
 
     def run(self, prompt: Prompt, max_tokens: int) -> Run:
-        """Decodes a prompt until the text ends, two tokens at least."""
+        """Decodes a prompt until the text ends, but at least two tokens."""
         mx.reset_peak_memory()
         steps = self.decode(prompt.ids, max_tokens)
         last = next(steps)
@@ -116,19 +116,19 @@ def make_contestants(
     context: bool = False,
     random: bool = False,
 ) -> list[Contestant]:
-    """Plain decoding, mlx-lm's, the context alone, each plan of the drafter, and `auto` with both; none of them twice.
+    """Plain decoding, mlx-lm's, the context alone, each plan of the drafter, and `auto` with both, each once.
 
-    Where mlx-lm's own speculation takes part, its draft model does in our loop as well: at the same depth, and with the
-    context and plan "auto".
+    With mlx-lm's own speculation, its draft model is also used in our loop: at the same depth, and with the context and
+    plan "auto".
 
     Args:
         plans: "auto", (W, K) or (W, K, N).
-        mlx_lm: whether mlx-lm's own take part.
-        context: whether drafts from the context do, alone and beside the drafter with plan "auto".
-        random: whether a drafter that has learned nothing does, with plan "auto" and the costs of the workload's own.
+        mlx_lm: whether to include mlx-lm's own ways.
+        context: whether to include drafts from the context, alone and beside the drafter with plan "auto".
+        random: whether to include an untrained drafter with plan "auto" and the costs of the workload's drafter.
 
     Raises:
-        RedrafterError: a plan or an option out of range.
+        RedrafterError: a plan or an option is out of range.
     """
     found = [make_ours(workload, None, "off", settings, PLAIN)]
     if mlx_lm:
@@ -151,7 +151,7 @@ def make_contestants(
 
 
 def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: Settings, kind: str) -> Contestant:
-    """Our loop, with a plan; the chain of it where the model takes no trees."""
+    """Our loop with a plan, or with its chain if the model takes no trees."""
     context, temp = kind in (CONTEXT, BOTH, DRAFT_MODEL_BOTH), 0.0 if workload.sampler else settings.temp
     options = Options(seed=settings.seed, plan=plan, context=context, temp=temp, sampler=workload.sampler)
     found = options.resolve_plan(drafter)
@@ -166,7 +166,7 @@ def make_ours(workload: Workload, drafter: Drafter | None, plan: Any, settings: 
 
 
 def make_random_drafter(drafter: Drafter) -> Drafter:
-    """A drafter of the same size and bits that knows nothing: the rows of each of its tensors are shuffled."""
+    """An untrained drafter of the same size and bits: the rows of each tensor are shuffled."""
     mx.random.seed(0)
     found = deepcopy(drafter)
     found.update(tree_map(mx.random.permutation, drafter.parameters()))
@@ -190,8 +190,8 @@ def make_draft_model(
 ) -> Callable[[list[int], int], Tokens]:
     """mlx-lm's `speculative_generate_step`.
 
-    Left to itself it makes its first tokens in a round that also reads the end of the prompt. Here both models have
-    read the prompt and the first token is there before it begins: its first round is on the clock as ours is.
+    By itself it makes its first tokens in a round that also reads the end of the prompt. Here both models read the
+    prompt and the first token is chosen before, so that its first round is timed like ours.
     """
 
     def decode(prompt: list[int], max_tokens: int) -> Tokens:
@@ -212,14 +212,14 @@ def make_draft_model(
         )
         accepted = 0
         for made, (token, _, from_draft) in enumerate(steps, start=1):
-            accepted += from_draft  # any other token ends a round
+            accepted += from_draft  # a token that was not drafted ends a round
             yield int(token), Stats(made - accepted + from_draft, accepted=accepted)
 
     return decode
 
 
 def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -> Callable[[mx.array], mx.array]:
-    """A sampler of mlx-lm's kind for a text that begins at `position`."""
+    """An mlx-lm sampler for a text that begins at `position`."""
     mx.random.seed(settings.seed)
     own, positions = workload.sampler, count(position)
     if own is None:
@@ -233,6 +233,6 @@ def make_mlx_lm_sampler(workload: Workload, position: int, settings: Settings) -
 
 
 def warm_up(workload: Workload, side: Contestant) -> Run:
-    """A contestant's first tokens of the first prompt, which do not count."""
+    """Decodes a contestant's first tokens of the first prompt, which are not timed."""
     with wired_limit(workload.model):
         return side.run(workload.prompts[0], WARM_UP)

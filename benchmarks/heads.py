@@ -1,14 +1,13 @@
-"""Kinds of drafters compared on the demo: trained alike, with equal data, steps and weights, then decoded with.
+"""Kinds of drafters compared on the demo, trained with equal data, steps and numbers of weights.
 
     python -m benchmarks heads --output heads --results benchmarks/results/heads.jsonl
 
-The target writes the texts, once. Each kind is trained on them at each learning rate, and the one that makes most
-tokens per round on held-out prompts stands for its kind. Then everybody decodes the demo's prompts, greedy and sampled:
-each kind at each shape, a bigram of the same texts, the context alone, and mlx-lm's own speculation. A ratio is that to
-plain decoding in the same turn. And each kind decodes after the last 64, 512, ... tokens before the same places in long
-source files, which none was trained on: drafters learn from short texts, and some may not hold beyond their length.
-`--output` keeps texts, drafters and records: the same command takes up where it was stopped, and when it is done prints
-its tables again.
+The target writes the texts once. Each kind is trained on them at each learning rate, and represented by the drafter
+with the most tokens per round on held-out prompts. Then each kind at each shape, a bigram of the same texts, the
+context alone and mlx-lm's own speculation decode the demo's prompts, greedy and sampled. Ratios are to plain decoding
+in the same repeat. Each kind also decodes after the last 64, 512, ... tokens before the same places in long held-out
+source files: drafters learn from short texts, and some may be worse beyond that length. `--output` keeps texts,
+drafters and records: the same command continues a stopped run, and prints the tables of a finished one.
 """
 
 from __future__ import annotations
@@ -73,20 +72,20 @@ SIZES: dict[str, dict[str, Any]] = {
     "arctic_lstm": {"inner_dim": 298},
     "eagle": {"intermediate_size": 1196},
 }
-"""Those at which the kinds have the same number of weights for the demo, within 1%."""
+"""Sizes at which the kinds have the same number of weights for the demo, within 1%."""
 
 DEPTH, SHAPES = 5, ((1, 4), (4, 5), (8, 5))
 TEMPS = (0.0, 0.8)
 RATES = dict.fromkeys(SIZES, (4e-3, 8e-3)) | {"medusa": (4e-3,), "arctic_lstm": (8e-3,), "eagle": (1e-3, 2e-3)}
-"""The learning rates that are tried, by kind: the best from 4e-3 to 1.6e-2, where an EAGLE head diverges."""
+"""Learning rates to try by kind: the best from 4e-3 to 1.6e-2, where EAGLE heads diverge."""
 
 TEXTS, HELD_OUT, BIGRAM = 704, 24, "bigram of the same texts"
 LENGTHS, PLACES, LONG = (64, 512, 1024, 1984), 4, "after {} tokens"
-"""How many tokens of long files stand before a text, at how many places, and the category of such prompts."""
+"""Numbers of tokens of long files before a text, the number of places, and the category of such prompts."""
 
 
 class Bigram(Drafter):
-    """The likeliest successors of a token in some texts: what a head must know more than."""
+    """The likeliest successors of a token in some texts, a baseline for heads."""
 
     def __init__(self, args: DrafterArgs, texts: Iterable[Text]) -> None:
         super().__init__(args)
@@ -97,7 +96,7 @@ class Bigram(Drafter):
         self.successors.weight = mx.log(mx.array(counts))
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft, see `Drafter.begin`; it has no state."""
+        """Begins a draft, without a state."""
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             return self.successors(tokens), ()
@@ -106,7 +105,7 @@ class Bigram(Drafter):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add = parser.add_argument
     add("--output", type=expand_path, required=True, metavar="DIR", help="where texts, drafters and records are kept")
     add("--results", type=parse_output, metavar="FILE", help="where to write all records, one a line")
@@ -120,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, decodes and prints the tables; the exit status is that of `find_status`."""
+    """Trains, decodes and prints the tables; returns the exit status of `find_status`."""
     model, tokenizer, _ = load_demo()
     draft_model = load(DRAFT_MODEL)[0]
     draft_model.set_dtype(mx.float32)
@@ -135,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
     batches, teacher = make_batches(training, settings.batch_size, settings.seed), Teacher(model)
 
-    @cache  # it says the same to all
+    @cache  # the same for all kinds
     def ask_target(iteration: int) -> list[mx.array]:
         return target_arrays(teacher, None, batches(iteration), settings, iteration)
 
@@ -173,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_long_prompts(tokenizer: Any) -> list[Prompt]:
-    """The tokens before some places of held-out source files, `LENGTHS` of them."""
+    """`LENGTHS` tokens before some places in held-out source files."""
     found = (encode(tokenizer, file.read_text(encoding="utf-8")) for file in split_files()[1])
     texts = [text for text in found if len(text) > LENGTHS[-1]]
     return [
@@ -191,7 +190,11 @@ def sweep(
     held_out: list[Text],
     output: Path,
 ) -> Row:
-    """What a kind makes of the texts at a learning rate: trained and saved, unless it has been."""
+    """The result of a kind at a learning rate, trained and saved unless it already was.
+
+    Raises:
+        RedrafterError: it was trained for another number of iterations.
+    """
     name = f"{kind}-{settings.learning_rate:g}"
     place, score = output / name, output / name / "score.json"
     if score.exists():
@@ -228,7 +231,7 @@ def sweep(
 def decode(
     workload: Workload, temp: float, max_tokens: int, file: Path, shapes: Sequence[tuple[int, int]] | None = None
 ) -> list[Record]:
-    """The records of a drafter at a temperature, kept in a file; without a drafter those of everybody else.
+    """The records of a drafter at a temperature, kept in a file; without a drafter, of the other contestants.
 
     Args:
         shapes: W x K; None for `SHAPES`, and the costs of a greedy draft.
@@ -255,7 +258,7 @@ def decode(
 
 
 def make_rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each drafter and shape, and for everybody else: tokens per round and the ratio at each temperature."""
+    """A row for each drafter and shape and each other contestant: tokens per round and ratio at each temperature."""
     rows: dict[tuple[str, str], Row] = {}
     long = {LONG.format(length) for length in LENGTHS}
     records = [record for record in records if record.get("category") not in long]
@@ -277,7 +280,7 @@ def make_rows(records: Sequence[Record]) -> list[Row]:
 
 
 def make_length_rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each drafter: tokens per round of a chain of four, by the length of the text before."""
+    """A row for each drafter: tokens per round of a chain of four by the length of the text before."""
     rows: dict[str, Row] = {}
     for length in LENGTHS:
         own = [record for record in records if record.get("category") == LONG.format(length)]
@@ -290,7 +293,7 @@ def make_length_rows(records: Sequence[Record]) -> list[Row]:
 
 
 def find_draft_ms(records: Iterable[Record], record: Record) -> float | None:
-    """Milliseconds of a draft of a record's plan, measured alone; None where its width was not."""
+    """Milliseconds of a draft of a record's plan, measured alone; None if its width was not."""
     costs = next((each for each in records if each["kind"] == "costs" and each["drafter"] == record["drafter"]), None)
     if costs is None or record["contestant"] == CONTEXT or not isinstance(record["plan"], list):
         return None
@@ -306,7 +309,7 @@ def describe(records: Sequence[Record]) -> str:
 
 
 def make_heads_table(results: Results) -> str:
-    """The kinds of drafters, of the records that are kept."""
+    """The table of the kinds of drafters, from the kept records."""
     records = results.files.get("heads", [])
     rows = make_rows(records), make_length_rows(records)
     return "\n".join((*map(format_markdown, filter(None, rows)), describe(records))) if records else ""

@@ -1,4 +1,4 @@
-"""What is measured: a target, its drafter, for mlx-lm's own speculation a draft model, and the prompts they decode."""
+"""Workloads: a target, its drafter, a draft model for mlx-lm's own speculation, and prompts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Prompt(NamedTuple):
     """A prompt as a model reads it.
 
     Attributes:
-        name: `category/file`, or a file of the user's and the prompt's number in it.
-        category: what kind of text it asks for.
-        ids: the token ids, through the chat template if the tokenizer has one.
+        name: `category/file`, or the user's file and the prompt's number in it.
+        category: the kind of text.
+        ids: the token ids, with the chat template if the tokenizer has one.
         ends: the token ids that end the text.
     """
 
@@ -54,14 +54,14 @@ class Workload:
     """Models and prompts.
 
     Attributes:
-        name: of the model, as records say it.
+        name: of the model in records.
         model: the target.
-        drafter: its drafter; None where only plain decoding is measured.
-        drafter_name: as records say it.
+        drafter: its drafter; None to measure only plain decoding.
+        drafter_name: its name in records.
         draft_model: for mlx-lm's own speculation; None to leave that out.
-        draft_model_name: as records say it.
-        prompts: what is decoded.
-        sampler: how tokens are chosen, where that is not by `temp` and `seed`.
+        draft_model_name: its name in records.
+        prompts: to decode.
+        sampler: instead of `temp` and `seed`; None for these.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Workload:
     sampler: Sampler | None = None
 
     def describe(self) -> dict[str, Any]:
-        """What records say of the models."""
+        """The models' entries in records."""
         return {
             "model": self.name,
             "model_bits": round(compute_bits_per_weight(self.model), 3),
@@ -88,7 +88,7 @@ class Workload:
         """Its drafter.
 
         Raises:
-            RedrafterError: the drafter is None.
+            RedrafterError: it has none.
         """
         if self.drafter is None:
             raise RedrafterError("expected the --drafter that was trained for the model")
@@ -101,9 +101,9 @@ def count_bytes(module: nn.Module) -> int:
 
 
 def count_bytes_read(model: nn.Module) -> int | None:
-    """Bytes of weights that a forward of one token reads; None where only some experts are.
+    """Bytes of weights that a forward of one token reads; None for models with experts.
 
-    An embedding that is not the head, too, is left out: one row of it is read.
+    An embedding is left out unless it is also the head, as only one row of it is read.
     """
     modules = [(name.rpartition(".")[2], each) for name, each in model.named_modules()]
     if any(isinstance(each, (SwitchLinear, QuantizedSwitchLinear)) for _, each in modules):
@@ -116,11 +116,11 @@ def count_bytes_read(model: nn.Module) -> int | None:
 def add_workload(
     parser: argparse.ArgumentParser, *, draft_model: bool = True, prompts: Sequence[str] = ("all",)
 ) -> None:
-    """The flags that say what is measured.
+    """Adds the flags of a workload.
 
     Args:
-        draft_model: whether mlx-lm's own speculation takes part.
-        prompts: those that are decoded where none are named; () where none are decoded.
+        draft_model: whether mlx-lm's own speculation is included.
+        prompts: the default prompts; () if none are decoded.
     """
     parser.set_defaults(prompts=list(prompts))
     add = parser.add_argument
@@ -137,7 +137,7 @@ def open_workload(args: argparse.Namespace) -> Workload:
     """The models and prompts of the flags of `add_workload`; with `--quick` one prompt of each category.
 
     Raises:
-        RedrafterError: a model, drafter or prompt that cannot be loaded.
+        RedrafterError: a model, drafter or prompt cannot be loaded.
     """
     workload, tokenizer = load_models(args)
     prompts = find_prompts(args.prompts, tokenizer)
@@ -150,7 +150,7 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
     """(a workload without prompts, the target's tokenizer), by the flags of `add_workload`.
 
     Raises:
-        RedrafterError: a model or drafter that cannot be loaded.
+        RedrafterError: a model or drafter cannot be loaded.
     """
     if args.model:
         model, tokenizer = load(args.model)
@@ -164,7 +164,7 @@ def load_models(args: argparse.Namespace) -> tuple[Workload, Any]:
         if own.vocab_size != tokenizer.vocab_size:
             sizes = f"the target's vocabulary of {tokenizer.vocab_size} tokens, got {own.vocab_size}"
             raise RedrafterError(f"expected a draft model with {sizes} in {args.draft_model}")
-        if not args.model:  # as the demo's own models
+        if not args.model:  # like the demo's own models
             draft_model.set_dtype(mx.float32)
     drafter_name = None if drafter is None else args.drafter or DEMO
     return Workload(args.model or DEMO, model, drafter, drafter_name, draft_model, draft_model_name, []), tokenizer
@@ -174,11 +174,11 @@ def find_prompts(names: Sequence[str], tokenizer: Any) -> list[Prompt]:
     """The prompts of these names, each once.
 
     Args:
-        names: of prompts or of categories, "all" (of the benchmarks' own), "demo" (both of its categories), or
-            files that hold a prompt a line.
+        names: of prompts or categories, "all" (of the benchmarks' own), "demo" (both of its categories), or files with
+            a prompt per line.
 
     Raises:
-        RedrafterError: a name that is none of these, with the categories there are; a file that cannot be read.
+        RedrafterError: a name is none of these, or a file cannot be read.
     """
     paths = {f"{path.parent.name}/{path.stem}": path for path in sorted(PROMPTS.glob("*/*.txt"))}
     texts = {name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()}

@@ -1,12 +1,11 @@
-"""What `plan="auto"` makes of real texts where nothing disturbs it: real drafts, and costs from a table.
+"""Speed of `plan="auto"` on real texts without noise: real drafts, and costs from a table.
 
     python -m benchmarks planning
     python -m benchmarks planning --second-row 1.1 --row 0.05 --level 0.1
 
-At every position of each prompt's greedy text a chain is drafted, and how much of it is right is counted. Then `auto`
-and each fixed chain go through those texts, and what they take is added up from the table: no clock is read, so the
-result is the same on any machine. Costs are in plain steps. The defaults are the packaged demo's on two idle x86 cores
-(`python -m benchmarks round`).
+At every position of each prompt's greedy text a chain is drafted, and its right tokens are counted. Then `auto` and
+each fixed chain are simulated on those texts, with times from the table, so that the result is the same on any machine.
+Costs are in plain steps. The defaults are the packaged demo's on two idle x86 cores (`python -m benchmarks round`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NODES = 16  # the largest forward of the cost table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=("demo",))
     add = parser.add_argument
     add("--max-tokens", type=parse_positive, default=256, help="of a text (default: %(default)s)")
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row a text, and the medians and geometric means; the exit status."""
+    """Prints a row for each text, medians and geometric means; returns the exit status."""
     workload = open_workload(args)
     drafter = workload.require_drafter()
     costs = make_costs(args.second_row, args.row, args.level)
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_costs(second: float, row: float, level: float) -> CostTable:
-    """Plain steps of 1, forwards of `second` and `row` for each node beyond two, drafts of `level` a level."""
+    """Costs in plain steps: `second` for two nodes, `row` for each further node, `level` for each drafted level."""
     counts = tuple(range(1, NODES + 1))
     verify = tuple(1.0 if count == 1 else second + row * (count - 2) for count in counts)
     return CostTable((64,), counts, (verify,), (1.0,), (1,), (level,), (0.0, 0.0)).check()
@@ -101,10 +100,10 @@ def count_right(model: nn.Module, drafter: Drafter, prompt: Sequence[int], count
 
 
 def simulate_chains(costs: CostTable, planner: Planner, length: int, right: list[int]) -> float:
-    """Speed against plain decoding after a prompt of `length` tokens; the context has no part in it.
+    """Speed over plain decoding after a prompt of `length` tokens, without drafts from the context.
 
     Args:
-        right: how many tokens of a chain are right, drafted after each token of the text.
+        right: from `count_right`.
     """
     text = range(length, length + len(right))
     return simulate(costs, planner, range(length), text, lambda plan, made: min(right[made - 1], plan.depth))

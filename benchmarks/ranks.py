@@ -1,14 +1,14 @@
-"""What drafting hides of a network: a model divided among processes, with a delay added to every message.
+"""How drafting hides a network's latency: a model divided among processes, with a delay added to every message.
 
     python -m benchmarks ranks --layers 4
     python -m benchmarks ranks --shape llama-3.2-1b --layers 4 --delays 0 1 --plans 1,3 --count 2 --pipeline
 
-Each process is a rank on this machine, and all of them share its processors. Between two neighbours of the ring stands
-a proxy that passes everything on after the delay, in both directions: the delay is added to what the machine's own
-sockets and the proxy take. "messages" is how many of them a forward waits for, one after the other: how much longer a
-plain step takes for each millisecond of delay. "expected" is the speed over plain decoding that follows from that
-number, the times at the smallest delay, and the tokens of a round: drafting adds no message. Times are lower quartiles
-of all rounds, as what else the machine does falls on some of them.
+Each process is a rank on this machine; all share its processors. A proxy between two neighbours of the ring forwards
+everything after the delay, in both directions, in addition to the time of sockets and proxy. "messages" is how many
+messages a forward waits for one after the other: how much longer a plain step takes per millisecond of delay.
+"expected" is the speed over plain decoding that follows from that number, the times at the smallest delay, and the
+tokens per round, as drafting adds no message. Times are lower quartiles of all rounds, as other work on the machine
+slows down some of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ START = "from benchmarks.ranks import main; main()"
 
 
 class Wire:
-    """A link between two ranks that delays what it passes on: latency, however much is on the way."""
+    """A link between two ranks that adds latency, but does not limit throughput."""
 
     def __init__(self, target: int) -> None:
         self.milliseconds, self._target = 0.0, target
@@ -71,7 +71,7 @@ class Wire:
         while True:
             try:
                 return socket.create_connection(("127.0.0.1", self._target))
-            except ConnectionRefusedError:  # that rank does not listen yet
+            except ConnectionRefusedError:  # the rank does not listen yet
                 time.sleep(0.05)
 
     def _read(self, source: socket.socket, on_the_way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
@@ -105,7 +105,7 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]
         wires = [Wire(port) for port in ports]
         processes = []
         for rank in range(count):
-            # A rank listens on its own port, and reaches the others over their wires.
+            # A rank listens on its own port, and connects to the others through their wires.
             seen = [port if at == rank else wires[at].port for at, port in enumerate(ports)]
             file = Path(folder, f"{rank}.json")
             file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in seen]), encoding="utf-8")
@@ -124,7 +124,7 @@ def start_ranks(count: int) -> Iterator[tuple[subprocess.Popen[str], list[Wire]]
 
 
 def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float], Stats]:
-    """(the text, milliseconds of each round after the first token, what the rounds did)."""
+    """(the text, milliseconds of each round after the first token, statistics)."""
     tokens, ends, stats = list[int](), list[float](), Stats()
     for token, now in side.decode(prompt, max_tokens):
         tokens.append(token)
@@ -135,7 +135,11 @@ def time_rounds(side: Contestant, prompt: list[int], max_tokens: int) -> tuple[l
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """One of the ranks: decodes as everybody does, at each delay that rank 0 asks for."""
+    """Runs one of the ranks, which decodes at each delay that rank 0 requests.
+
+    Raises:
+        RedrafterError: the model has no pipeline, a plan's text is not plain decoding's, or the parent has ended.
+    """
     workload = open_shape(args)
     model, group = workload.model, mx.distributed.init()
     if args.pipeline:
@@ -154,7 +158,7 @@ def run_rank(args: argparse.Namespace) -> None:
         if ranks.index() == 0:
             print(json.dumps({"delay": delay}), flush=True)
             if not sys.stdin.readline():
-                raise RedrafterError("what has started the ranks has ended")
+                raise RedrafterError("the process that started the ranks has ended")
         ranks.gather(None)
         if "auto" in args.plans:
             measure_costs(workload)
@@ -175,7 +179,11 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What rank 0 reports, a row for each delay and plan."""
+    """Rank 0's results, a row for each delay and plan.
+
+    Raises:
+        RedrafterError: a rank failed.
+    """
     rows, delay = list[dict[str, Any]](), 0.0
     with start_ranks(args.count) as (first, wires):
         assert first.stdout is not None and first.stdin is not None
@@ -195,7 +203,7 @@ def read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table: each plan beside plain decoding at the same delay, and beside what its times without one predict."""
+    """The table: each plan beside plain decoding at the same delay, and its expected speed."""
     ms = {(row["delay, ms"], row["plan"]): row["ms/round"] for row in rows}
     least, most = min(delay for delay, _ in ms), max(delay for delay, _ in ms)
     messages = (ms[most, "plain"] - ms[least, "plain"]) / (most - least) if most > least else 0.0
@@ -210,26 +218,26 @@ def compare_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_shape(parser, "llama-3.2-1b")
     add = parser.add_argument
     add("--count", type=parse_positive, default=2, help="ranks (default: %(default)s)")
-    add("--pipeline", action="store_true", help="some layers for each rank, not a part of every layer")
+    add("--pipeline", action="store_true", help="divide layers among ranks instead of each layer")
     add("--delays", type=float, nargs="+", default=DELAYS, metavar="MS", help="of each message (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=[(1, 3), (1, 7)], metavar="PLAN", help="default: 1,3 1,7")
     add("--max-tokens", type=parse_positive, default=64, help="in a turn (default: %(default)s)")
-    add("--repeats", type=parse_positive, default=3, help="turns that everybody has (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=3, help="repeats of each contestant (default: %(default)s)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; the exit status."""
+    """Prints the table; returns the exit status."""
     show_rows(args, compare_rows(read_rows(args)))
     return 0
 
 
 def main() -> None:
-    """One of the ranks."""
+    """Runs one of the ranks."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     run_rank(parser.parse_args())

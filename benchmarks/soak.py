@@ -1,13 +1,13 @@
-"""A server under mixed load for as long as asked: is an answer ever wrong, and does the process grow?
+"""A server under mixed load for a given time: checks answers and memory growth.
 
     python -m benchmarks soak --minutes 60
     python -m benchmarks soak --requests 200 --clients 16
 
-The server is a process of its own over the packaged demo in float32. Its clients ask, each one thing after the other:
-greedy, sampled and penalised texts, streamed and whole, with and without a drafter; they go away in the middle, and
-they ask for nonsense. Each text is compared with the library's own, plainly decoded beforehand. The exit status is 1
-where an answer was wrong, or where the server's memory grew by more than 5% from the third tenth of the time to the
-last. What a process has had it keeps, so it grows until all that happens has happened at once: some two minutes.
+The server runs in its own process with the packaged demo in float32. Each client sends one request after the other:
+greedy, sampled and penalised texts, streamed and whole, with and without a drafter; some disconnect in the middle, some
+requests are invalid. Each text is compared with the library's own plain decoding. The exit status is 1 if an answer was
+wrong, or if the server's memory grew by more than 5% from the third tenth of the time to the last. A process keeps its
+memory, so it grows until every combination of requests has occurred, for about two minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .command import add_json, parse_above_zero, parse_positive
 from .serving import OURS, save_demo, start_server
 from .tables import show_rows
 
-PROMPTS = 6  # that are asked about; what they have in common comes from the server's prompt cache
+PROMPTS = 6  # prompts; their common beginning comes from the server's prompt cache
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3, "repetition_context_size": 20}
 SAMPLING: tuple[dict[str, Any], ...] = (
     {},
@@ -43,10 +43,10 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9, "seed": 2},
     {"temperature": 0.7, "seed": 3, **PENALTY},
 )
-"""Fields that decide about a text."""
+"""Fields that change the text."""
 
 DRAFTING: tuple[dict[str, Any], ...] = ({}, {"draft_model": None}, {"logprobs": 2})
-"""Fields that do not."""
+"""Fields that do not change it."""
 
 NONSENSE: tuple[dict[str, Any], ...] = (
     {"stop": 5},
@@ -57,11 +57,11 @@ NONSENSE: tuple[dict[str, Any], ...] = (
     {},  # the body is cut off in the middle
 )
 MAX_GROWTH = 1.05
-LOOK_SECONDS = 5.0  # between two looks at the server's memory
+LOOK_SECONDS = 5.0  # between two measurements of the server's memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add = parser.add_argument
     add("--minutes", type=parse_above_zero, default=60.0, help="default: %(default)g")
     add("--requests", type=parse_positive, help="of each client, after which it ends in any case")
@@ -72,11 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was found; the exit status."""
+    """Prints the results; returns the exit status."""
     prompts = demo_prompts()[:PROMPTS]
     expected = decode_expected(prompts, args.max_tokens)
     sizes: list[tuple[float, int]] = []
-    bounded = ["--prompt-cache-bytes", "1GiB"]  # which is full after minutes
+    bounded = ["--prompt-cache-bytes", "1GiB"]  # full after minutes
     with tempfile.TemporaryDirectory() as folder, start_server(OURS, save_demo(Path(folder))[OURS] + bounded) as server:
         started = time.monotonic()
         end = started + 60 * args.minutes
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decode_expected(prompts: list[str], max_tokens: int) -> list[list[str]]:
-    """What each prompt is answered with each of `SAMPLING`, by plain decoding in this process."""
+    """The answer to each prompt with each of `SAMPLING`, by plain decoding in this process."""
     model, tokenizer, _ = load_demo()
     found = []
     for prompt in prompts:
@@ -123,7 +123,7 @@ def decode_expected(prompts: list[str], max_tokens: int) -> list[list[str]]:
 def ask_anything(
     port: int, generator: random.Random, prompts: list[str], expected: list[list[str]], max_tokens: int
 ) -> tuple[str, str]:
-    """(what became of a random request, what was wrong with the answer or "")."""
+    """(the outcome of a random request, what was wrong with the answer or "")."""
     prompt, way = generator.randrange(len(prompts)), generator.randrange(len(SAMPLING))
     stream = generator.random() < 0.5
     body = {"prompt": prompts[prompt], "max_tokens": max_tokens, "stream": stream}
@@ -137,7 +137,7 @@ def ask_anything(
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         connection.request("POST", "/v1/completions", sent)
-        if kind == 1:  # the client leaves, before an answer or in the middle of one
+        if kind == 1:  # the client disconnects, before an answer or in the middle of one
             time.sleep(generator.random())
             return "left", ""
         reply = connection.getresponse()
@@ -155,13 +155,13 @@ def ask_anything(
 
 
 def measure_memory(pid: int) -> int:
-    """Bytes of memory that a process has now."""
+    """A process's current memory in bytes."""
     found = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return 1024 * int(found.stdout)
 
 
 def find_growth(sizes: list[tuple[float, int]]) -> tuple[float, float]:
-    """(bytes in the third tenth of the time, bytes in the last one), medians."""
+    """(median bytes in the third tenth of the time, median bytes in the last)."""
     whole = sizes[-1][0]
     early = [size for at, size in sizes if 0.2 * whole <= at <= 0.3 * whole] or [sizes[0][1]]
     late = [size for at, size in sizes if at >= 0.9 * whole]

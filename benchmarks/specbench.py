@@ -1,11 +1,11 @@
-"""Spec-Bench's questions with every contestant in turns, by kind of text: what drafting brings a chat model.
+"""Speedup of a chat model on Spec-Bench's questions by kind of text, with alternating contestants.
 
     python -m benchmarks specbench --model mlx-community/SmolLM2-135M-Instruct --questions question.jsonl
     python -m benchmarks specbench --model M --drafter D --questions question.jsonl --output m.jsonl --plot m.png
 
-The questions are a file of their own, one JSON object a line with `question_id`, `category` and `turns`, as
-https://github.com/hemingkx/Spec-Bench has it. The second turn of a question follows the first one's plain answer.
-Contestants, clock and records are those of `run`. Records that `--output` holds already are not measured again.
+The questions are in a file with one JSON object per line, with `question_id`, `category` and `turns`, from
+https://github.com/hemingkx/Spec-Bench. The second turn of a question follows the first one's plain answer. Contestants,
+timing and records are those of `run`. Records that are already in `--output` are not measured again.
 
 Source: Xia et al., Unlocking Efficiency in Large Language Model Inference, arXiv 2401.07851.
 """
@@ -40,7 +40,7 @@ KINDS = {
     "qa": "questions",
     "rag": "answers from a text",
 }
-"""Category -> what tables call it; every other one, of MT-bench, is chat."""
+"""Category -> its name in tables; all others, from MT-bench, are chat."""
 
 CHAT, ALL = "chat", "all"
 TEMPS, MAX_TOKENS = (0.0, 0.7), 96
@@ -48,7 +48,7 @@ PLANS: list[Any] = ["auto", (1, 3), (1, 4), (4, 5)]
 
 
 class Question(NamedTuple):
-    """A question of one turn or more, and what kind of text it asks for."""
+    """A question of one or more turns, and its kind of text."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """At most `limit` questions of each kind, spread over those there are; all without a limit."""
+    """At most `limit` questions of each kind, evenly spread; all without a limit."""
     if limit is None:
         return list(questions)
     kinds: dict[str, list[Question]] = {}
@@ -86,7 +86,7 @@ def choose_questions(questions: Sequence[Question], limit: int | None) -> list[Q
 
 
 def make_prompts(questions: Iterable[Question], model: Any, tokenizer: Any, max_tokens: int) -> Iterator[Prompt]:
-    """A prompt for each turn; what a later one follows is decoded plainly, greedily."""
+    """A prompt for each turn; a later one follows the plain greedy answer to the turn before."""
     ends, options = frozenset(tokenizer.eos_token_ids), Options(max_tokens=max_tokens, temp=0.0, plan="off")
     for question in questions:
         messages: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def make_kind_rows(records: Sequence[Record], what: str) -> list[Row]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_workload(parser, prompts=())
     add = parser.add_argument
     add("--questions", type=expand_path, required=True, metavar="FILE", help="Spec-Bench's question.jsonl")
@@ -121,15 +121,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temp", type=float, nargs="+", default=TEMPS, help="sampling temperatures (default: 0 0.7)")
     add("--max-tokens", type=parse_positive, default=MAX_TOKENS, help="of an answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="default: %(default)s")
-    add("--repeats", type=parse_positive, default=1, help="turns that everybody has (default: %(default)s)")
+    add("--repeats", type=parse_positive, default=1, help="repeats of each contestant (default: %(default)s)")
     add("--plans", type=parse_plan, nargs="+", default=PLANS, metavar="PLAN", help="auto, W,K or W,K,N")
-    add("--random-drafter", action="store_true", help="also auto with a drafter that has learned nothing")
+    add("--random-drafter", action="store_true", help="also auto with an untrained drafter")
     add("--output", type=parse_output, metavar="FILE", help="records, one a line; those it has are not measured again")
     add("--plot", type=parse_output, metavar="FILE", help="a bar chart of the speeds")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints a table of speeds and one of tokens per round for each temperature; see `find_status`."""
+    """Measures, prints tables of speeds and tokens per round for each temperature; returns `find_status`."""
     questions = choose_questions(read_questions(args.questions), args.limit)
     workload, tokenizer = load_models(args)
     if args.random_drafter:
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         records.append(measure_costs(workload) | {"machine": machine})
     for temp in args.temp:
         settings = Settings(args.max_tokens, temp, args.seed, args.repeats)
-        how = {"context": True, "random": args.random_drafter, "mlx_lm": not temp}  # which draws other texts
+        how = {"context": True, "random": args.random_drafter, "mlx_lm": not temp}  # sampled texts of mlx-lm differ
         sides = make_contestants(workload, args.plans, settings, **how)
         told = {"temp": temp, "seed": args.seed, "max_tokens": args.max_tokens, "repeats": args.repeats}
         told |= {key: workload.describe()[key] for key in ("model", "drafter")}
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw_speeds(path: Path, records: Sequence[Record]) -> None:
-    """A bar for each contestant and kind of text: its speed, where plain decoding's is 1.
+    """Draws a bar for each contestant and kind of text: its speed over plain decoding.
 
     Raises:
         RedrafterError: matplotlib is not installed.

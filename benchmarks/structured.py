@@ -1,8 +1,8 @@
-"""JSON of a schema from the server's engine, drafted and plain in turns.
+"""JSON with a schema from the server's engine, drafted and plain alternately.
 
     python -m benchmarks structured
 
-The packaged demo in float32, greedy, one request at a time: what it writes does not matter. Prints tokens per second
+Uses the packaged demo in float32, greedy, one request at a time; its text is meaningless. Prints tokens per second
 after the first token, medians over the repeats, their ratio, tokens per round, and whether both texts are the same.
 """
 
@@ -23,7 +23,7 @@ from .tables import show_rows
 
 
 def make_object(**properties: Any) -> dict[str, Any]:
-    """The schema of an object that has all of these properties and no others."""
+    """The schema of an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -68,7 +68,7 @@ PROMPT = "# An example of {}, as JSON\nexample = "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add = parser.add_argument
     add("--max-tokens", type=parse_positive, default=256, help="of each answer (default: %(default)s)")
     add("--temp", type=float, default=0.0, help="sampling temperature (default: %(default)s)")
@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each schema; the exit status, 1 where a drafted text is not the plain one."""
-    from mlx_redrafter.serving.structured_output import GrammarCompiler  # llguidance, which --help needs not
+    """Prints a row for each schema; returns exit status 1 if a drafted text is not the plain one."""
+    from mlx_redrafter.serving.structured_output import GrammarCompiler  # needs llguidance, unlike --help
 
     model, tokenizer, drafter = load_demo()
     engine = Engine(model, tokenizer, None if args.no_drafter else drafter, options=Options(), prompt_cache_bytes=0)
@@ -122,6 +122,6 @@ def time_schema(engine: Engine, tokenizer: Any, compiler: Any, name: str, args: 
 
 
 async def generate(engine: Engine, **asked: Any) -> tuple[list[int], Request]:
-    """The tokens of an answer, and the request, which has its counts."""
+    """The tokens of an answer, and its request, with statistics."""
     request = engine.submit(**asked)
     return [event.token async for event in request.events()], request

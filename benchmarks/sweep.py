@@ -1,10 +1,10 @@
-"""The grid of beam widths, depths and tree sizes, all in turns with plain decoding, as records and as heat maps.
+"""The grid of beam widths, depths and tree sizes, alternating with plain decoding, as records and heat maps.
 
     python -m benchmarks sweep --quick --plot sweep.png
     python -m benchmarks sweep --widths 1 2 4 8 --depths 1 2 3 4 5 6 --sizes whole 9 --plot sweep.png
 
-A map for each tree size: how wide against how deep, speed against plain decoding above, tokens per round below. A size
-that a shape does not reach, or that is the whole tree, is left out.
+Draws a map for each tree size, width against depth: speed over plain decoding above, tokens per round below. Sizes
+that are larger than a shape's tree, or equal to it, are left out.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ WIDTHS, DEPTHS, SIZES = [1, 2, 3, 4, 8], [1, 2, 3, 4, 5, 6], ["whole", 8]
 QUICK_WIDTHS, QUICK_DEPTHS, QUICK_SIZES = [1, 2, 4], [1, 2, 3, 4], ["whole"]
 
 Cells = dict[tuple[int, int], float]
-"""(W, K) -> what is shown."""
+"""(W, K) -> value."""
 
 
 def parse_size(text: str) -> int | str:
-    """How many nodes, or all of them."""
+    """A number of nodes, or "whole"."""
     return text if text == "whole" else parse_positive(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_workload(parser, draft_model=False)
     add_options(parser, "a prompt of each category, a small grid")
     for name, kind, default in (
@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures the grid; the exit status."""
+    """Measures the grid; returns the exit status.
+
+    Raises:
+        RedrafterError: matplotlib is missing, see `make_grid` and `open_workload`.
+    """
     if args.plot and find_spec("matplotlib") is None:
         raise RedrafterError("maps are drawn with matplotlib: pip install '.[bench]'")
     workload = open_workload(args)
@@ -70,7 +74,7 @@ def make_grid(widths: list[int], depths: list[int], sizes: list[Any], vocab_size
     """The plans of a grid, each once.
 
     Raises:
-        RedrafterError: there are none, or one of them cannot be.
+        RedrafterError: there are none, or one is out of range.
     """
     found = []
     for width, depth, size in product(widths, depths, sizes):
@@ -93,7 +97,7 @@ def find_cells(records: Iterable[Record]) -> dict[str, dict[str, Cells]]:
 
 
 def draw_maps(records: list[Record], path: Path) -> None:
-    """Draws the maps of a sweep into a PNG, whole or not at all.
+    """Draws the maps of a sweep to a PNG, completely or not at all.
 
     Raises:
         OSError: the file cannot be written.
@@ -115,7 +119,7 @@ def draw_maps(records: list[Record], path: Path) -> None:
 
 
 def draw_map(axis: Any, cells: Cells, name: str, **colours: Any) -> None:
-    """One map, a number in every cell."""
+    """Draws a map with a number in every cell."""
     widths, depths = sorted({width for width, _ in cells}), sorted({depth for _, depth in cells})
     values = [[cells.get((width, depth), float("nan")) for depth in depths] for width in widths]
     axis.imshow(values, origin="lower", aspect="auto", **colours)

@@ -1,12 +1,11 @@
-"""The engine at real sizes, without any download: published shapes, random weights, drafts of a chosen acceptance.
+"""The engine at real sizes without a download: published shapes, random weights, and a chosen acceptance.
 
     python -m benchmarks synthetic --quick
     python -m benchmarks synthetic --shape llama-3.1-8b --bits 4 --acceptance 0.7 --plans auto 1,3 2,3
 
-The text is fixed beforehand (`Oracle`), so that drafts can be right as often as is asked for; the target and the
-drafter compute all they would. `--layers` takes only the first layers of a shape, where the whole does not fit or takes
-too long: the records say so, and nothing is scaled up. `--drafter-type` drafts with a head of the sizes that are
-published of its kind, which computes all that it would.
+The text is fixed (`Oracle`), so that drafts are right with a given probability; target and drafter compute everything
+as usual. `--layers` takes only the first layers of a shape, if the whole does not fit or takes too long; records say
+so, and nothing is extrapolated. `--drafter-type` drafts with a head of its kind's published sizes.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ PROMPT_TOKENS = 64
 
 
 def make_config(model_type: str, sizes: Sequence[int], *, tied: bool = True, **more: Any) -> dict[str, Any]:
-    """A transformer's `config.json`, as far as mlx-lm's class reads it.
+    """The part of a transformer's `config.json` that mlx-lm's class reads.
 
     Args:
         sizes: of the hidden state, layers, MLP, heads, key-value heads, a head, and the vocabulary.
-        tied: whether the embeddings are its output matrix.
+        tied: whether the embedding is its output matrix.
     """
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     found = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
@@ -77,7 +76,7 @@ SHAPES = {
 
 
 def make_layer(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The sizes of a drafter that has layers like its target's."""
+    """The sizes of a drafter with layers like its target's."""
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {name: shape[name] for name in names} | {"width": shape["hidden_size"], **more}
 
@@ -88,13 +87,13 @@ def make_block(shape: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def make_mtp_config(shape: dict[str, Any]) -> dict[str, Any]:
-    """The config of a dense multi-token-prediction layer, Qwen3.5's, of its target's sizes."""
+    """The config of Qwen3.5's dense multi-token-prediction layer, with its target's sizes."""
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {name: shape[name] for name in (*names, "rms_norm_eps")} | {"model_type": "qwen3_5"}
 
 
 def spread(shape: dict[str, Any], count: int) -> list[int]:
-    """The numbers of some layers of a target, from the first to the last."""
+    """The numbers of `count` evenly spaced layers of a target."""
     last = shape["num_hidden_layers"] - 1
     return [round(at * last / (count - 1)) for at in range(count)]
 
@@ -115,20 +114,20 @@ HEADS: dict[str, Callable[[dict[str, Any]], tuple[type[DrafterArgs], dict[str, A
     "dflash": lambda shape: (dflash.DrafterArgs, make_block(shape, block_size=16)),
     "dspark": lambda shape: (dspark.DrafterArgs, make_block(shape, block_size=7, from_anchor=True, markov_rank=256)),
 }
-"""Name of a kind -> its arguments for a target, beside the target's sizes: those of published heads."""
+"""Name of a kind -> the arguments of its published heads for a target, except the target's sizes."""
 
 
 class Oracle(Sampler):
-    """A sampler whose text is fixed, and which lets the drafter be right in rank r with the chance that is given.
+    """A sampler with a fixed text, in which the drafter's guess of rank r is right with a given probability.
 
-    The token at each position is a function of the position, whatever the logits are: a model of random weights says
-    nothing, and no drafter could learn it. One draw for each position decides which rank the right token has among the
-    drafter's guesses, or that it has none; wrong guesses follow in the other ranks. A beam search then keeps what it
-    would keep of a drafter with that acceptance.
+    The token at each position is a function of the position, not of the logits: the output of random weights is
+    meaningless, and no drafter could learn it. A draw for each position decides which rank the right token has among
+    the drafter's guesses, or that it has none; the other ranks are wrong guesses. A beam search then keeps the same
+    nodes as for a drafter with that acceptance.
 
     Args:
-        acceptance: (K, R) chances by depth and rank; the last depth holds for all deeper ones.
-        seed: another seed, other draws.
+        acceptance: (K, R) probabilities by depth and rank; the last depth applies to all deeper ones.
+        seed: of the draws.
     """
 
     def __init__(self, acceptance: AcceptanceTable, seed: int = 0) -> None:
@@ -137,22 +136,22 @@ class Oracle(Sampler):
         mx.eval(self._key)
 
     def make_text(self, positions: mx.array, vocab_size: int) -> mx.array:
-        """The tokens at these positions, int32: in large steps through the vocabulary, so that experts change."""
+        """The tokens at these positions, int32, in large steps through the vocabulary, so that experts change."""
         return ((positions.astype(mx.int32) * 7919 + 104729) % vocab_size).astype(mx.int32)
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
-        """The positions (P, 1) from `position` on, in the place of noise."""
+        """The positions (P, 1) from `position` on instead of noise."""
         places = (position.astype(mx.int32) + mx.arange(count))[:, None]
         return Draws(places, places)
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) the text. The likeliest tokens of logprobs (N, V) are computed, as a sampler would, and not used."""
+        """(N,) the text. The likeliest tokens of logprobs (N, V) are computed as in a sampler, but not used."""
         assert draws is not None
         likeliest = mx.argmax(logprobs, axis=-1).astype(mx.int32)
         return self.make_text(draws.gumbel[rows, 0], logprobs.shape[-1]) + mx.minimum(likeliest, 0)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """(W, V) the logarithms of the guesses' chances; the other tokens share what is left."""
+        """(W, V) the log-probabilities of the guesses; the other tokens share the remaining probability."""
         vocab_size, least = logits.shape[-1], 1e-12
         chances = self.acceptance[min(row, len(self.acceptance) - 1)]
         position, ranks = draws.gumbel[row, 0], mx.arange(len(chances))
@@ -168,7 +167,11 @@ class Oracle(Sampler):
 
 
 def parse_rate(text: str) -> AcceptanceTable:
-    """The chance of a drafter's first guess; of its misses the others are right as often as is assumed of any."""
+    """The table for a rate of first guesses; after a miss, other guesses are right at the assumed default rates.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no rate.
+    """
     if not 0 <= (rate := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return make_acceptance(rate)
@@ -177,16 +180,16 @@ def parse_rate(text: str) -> AcceptanceTable:
 def build_workload(
     name: str, bits: int, *, layers: int, acceptance: AcceptanceTable, drafter_type: str | None = None, seed: int = 0
 ) -> Workload:
-    """A target of random weights, a drafter of the size that suits it, and an oracle that lets it be right.
+    """A target with random weights, a drafter of a suitable size, and an oracle for its acceptance.
 
     Args:
         name: one of `SHAPES`.
-        bits: 32 for float32, 16 for bfloat16; fewer are quantized, the rest then float32 on a CPU, else bfloat16.
-        layers: how many of the shape's.
-        drafter_type: one of `HEADS`, with the sizes that are published; None for a recurrent drafter that suits it.
+        bits: 32 for float32, 16 for bfloat16; fewer for quantized layers beside float32 on a CPU, else bfloat16.
+        layers: how many of the shape's layers.
+        drafter_type: one of `HEADS`, with published sizes; None for a recurrent drafter of a suitable size.
 
     Raises:
-        RedrafterError: it has fewer layers, or does not fit into this machine's memory.
+        RedrafterError: the shape has fewer layers, or does not fit into this machine's memory.
     """
     oracle, shape = Oracle(acceptance, seed), SHAPES[name]
     every = shape["num_hidden_layers"]
@@ -201,7 +204,7 @@ def build_workload(
             f"{name} of {layers} layers at {bits} bits takes about {needed / 1e9:.1f} GB, more than "
             f"the {memory / 1e9:.1f} GB that MLX should use on this machine: give fewer --layers or --bits"
         )
-    for _, module in model.named_modules():  # one by one, so that no more than one is there before it is quantized
+    for _, module in model.named_modules():  # one by one, so that at most one exists unquantized
         mx.eval([array for array in module.values() if isinstance(array, mx.array)])
     mx.clear_cache()
     set_blas_threads(model)
@@ -229,13 +232,13 @@ def build_workload(
 
 
 def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module:
-    """A model of mlx-lm's own class with random weights, not evaluated."""
+    """A model of mlx-lm's class with random weights, not evaluated."""
     module = import_module(f"mlx_lm.models.{config['model_type']}")
-    # Gemma's every sixth layer attends to everything; mlx-lm looks up the first such layer.
+    # Every sixth layer of Gemma has full attention; mlx-lm looks up the first of them.
     config = config | {"sliding_window_pattern": min(6, config["num_hidden_layers"])}
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if config["tie_word_embeddings"] and "lm_head" in model:
-        model.sanitize({})  # some drop the head only when they are shown weights without one
+        model.sanitize({})  # some drop the head only if the weights have none
     model.set_dtype(dtype)
     if bits < 16:
         quantize_model(model, {}, GROUP_SIZE, bits)
@@ -244,22 +247,22 @@ def make_target(config: dict[str, Any], bits: int, dtype: mx.Dtype) -> nn.Module
 
 
 def add_shape(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """The flags that say what is built.
+    """Adds the flags of a synthetic pair.
 
     Args:
-        default: the shape where none is named; None where that means no shape at all.
+        default: the default shape; None for none.
     """
     add = parser.add_argument
     add("--shape", choices=SHAPES, default=default, help="of a target of random weights (default: %(default)s)")
     add("--bits", type=int, choices=(2, 3, 4, 5, 6, 8, 16, 32), help="of the target (default: 32 on a CPU, else 4)")
     add("--layers", type=parse_positive, help="only its first layers")
     add("--acceptance", type=parse_rate, default="0.7", help="chance of the first guess (default: %(default)s)")
-    add("--drafter-type", choices=HEADS, help="a head with the sizes that are published (default: recurrent, small)")
+    add("--drafter-type", choices=HEADS, help="a head with published sizes (default: recurrent, small)")
     parser.set_defaults(seed=0)
 
 
 def open_shape(args: argparse.Namespace) -> Workload:
-    """The pair of models of the flags of `add_shape`; with `--quick` of a few layers.
+    """The pair of models of the flags of `add_shape`; with `--quick` with a few layers.
 
     Raises:
         RedrafterError: see `build_workload`.
@@ -274,7 +277,7 @@ def open_shape(args: argparse.Namespace) -> Workload:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
+    """Adds the flags."""
     add_shape(parser, "llama-3.2-1b")
     plans = "auto, W,K or W,K,N (default: several)"
     parser.add_argument("--plans", type=parse_plan, nargs="+", metavar="PLAN", help=plans)
@@ -282,6 +285,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds a pair and measures it; the exit status."""
+    """Builds a pair and measures it; returns the exit status."""
     status, _ = measure(open_shape(args), args.plans or (QUICK_PLANS if args.quick else PLANS), args)
     return status

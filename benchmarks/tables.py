@@ -1,4 +1,4 @@
-"""Tables: rows for a terminal and in Markdown, and what records say in them."""
+"""Tables of rows for a terminal and in Markdown, and rows from records."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PLAIN, MLX_LM, MLX_LM_DRAFT = "plain", "mlx-lm", "mlx-lm draft model"
 DRAFTED, RANDOM = "drafted", "drafted, random drafter"
 CONTEXT, BOTH = "context", "drafter + context"
 DRAFT_MODEL, DRAFT_MODEL_BOTH = "draft model", "draft model + context"
-"""The contestants of records: plain, mlx-lm's own, our drafter, the context, both, and mlx-lm's draft model in our
-loop, without the context and with it. Others get a name here and in `record.schema.json`."""
+"""The contestants in records: plain, mlx-lm's own, our drafter, the context, both, and mlx-lm's draft model in our
+loop, without and with the context. New ones need a name here and in `record.schema.json`."""
 
 Row = dict[str, Any]
 
 
 def format_cell(value: Any) -> str:
-    """A table's cell: two decimals, or two digits of what is less than a tenth; lists as `1 x 4`."""
+    """A table's cell: two decimals, or two digits below a tenth; lists as `1 x 4`."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -35,7 +35,7 @@ def format_cell(value: Any) -> str:
 
 
 def format_cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of a table, with those of its head."""
+    """The cells of a table, its head included."""
     return [list(rows[0]), *([format_cell(value) for value in row.values()] for row in rows)]
 
 
@@ -47,7 +47,7 @@ def format_text(rows: Sequence[Row]) -> str:
 
 
 def format_markdown(rows: Sequence[Row]) -> str:
-    """Rows as a table in Markdown, with a newline at its end; "" for no rows."""
+    """Rows as a table in Markdown, with a final newline; "" for no rows."""
     if not rows:
         return ""
     lines = [[text.replace("|", "\\|") for text in line] for line in format_cells(rows)]
@@ -56,7 +56,7 @@ def format_markdown(rows: Sequence[Row]) -> str:
 
 
 def show_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Prints a table with the machine and the flags below it; with `--json` an object a row, with both."""
+    """Prints a table with the machine and the flags below it; with `--json` one object per row with both."""
     machine = stamp()
     settings = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
     if args.json:
@@ -97,7 +97,7 @@ def label(kind: str, plan: Any) -> str:
 
 
 def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Label -> that contestant's speed records, in the order in which labels first come."""
+    """Label -> that contestant's speed records, in the order of first occurrence."""
     found: dict[str, list[Record]] = {}
     for record in records:
         if record["kind"] == "speed":
@@ -106,7 +106,7 @@ def group_by_contestant(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def summarize(records: Sequence[Record]) -> Row:
-    """A row of several prompts: medians, the least and the largest ratio, how many texts are plain decoding's."""
+    """A row over several prompts: medians, the smallest and largest ratio, how many texts equal plain decoding's."""
     ratios = [record["ratio"] for record in records]
     rounds = [record for record in records if record["tokens_per_round"] is not None]
     same = [record["same_tokens"] for record in records if record["same_tokens"] is not None]

@@ -1,6 +1,6 @@
-"""`python -m mlx_redrafter.convert`: a trained drafter, wherever it comes from, as a directory that MLX loads.
+"""`python -m mlx_redrafter.convert`: writes a trained drafter from any source as a directory that MLX loads.
 
-sources     what only PyTorch or TensorRT-LLM writes: pickles, no code executed, and slices of ranks
-conversion  all steps in order, with cast, quantization and measurements; `command` is its flags
-output      the directory that is written, whole or not at all
+sources     formats of PyTorch and TensorRT-LLM: pickles, without executing code, and slices of ranks
+conversion  all steps in order, with cast, quantization and measurements; `command` has its flags
+output      the directory that is written, completely or not at all
 """

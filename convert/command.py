@@ -1,4 +1,4 @@
-"""The flags of `convert`: mlx-lm's names and meanings, and what is said at the end."""
+"""The flags of `convert`, with mlx-lm's names and meanings, and its report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     origin = parser.add_mutually_exclusive_group(required=True)
     origin.add_argument("--hf-path", "--model", help="the drafter: a directory, a file or a Hugging Face repo")
-    origin.add_argument("--from-base", help="a model: its multi-token-prediction layer, of the shards that hold it")
+    origin.add_argument("--from-base", help="a model, to read only its multi-token-prediction layer")
     add("--mlx-path", default="mlx_model", help="the directory to write (default: %(default)s)")
     add("-q", "--quantize", action="store_true", help="quantize the drafter")
     add("--q-group-size", type=int, help="group size of the quantization")
@@ -31,12 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--q-mode", default="affine", choices=list(MODES), help="the quantization's mode (default: %(default)s)")
     for part, means in {"head": "output matrix", "blocks": "blocks and input projection", "rnn": "cell"}.items():
         add(f"--{part}-bits", type=int, metavar="BITS", help=f"other bits for the {means}; 0 does not quantize it")
-    add("--dtype", choices=DTYPES, help="dtype of what is not quantized; as stored when not given")
+    add("--dtype", choices=DTYPES, help="dtype of unquantized weights; as stored if not given")
     add("-d", "--dequantize", action="store_true", help="dequantize a quantized drafter")
     add("--base-model", help="its target: recorded, and used to measure tokens per round before and after")
     add("--draft-depth", type=int, help="how many tokens it should draft by default; recorded")
-    add("--hidden-state", choices=(AFTER_NORM, BEFORE_NORM), help="of the target's final norm, what it reads; recorded")
-    add("--draft-vocab-size", type=int, help="leave it the N most frequent tokens of --token-counts to guess")
+    add("--hidden-state", choices=(AFTER_NORM, BEFORE_NORM), help="the target's hidden state that it reads; recorded")
+    add("--draft-vocab-size", type=int, help="keep only the N most frequent tokens of --token-counts")
     add("--token-counts", help="JSON: token ids, the most frequent first, or an object of ids and counts")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add("--upload-repo", help="the Hugging Face repo to upload the result to")
@@ -45,9 +45,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run() -> int:
-    """Converts as `sys.argv` says; the exit status."""
+    """Converts by the flags in `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each try to reach the hub
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt to reach the hub
     done = convert(**vars(args))
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)

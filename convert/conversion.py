@@ -37,23 +37,23 @@ from .output import check_destination, make_card, new_directory, upload
 from .sources import choose_files, read_checkpoint
 
 NEW_TOKENS = 64
-"""Of each prompt that tokens per round are measured on."""
+"""Tokens after each prompt on which tokens per round are measured."""
 
 Models = tuple[nn.Module, Any]
 """A target and its tokenizer."""
 
 
 class Conversion(NamedTuple):
-    """What was done.
+    """The result of a conversion.
 
     Attributes:
-        path: the directory written.
-        args: what the drafter is.
+        path: the written directory.
+        args: the drafter's config.
         bytes_before, bytes_after: of its tensors.
         bits_per_weight: of the result.
         difference: (the largest difference of logits on random inputs, the largest logit before).
-        tokens_per_round: (before, after), when the base model was given.
-        notes: what the user should know, a line each.
+        tokens_per_round: (before, after), if the base model was given.
+        notes: lines for the user.
     """
 
     path: Path
@@ -89,32 +89,31 @@ def convert(
     force: bool = False,
     from_base: str | Path | None = None,
 ) -> Conversion:
-    """A drafter as a directory that `load_drafter` reads.
+    """Converts a drafter to a directory that `load_drafter` reads.
 
     Args:
-        hf_path: a directory, a file or a hub id; docs/checkpoints.md lists what is read.
-        mlx_path: the directory to write; it appears whole or not at all.
+        hf_path: a directory, a file or a hub id; docs/checkpoints.md lists the supported formats.
+        mlx_path: the directory to write, completely or not at all.
         quantize, q_group_size, q_bits, q_mode, dtype, upload_repo, revision, dequantize: as in `mlx_lm.convert`.
         head_bits, blocks_bits, rnn_bits: other bits for a part; 0 does not quantize it.
         base_model: the target it was trained for: recorded, and used to measure tokens per round.
-        draft_depth: K it should draft when nothing else is asked for; recorded.
+        draft_depth: its default draft depth K; recorded.
         hidden_state: which of the target's hidden states it was trained on, `AFTER_NORM` or `BEFORE_NORM`; recorded.
-        draft_vocab_size: of how many tokens its head keeps the rows, the most frequent ones of `token_counts`.
+        draft_vocab_size: the number of tokens whose rows its head keeps, the most frequent ones of `token_counts`.
         token_counts: a JSON file, see `read_frequent_tokens`.
         force: replace the drafter at `mlx_path`.
-        from_base: instead of `hf_path` a model, a directory or a hub id, of which only the multi-token-prediction
-            layer is read.
+        from_base: instead of `hf_path` a model, a directory or a hub id; only its multi-token-prediction layer is read.
 
     Raises:
-        RedrafterError: settings that do not go together, or a place that must not or cannot be written.
-        CheckpointError: nothing that can be converted.
+        RedrafterError: settings contradict, or the directory must not or cannot be written.
+        CheckpointError: the source cannot be converted.
     """
     given = {"head": head_bits, "blocks": blocks_bits, "rnn": rnn_bits}
     parts = {part: bits for part, bits in given.items() if bits is not None}
     if quantize and dequantize:
         raise RedrafterError("choose either to quantize (-q) or to dequantize (-d), not both")
     if not quantize and (parts or (q_group_size, q_bits, q_mode) != (None, None, "affine")):
-        raise RedrafterError("bits, group size and mode are those of quantization: give -q with them")
+        raise RedrafterError("bits, group size and mode need -q")
     group_size, bits = q_group_size or MODES[q_mode][0], q_bits or MODES[q_mode][1]
     check_option("draft_depth", draft_depth)
     if (draft_vocab_size is None) != (token_counts is None):
@@ -123,7 +122,7 @@ def convert(
         validate_repo_id(upload_repo)
     origin = hf_path if from_base is None else from_base
     if origin is None or None not in (hf_path, from_base):
-        raise RedrafterError("give either a drafter (--hf-path) or a model that has one in it (--from-base)")
+        raise RedrafterError("give either a drafter (--hf-path) or a model that contains one (--from-base)")
     place = expand_path(mlx_path).absolute()
     check_destination(place, origin, force)
     source = (find_source if from_base is None else find_base)(origin, revision, choose_files)
@@ -136,15 +135,15 @@ def convert(
     if dequantize and not is_quantized:
         raise CheckpointError(f"{source.path} is not quantized: leave out -d")
     if is_quantized and not dequantize and (quantize or from_base is None):
-        raise CheckpointError(f"{source.path} is quantized already: --drafter reads it, -d dequantizes it")
+        raise CheckpointError(f"{source.path} is already quantized: --drafter reads it, -d dequantizes it")
 
     recorded: dict[str, Any] = {"base_model": base_model, "draft_depth": draft_depth, "hidden_state": hidden_state}
     args = drafter.args = replace(drafter.args, **{name: value for name, value in recorded.items() if value})
-    Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # refuses one that it cannot draft
+    Options(draft_depth=args.draft_depth).resolve_plan(drafter)  # refuses impossible depths
     bytes_before, before = count_bytes(drafter), measure(drafter, models)
-    stored_dtype = source.config.get("dtype") if is_quantized else None  # the scales of mxfp4 do not tell
+    stored_dtype = source.config.get("dtype") if is_quantized else None  # mxfp4's scales do not show it
     dtype = dtype or (stored_dtype if stored_dtype in DTYPES else dtype_name(drafter.dtype))
-    stays = is_quantized and not dequantize  # a layer that is taken out of a quantized model
+    stays = is_quantized and not dequantize  # a layer from a quantized model
     if not stays:
         drafter = cast(Drafter, dequantize_heads(dequantize_model(drafter)))
     if draft_vocab_size is not None and token_counts is not None:
@@ -182,10 +181,10 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
     """(count,) int32, the ids of the most frequent tokens, in ascending order.
 
     Args:
-        file: JSON, either ids with the most frequent first, or an object of ids and how often each occurs.
+        file: JSON, either a list of ids, the most frequent first, or an object of ids and counts.
 
     Raises:
-        RedrafterError: it holds no ids of this vocabulary, or fewer.
+        RedrafterError: it cannot be read, or holds other ids or fewer than `count`.
     """
     path = expand_path(file)
     try:
@@ -203,15 +202,15 @@ def read_frequent_tokens(file: str | Path, count: int, vocab_size: int) -> mx.ar
 
 
 def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
-    """Leaves a drafter that is not quantized the rows of its head for these tokens, and returns their ids.
+    """Reduces an unquantized drafter's head to the rows of these tokens, and returns their ids.
 
     Raises:
-        CheckpointError: it can guess some tokens only already.
+        CheckpointError: the drafter already has a draft vocabulary.
     """
     if not drafter.output_layers:
         raise CheckpointError("the drafter uses the target's output matrix: its vocabulary cannot be trimmed")
     if drafter.args.draft_vocab_size is not None:
-        raise CheckpointError(f"the drafter can guess {drafter.args.draft_vocab_size} tokens only already")
+        raise CheckpointError(f"the drafter already has a draft vocabulary of {drafter.args.draft_vocab_size} tokens")
     for layer in drafter.output_layers:
         layer.weight = layer.weight[ids]
     drafter.args = replace(drafter.args, draft_vocab_size=len(ids))
@@ -221,7 +220,7 @@ def trim_vocabulary(drafter: Drafter, ids: mx.array) -> mx.array:
 
 
 def dequantize_heads(module: nn.Module) -> nn.Module:
-    """The module with the matrices of latent attention dequantized, which mlx-lm's `dequantize_model` leaves."""
+    """Dequantizes a module's matrices of latent attention, which mlx-lm's `dequantize_model` leaves out."""
 
     def dequantize(layer: Any) -> Any:
         if not isinstance(layer, QuantizedMultiLinear):
@@ -249,7 +248,7 @@ def quantize_layers(
         parts: other bits for the `head`, the `blocks` (with the input projection) or the `rnn`; 0 for none.
 
     Returns:
-        The config's entry in mlx-lm's form, empty where no layer is quantized; a note on each layer that cannot be.
+        The config entry in mlx-lm's format, empty if no layer is quantized; a note on each layer that cannot be.
     """
     entry: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode}
     notes: list[str] = []
@@ -257,7 +256,7 @@ def quantize_layers(
     def choose(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
             return False
-        is_router = drafter.part_of(name) == "router"  # small, and what it chooses is sensitive
+        is_router = drafter.part_of(name) == "router"  # small, and its choice of experts is sensitive
         own = {"group_size": group_size, "bits": parts.get(drafter.part_of(name), bits), "mode": mode}
         inputs, rows = layer.weight.shape[-1], math.prod(layer.weight.shape[:-1])
         fits = inputs % group_size == rows * inputs % 32 == 0  # MLX packs 32 weights at a time, two groups of nvfp4
@@ -276,7 +275,7 @@ def quantize_layers(
 
 
 def describe_quantization(drafter: Drafter) -> dict[str, Any]:
-    """The config's entry, in mlx-lm's form, of a drafter some of whose layers are quantized."""
+    """The config entry, in mlx-lm's format, of a drafter with quantized layers."""
     layers = {
         name: {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         for name, layer in drafter.named_modules()
@@ -287,14 +286,14 @@ def describe_quantization(drafter: Drafter) -> dict[str, Any]:
 
 
 def measure(drafter: Drafter, models: Models | None) -> tuple[mx.array, float]:
-    """(logits of its guesses after two tokens at random inputs, tokens per round with the base model or 0 without).
+    """(logits for fixed random inputs, tokens per round with the base model, or 0 without one).
 
-    The inputs are always the same. Tokens per round are greedy, as deep as the drafter says, see `try_drafter`.
+    Tokens per round are greedy, with the drafter's own depth, see `try_drafter`.
     """
     logits, weights = drafter.sample_logits(), drafter.parameters()
     try:
         mx.eval(logits)
-    except RuntimeError:  # on a CPU MLX computes experts in float32 alone
+    except RuntimeError:  # on a CPU MLX computes experts only in float32
         drafter.set_dtype(mx.float32)
         logits = drafter.sample_logits()
         mx.eval(logits)

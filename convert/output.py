@@ -1,4 +1,4 @@
-"""The directory that is written: where it may be, what is in it, and how it appears there whole or not at all."""
+"""The output directory: checks its place, writes it completely or not at all, and uploads it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DRAFTER_FILES = re.compile(
     r"config\.json|README\.md|training\.(json|png)|\.gitattributes"
     r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
-"""What a directory may hold that is replaced: a drafter that can be converted or trained again, and nothing else."""
+"""The files of a directory that may be replaced: a drafter that can be converted or trained again."""
 
 
 def check_destination(place: Path, source: str | Path, force: bool) -> None:
-    """Refuses to write over what must stay: with `force` anything but an empty directory or another drafter's.
+    """Refuses to overwrite anything, or with `force` anything except an empty directory or a drafter's.
 
     Args:
         place: an absolute path.
-        source: what is converted, a path or a hub id.
+        source: of the conversion, a path or a hub id.
 
     Raises:
-        RedrafterError: with the reason.
+        RedrafterError: the directory must not be written; the message says why.
     """
     if not os.path.lexists(place):
         return
@@ -45,17 +45,17 @@ def check_destination(place: Path, source: str | Path, force: bool) -> None:
         not present or read_object(place / "config.json").get("model_type") in KINDS
     )
     if not is_drafter:
-        raise RedrafterError(f"{place} is not replaced, even with --force: it holds something else than a drafter")
+        raise RedrafterError(f"{place} is not replaced, even with --force: it does not hold a drafter")
     if expand_path(source).resolve().is_relative_to(place.resolve()):
-        raise RedrafterError(f"{place} is not replaced, even with --force: what is converted is in it")
+        raise RedrafterError(f"{place} is not replaced, even with --force: it contains the source")
 
 
 @contextmanager
 def new_directory(place: Path) -> Iterator[Path]:
-    """A directory beside `place` that takes its place when the block ends, and is removed when it raises.
+    """A directory beside `place` that replaces it when the block ends, or is removed if the block raises.
 
     Raises:
-        RedrafterError: the disk is full, or cannot be written for another reason.
+        RedrafterError: the disk is full or cannot be written.
     """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def new_directory(place: Path) -> Iterator[Path]:
 
 
 def make_card(source: str | Path, args: DrafterArgs, config: dict[str, Any]) -> str:
-    """The README of the result, in the hub's form; of what lies on this machine it says the last part of the path."""
+    """The README of the result in the hub's format, with only the last part of local paths."""
     base, how = args.base_model, config.get("quantization")
     target = strip_folders(base) if base else None
     packing = "in {bits} bits, group size {group_size}, mode {mode}".format(**how) if how else "not quantized"
@@ -94,13 +94,13 @@ python -m mlx_redrafter.generate --model {target or "TARGET"} --drafter THIS --p
 
 
 def upload(path: Path, repo: str) -> None:
-    """Puts a directory on the Hugging Face hub.
+    """Uploads a directory to the Hugging Face hub.
 
     Raises:
-        RedrafterError: the hub refuses.
+        RedrafterError: the upload fails.
     """
     try:
         HfApi().create_repo(repo_id=repo, exist_ok=True)
         HfApi().upload_folder(folder_path=path, repo_id=repo, repo_type="model")
-    except Exception as error:  # whatever the network and the hub say
+    except Exception as error:  # of the network or the hub
         raise RedrafterError(f"{path} is written, but not uploaded to {repo}: {one_line(error)}") from error

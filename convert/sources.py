@@ -1,4 +1,4 @@
-"""Checkpoints that only PyTorch or TensorRT-LLM writes: pickles, of which no code is executed, and slices of ranks."""
+"""Checkpoints of PyTorch and TensorRT-LLM: pickles, without executing their code, and slices of ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mlx_redrafter.drafters.loading import Source, check_shards, make_checkpoint
 from mlx_redrafter.errors import CheckpointError, one_line
 
 RANK = r"rank\d+\.safetensors"
-"""One of TensorRT-LLM's files, each with a slice of every tensor."""
+"""Names of TensorRT-LLM's files, each with a slice of every tensor."""
 
 PICKLES = (
     r"pytorch_model.*\.bin",
     r"(?!optimizer|scheduler|scaler|rng_state|training_args|adapter|.*_(optim|model)_states).*\.(bin|pt|pth)",
 )
-"""Patterns of the names of pickles; a trainer's own are never opened. The first that fits any is read, where there are
-no safetensors. An index is not needed: all shards are read, and their names say how many."""
+"""Name patterns of pickles; a trainer's own state is never opened. Without safetensors, the files of the first pattern
+with a match are read. No index is needed: all shards are read, and their names contain the number."""
 
 NESTS = ("state_dict", "model_state_dict", "model", "module", "drafter")
 """Keys under which a pickled checkpoint keeps its tensors."""
@@ -41,11 +41,11 @@ REFUSED = (
     ),
     (r"adapter_model\.(safetensors|bin)", "LoRA adapters: merge them into the drafter first"),
 )
-"""(pattern of a file's name, what to do instead), where no layout fits."""
+"""(pattern of file names, advice), if no layout fits."""
 
 
 class TorchTensor(NamedTuple):
-    """A tensor of torch that is not read yet."""
+    """A torch tensor that is converted when it is read."""
 
     tensor: Any
 
@@ -56,24 +56,28 @@ class TorchTensor(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Its dtype, torch's."""
+        """Its torch dtype."""
         return self.tensor.dtype
 
     def read(self) -> mx.array:
-        """The tensor in MLX, float64 as float32; a RuntimeError or TypeError where it is not dense."""
+        """The tensor in MLX, float64 as float32.
+
+        Raises:
+            RuntimeError, TypeError: it is not dense.
+        """
         tensor, name = self.tensor, name_dtype(self.tensor)
         if tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise TypeError("one row stands for many")  # of any shape that the file names
+            raise TypeError("expected a dense tensor, got a broadcast view")  # a file may name any shape
         if name not in FLOATS:
             return mx.array(tensor.numpy())
         return mx.array(tensor.detach().float().numpy()).astype(mx.float32 if name == "float64" else getattr(mx, name))
 
 
 def choose_files(present: Iterable[str], name: str) -> list[str]:
-    """Those of the files of `name` that hold its tensors, in order: ranks, safetensors, or pickles.
+    """The files of `name` that hold its tensors, in order: ranks, safetensors, or pickles.
 
     Raises:
-        CheckpointError: none does, with what to do instead where that is known; or one is missing.
+        CheckpointError: there are none, or one is missing.
     """
     present = sorted(present)
     if files := [file for file in present if re.fullmatch(RANK, file)]:
@@ -95,7 +99,7 @@ def read_checkpoint(source: Source) -> Checkpoint:
     """The checkpoint in the files of a source, ranks joined along the first axis.
 
     Raises:
-        CheckpointError: damaged, a rank is missing or its slices do not fit, or two shards have the same tensor.
+        CheckpointError: a file is damaged, a rank is missing or does not fit, or two shards have the same tensor.
     """
     if not re.fullmatch(RANK, source.files[0].name):
         return loading.read_checkpoint(source, read_file)
@@ -119,10 +123,10 @@ def read_checkpoint(source: Source) -> Checkpoint:
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or those of a state dict pickled by torch, bare or nested under `NESTS`.
+    """The tensors of a safetensors file, or of a state dict pickled by torch, bare or nested under `NESTS`.
 
     Raises:
-        CheckpointError: damaged, there is no torch that reads a pickle safely, or it holds something else.
+        CheckpointError: it is damaged or holds something else, or no torch is installed that reads pickles safely.
     """
     refuse_pointer(path)
     if path.suffix == ".safetensors":
@@ -137,13 +141,13 @@ def read_file(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"reading {path} safely needs torch >= 2.10, got {torch.__version__}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
+            warnings.simplefilter("ignore")  # torch warns about archives that it then refuses
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: expected tensors alone, as torch.save(module.state_dict(), ...) writes them"
         ) from error
-    except Exception as error:  # torch raises what a damaged file makes of it
+    except Exception as error:  # torch raises many kinds for damaged files
         raise CheckpointError(f"cannot read {path}: {one_line(error)[:200]}") from error
     values: dict[Any, Any] = loaded if isinstance(loaded, dict) else {}
     for _ in NESTS:

@@ -1,8 +1,8 @@
-"""Past prompts and answers in a folder, as token ids: later texts are drafted from them.
+"""Past prompts and answers in a folder, as token ids, from which later texts are drafted.
 
-There is a file for each tokenizer. It is a sequence of records: a mark, the number of tokens and how many of them are
-the prompt, the number of the whole request, a checksum of all that follows the mark, and the tokens themselves.
-Each is appended under a lock; after a damaged one the next is found by its mark.
+There is a file for each tokenizer, a sequence of records: a mark, the number of tokens and how many of them are the
+prompt, a hash of the whole prompt, a checksum of everything else after the mark, and the tokens. Records are appended
+under a lock; after a damaged one the next is found by its mark.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .drafters.past import Array, PastIndex
 from .errors import RedrafterError, one_line, warn
 
 MAX_TOKENS = 200_000
-"""Tokens kept for a tokenizer; beyond them the oldest texts are dropped."""
+"""The most tokens kept for a tokenizer; the oldest texts are dropped."""
 
-ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from those that are there"
+ANSWERS_HELP = "keep token ids of prompts and answers in this folder, and draft from them"
 
 SLACK = 1.25
-"""How many times longer than `MAX_TOKENS` a file gets before it is rewritten."""
+"""A file is rewritten when it is this many times longer than `MAX_TOKENS`."""
 
 MIN_TEXT, MAX_TEXT = 16, 1 << 16
-"""Tokens of a text that is kept: shorter ones repeat little, longer ones are cut to their end."""
+"""Shorter texts are not kept, as they repeat little; of longer ones only the end is."""
 
 INDEX_AGAIN = 1 / 64
-"""New tokens, as a part of those in the index, with which the index is built again."""
+"""The index is rebuilt when new tokens exceed this share of those in it."""
 
 PATIENCE = 1.0
-"""Seconds to wait for another process that writes, before a text is not written."""
+"""Seconds to wait for another process that writes; after that a text is not written."""
 
 MARK = b"\xf5past"
-COUNTS = struct.Struct("<III")  # tokens, how many of them are the prompt, and the request
+COUNTS = struct.Struct("<III")  # tokens, how many of them are the prompt, and the request's hash
 CHECKSUM = struct.Struct("<I")
 LOCK = ".lock"
 NAME = re.compile(r"answers-[0-9a-f]{16}\.tokens")
@@ -56,11 +56,11 @@ class Text(NamedTuple):
 
     Attributes:
         ids: (L,) integers.
-        offset: how many of them are a prompt that is not learned.
-        request: what tells requests apart, see `number_request`; None if it was not kept.
+        offset: the length of the prompt at its start, which is not learned.
+        request: a number that identifies the request, see `number_request`; None if it was not kept.
         hidden: (L - 1, D) float16, the target's hidden states at all tokens except the last; None before it was read.
-        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the tokens that the target finds likeliest to follow each
-            learned one, the likeliest first, and their probabilities; None if they were not kept.
+        likeliest: (L - 1, M) int32 and (L - 1, M) float16, the target's likeliest next tokens after each learned one,
+            the likeliest first, and their probabilities; None if they were not kept.
     """
 
     ids: Array
@@ -76,7 +76,7 @@ class Text(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         texts: prompts and their answers in int32, the oldest first.
@@ -88,7 +88,7 @@ class Contents(NamedTuple):
 
 
 def number_request(prompt: Array) -> int:
-    """A hash of 32 bits of a whole prompt (T,), its cached tokens included."""
+    """A 32-bit hash of a whole prompt (T,), its cached tokens included."""
     return zlib.crc32(prompt.astype("<i4").tobytes())
 
 
@@ -100,7 +100,7 @@ def encode_text(text: Text) -> bytes:
 
 
 def decode_texts(data: bytes) -> Contents:
-    """The texts of all whole records."""
+    """The texts of all undamaged records."""
     texts, damaged, at, head = list[Text](), 0, 0, len(MARK) + COUNTS.size + CHECKSUM.size
     while at < len(data):
         if data.startswith(MARK, at) and at + head <= len(data):
@@ -119,23 +119,23 @@ def decode_texts(data: bytes) -> Contents:
 
 
 def keep_latest(texts: Sequence[Text]) -> list[Text]:
-    """The last of some texts, no more than `MAX_TOKENS` together."""
+    """The last texts, with at most `MAX_TOKENS` in total."""
     sizes = np.cumsum([len(text.ids) for text in reversed(texts)])
     return list(texts[len(texts) - int(np.searchsorted(sizes, MAX_TOKENS, "right")) :])
 
 
 def open_folder(name: str | Path) -> Path:
-    """A folder for answers, created if it does not exist, which only its owner can read.
+    """A folder for answers, created if it does not exist, readable only by its owner.
 
     Raises:
-        RedrafterError: it cannot be made or read, or holds something else.
+        RedrafterError: it cannot be created or read, or holds something else.
     """
     path = name_folder(name)
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         other = next((each for each in os.listdir(path) if not (each.startswith(".") or NAME.fullmatch(each))), None)
         if other is not None:
-            raise RedrafterError(f"expected a folder for answers alone, got {path}, which holds {other}")
+            raise RedrafterError(f"expected a folder that holds only answers, got {path}, which holds {other}")
         path.chmod(FOLDER_MODE)
     except OSError as error:
         raise RedrafterError(f"expected a folder for answers, got {path}: {one_line(error)}") from error
@@ -143,7 +143,11 @@ def open_folder(name: str | Path) -> Path:
 
 
 def name_folder(name: str | Path) -> Path:
-    """The path of a folder; an empty name, as of a variable that is not set, is a RedrafterError."""
+    """The path of a folder.
+
+    Raises:
+        RedrafterError: the name is empty, as of a variable that is not set.
+    """
     if not str(name).strip():
         raise RedrafterError("expected the name of a folder for answers, got an empty one")
     return expand_path(name)
@@ -155,7 +159,7 @@ def list_files(folder: Path) -> list[Path]:
 
 
 def clear_folder(folder: Path) -> bool:
-    """Removes everything that is kept in a folder; returns whether there was anything.
+    """Removes all answers in a folder; returns whether there were any.
 
     Raises:
         RedrafterError: another process writes for longer than `PATIENCE`.
@@ -163,10 +167,10 @@ def clear_folder(folder: Path) -> bool:
     """
 
     def list_kept() -> list[Path]:
-        """Files of a killed process included."""
+        """The files, including those of a killed process."""
         return [path for path in folder.iterdir() if NAME.fullmatch(final_name(path.name))]
 
-    if not list_kept():  # perhaps the folder is somebody else's
+    if not list_kept():  # the folder may be used for something else
         return False
     with lock_file(folder / LOCK, PATIENCE):
         for path in list_kept():
@@ -175,26 +179,26 @@ def clear_folder(folder: Path) -> bool:
 
 
 class AnswerFolder:
-    """Past texts of one tokenizer. Threads and processes may share a folder; what others add is read at the start.
+    """Past texts of one tokenizer. Threads and processes may share a folder; others' texts are read when it is opened.
 
     Args:
         name: of the folder, which is created if it does not exist.
-        tokenizer: whose token ids the texts are; texts of others are kept apart.
+        tokenizer: of the texts; those of others are kept separately.
 
     Raises:
-        RedrafterError: see `open_folder`; there are several ranks, which would draft from different answers.
+        RedrafterError: see `open_folder`; or there are several ranks, which would draft from different answers.
     """
 
     def __init__(self, name: str | Path, tokenizer: Any) -> None:
         if (size := ranks.count()) > 1:
-            raise RedrafterError(f"past answers need a process of their own, got {size} ranks")
+            raise RedrafterError(f"past answers need a single process, got {size} ranks")
         self._folder = open_folder(name)
         vocab = tokenizer.get_vocab()
-        self._n_tokens = min(1 + max(vocab.values(), default=-1), 1 << BITS)  # ids beyond it are no model's
+        self._n_tokens = min(1 + max(vocab.values(), default=-1), 1 << BITS)  # no model has larger ids
         names = "\n".join(sorted(vocab, key=vocab.__getitem__))
         digest = hashlib.sha256(f"{self._n_tokens}\n{names}".encode(errors="surrogatepass"))
         self.path = self._folder / f"answers-{digest.hexdigest()[:16]}.tokens"
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._texts = keep_latest(self._read())
         self._index: PastIndex | None = None
         self._n_new = 0  # tokens that are not in the index
@@ -215,12 +219,12 @@ class AnswerFolder:
 
     @property
     def texts(self) -> list[Text]:
-        """The texts, the oldest first."""
+        """All texts, the oldest first."""
         with self._lock:
             return list(self._texts)
 
     def index(self) -> PastIndex:
-        """An index of the texts, perhaps without the last few."""
+        """An index of the texts; it may lack the last few."""
         with self._lock:
             if self._index is None or self._n_new > INDEX_AGAIN * len(self._index):
                 self._texts, self._n_new = keep_latest(self._texts), 0
@@ -228,12 +232,12 @@ class AnswerFolder:
             return self._index
 
     def add(self, prompt: Sequence[int], made: Sequence[int], known: int = 0) -> None:
-        """Keeps a text; if it cannot be written, for this process only, with one warning.
+        """Keeps a text. If it cannot be written, it is kept for this process only, with one warning.
 
         Args:
             prompt: everything before the answer.
-            made: the answer; nothing is kept of an empty one.
-            known: how many tokens of the prompt were in a cache: an earlier text has them, so they are not kept.
+            made: the answer; if it is empty, nothing is kept.
+            known: how many tokens of the prompt were in a cache; they are in an earlier text, and not kept again.
         """
         ids = np.array([*prompt[known:], *made][-MAX_TEXT:], np.int32)
         if not made or not self._fits(ids):
@@ -275,7 +279,7 @@ class AnswerFolder:
 
 
 def find_folder(name: str | Path) -> Path:
-    """The path of a folder for answers that exists.
+    """The path of an existing folder for answers.
 
     Raises:
         RedrafterError: it does not exist.
@@ -287,10 +291,10 @@ def find_folder(name: str | Path) -> Path:
 
 
 def read_texts(name: str | Path, tokenizer: Any) -> list[Text]:
-    """What a folder holds of a tokenizer, the oldest first.
+    """A folder's texts of a tokenizer, the oldest first.
 
     Raises:
-        RedrafterError: there is no such folder, or it holds nothing of this tokenizer.
+        RedrafterError: there is no such folder, or it has no texts of this tokenizer.
     """
     folder = find_folder(name)
     if not (texts := AnswerFolder(name, tokenizer).texts):
@@ -300,5 +304,9 @@ def read_texts(name: str | Path, tokenizer: Any) -> list[Text]:
 
 
 def open_answers(answers: str | Path | AnswerFolder | None, tokenizer: Any) -> AnswerFolder | None:
-    """A folder by its name, or as it was opened."""
+    """The folder of this name, or the given folder or None.
+
+    Raises:
+        RedrafterError: see `AnswerFolder`.
+    """
     return AnswerFolder(answers, tokenizer) if isinstance(answers, (str, Path)) else answers

@@ -14,17 +14,17 @@ from filelock import FileLock, Timeout
 from .errors import RedrafterError
 
 PARTIAL = ".partial"
-"""In the name of a file that is being written; random digits follow, as two processes may write to one path."""
+"""Part of the name of a file that is being written, followed by random digits: two processes may write to one path."""
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary name next to `path` to write to, and moves the file to `path` unless an exception comes.
+    """Yields a temporary path next to `path` to write to, and moves the file to `path` unless an exception is raised.
 
-    Makes the folder. The suffix is that of `path`, as some writers choose the format by it.
+    Creates the folder. The suffix is that of `path`, as some writers choose the format by it.
 
     Raises:
-        OSError: the folder or the file cannot be made.
+        OSError: the folder or the file cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}-{secrets.token_hex(4)}-{path.name}")
@@ -36,23 +36,27 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def final_name(name: str) -> str:
-    """The name that a file will have once it is written; that of any other file is unchanged."""
+    """The final name of a file that is being written; other names are unchanged."""
     return re.sub(f"^{re.escape(PARTIAL)}-[0-9a-f]{{8}}-", "", name)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a UTF-8 file, completely or not at all."""
+    """Writes a UTF-8 file, completely or not at all.
+
+    Raises:
+        OSError: see `replace_file`.
+    """
     with replace_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why no file can be written to `path`, folders made as needed; None where one can."""
+    """Why no file can be written to `path`, with folders created as needed; None if one can."""
     if os.path.isdir(path):
         return f"{path} is a directory"
     if os.path.exists(path) and not os.path.isfile(path):
         return f"{path} is not a regular file, and would be replaced by one"
-    # os.path.exists is False, where Path.exists raises, in a folder that may not be read.
+    # In a folder that may not be read os.path.exists is False, while Path.exists raises.
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     if not above.is_dir():
         return f"{above} is not a directory"
@@ -60,14 +64,14 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[object]:
-    """Locks `path` against others until the context ends. The file stays: who has opened it would lock a removed one.
+    """Locks `path` until the context ends. The file stays: another process may have opened it to lock it.
 
     Args:
         patience: seconds to wait for another process.
 
     Raises:
-        RedrafterError: it is locked already.
-        OSError: it cannot be made.
+        RedrafterError: it is locked by another.
+        OSError: it cannot be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -77,10 +81,10 @@ def lock_file(path: Path, patience: float = 0.0) -> AbstractContextManager[objec
 
 
 def expand_path(name: str | Path) -> Path:
-    """The path of this name, `~` expanded.
+    """The path with `~` expanded.
 
     Raises:
-        RedrafterError: an unknown user's home.
+        RedrafterError: it names a user that does not exist.
     """
     try:
         return Path(name).expanduser()

@@ -1,4 +1,4 @@
-"""Loading and saving models and drafters: directories, hub ids, and what a command's flags name."""
+"""Loads and saves models and drafters, from directories, hub ids, and the flags of a command."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ from .errors import CheckpointError, RedrafterError, UnsupportedModelError, one_
 WEIGHTS = "model*.safetensors"
 
 BUILTIN = "builtin"
-"""What may be given for a drafter to mean the model's own multi-token-prediction layer."""
+"""The drafter name for the model's own multi-token-prediction layer."""
 
 DRAFTER_HELP = (
     "directory, file or Hugging Face repo of its drafter; 'smollm2' for the packaged one of SmolLM2-135M-Instruct; "
     f"{BUILTIN!r} says how to get the model's own multi-token-prediction layer"
 )
-"""What commands say of `--drafter`."""
+"""The help of `--drafter`."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-"""What weights may be stored and computed in."""
+"""The dtypes of weights and computation."""
 
 DTYPE_HELP = "cast weights to this dtype; of quantized layers, their scales and biases (default: as stored)"
-"""What commands say of `--dtype`."""
+"""The help of `--dtype`."""
 
 Arrays = dict[str, mx.array]
 _log = logging.getLogger(__name__)
 
 
 def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
-    """The target and its tokenizer, by mlx-lm's own loader, with every array evaluated.
+    """The target and its tokenizer, from mlx-lm's own loader, with every array evaluated.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
         options: see `mlx_lm.load`.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be read, or has no tokenizer.
+        CheckpointError: there is no such model, it cannot be read, or it has no tokenizer.
     """
     path = find_model(path_or_hf_repo)
     check_directory(path)
     try:
         model, tokenizer, *_ = mlx_lm_utils.load(str(path), **options)
-    except Exception as error:  # a damaged directory fails in as many ways as mlx-lm and transformers have
+    except Exception as error:  # mlx-lm and transformers raise many kinds for damaged directories
         raise CheckpointError(f"cannot load the model in {path}: {one_line(error)}") from error
     check_tokenizer(tokenizer, path)
     if not options.get("lazy"):
@@ -80,15 +80,15 @@ def load(path_or_hf_repo: str | Path, **options: Any) -> tuple[nn.Module, Any]:
 
 
 def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    """This rank's part of the target, and its tokenizer, by mlx-lm's `sharded_load`, with every array evaluated.
+    """This rank's part of the target, and its tokenizer, from mlx-lm's `sharded_load`, with every array evaluated.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
-        pipeline: whether each rank has some of the layers; if not, each has a part of every layer.
+        pipeline: whether each rank gets some of the layers; if not, each gets a part of every layer.
         options: see `mlx_lm.utils.sharded_load`.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be read or divided, or has no tokenizer.
+        CheckpointError: there is no such model, it cannot be read or divided, or it has no tokenizer.
         UnsupportedModelError: the ranks would have layers of different kinds.
         RuntimeError: another rank has ended.
     """
@@ -107,32 +107,32 @@ def load_shards(path_or_hf_repo: str | Path, *, pipeline: bool = False, **option
     check_tokenizer(tokenizer, name)
     evaluate(model)
     kinds = ranks.gather([kv_cache.unknown_types(make_prompt_cache(model), ()), explain_chains(model)])
-    if any(kind != kinds[0] for kind in kinds):  # they would draft, and roll back, in different ways
-        raise UnsupportedModelError(f"{name}: the ranks of a pipeline would have layers of different kinds: {kinds}")
+    if any(kind != kinds[0] for kind in kinds):  # they would draft and roll back differently
+        raise UnsupportedModelError(f"{name}: the pipeline's ranks would have different kinds of layers: {kinds}")
     set_blas_threads(model)
     warn_of_slow_blas()
     return model, tokenizer
 
 
 def check_tokenizer(tokenizer: Any, path: str | Path) -> None:
-    """Refuses what transformers makes where there are no files.
+    """Refuses the empty tokenizer that transformers makes if there are no files.
 
     Raises:
-        CheckpointError: it has no tokens but special ones.
+        CheckpointError: it has only special tokens.
     """
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise CheckpointError(f"no tokenizer in {path}: expected tokenizer.json, or the files that it is made from")
 
 
 def set_blas_threads(model: nn.Module) -> None:
-    """Lets OpenBLAS use as many threads as suit the model's size, see `choose_threads`."""
+    """Sets OpenBLAS's threads by the model's size, see `choose_threads`."""
     choose_threads(tree_reduce(lambda size, array: size + array.size, model.parameters(), 0))
 
 
 def evaluate(*models: nn.Module | None) -> None:
-    """Evaluates every array of some models, those that are no parameters (a rope's frequencies, a mask) too.
+    """Evaluates all arrays of models, also those that are no parameters (a rope's frequencies, a mask).
 
-    mlx-lm evaluates the parameters alone; another thread cannot compute the rest, as streams belong to threads.
+    mlx-lm evaluates only parameters; another thread cannot compute the others, as streams belong to threads.
 
     Raises:
         CheckpointError: a model was loaded in another thread and not fully evaluated there.
@@ -148,15 +148,14 @@ def evaluate(*models: nn.Module | None) -> None:
 
 
 def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) -> Drafter:
-    """A drafter, as we or its authors wrote it, plain or quantized with MLX, with its weights evaluated.
+    """A drafter in our layout or its authors', plain or quantized with MLX, with its weights evaluated.
 
     Args:
-        path_or_hf_repo: a local directory or file, a hub id, as docs/checkpoints.md describes it, or a name in
-            `PACKAGED`.
-        model: the target it is for; sizes are checked against it, and its arrays are evaluated.
+        path_or_hf_repo: a local directory or file, or a hub id, see docs/checkpoints.md; or a name in `PACKAGED`.
+        model: the target, to check sizes; its arrays are evaluated.
 
     Raises:
-        CheckpointError: missing, damaged, not a drafter, not finite, or of another size than `model`.
+        CheckpointError: it is missing, damaged, not a drafter, or of another size than `model`, or holds NaN.
     """
     refuse_builtin(path_or_hf_repo)
     source = find_source(path_or_hf_repo)
@@ -166,36 +165,36 @@ def load_drafter(path_or_hf_repo: str | Path, model: nn.Module | None = None) ->
     drafter = read_drafter(checkpoint, model)
     evaluate(drafter)
     if model is not None:
-        evaluate(model)  # the forward that gave its sizes may have left arrays in it, as gemma3n's does
+        evaluate(model)  # the forward that found its sizes may leave arrays in it, as in gemma3n
     for note in checkpoint.notes:
         _log.info("note: %s", note)
     return drafter
 
 
 def refuse_builtin(path_or_hf_repo: str | Path | None) -> None:
-    """Says how a model's own multi-token-prediction layer becomes a drafter, where "builtin" is given for one.
+    """Refuses the name "builtin".
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the drafter has that name; the message says how to convert a multi-token-prediction layer.
     """
     if str(path_or_hf_repo) == BUILTIN and not os.path.exists(BUILTIN):
         first = "python -m mlx_redrafter.convert --from-base ORIGINAL --mlx-path OUT"
         raise CheckpointError(
-            f"mlx-lm loads no multi-token-prediction layer, and few models have one: where the authors' repository "
-            f"has it, take it from there with '{first}', then give --drafter OUT"
+            f"mlx-lm loads no multi-token-prediction layer, and few models have one: if the authors' repository "
+            f"has it, convert it with '{first}', then give --drafter OUT"
         )
 
 
 def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: Any = None) -> DraftModel:
-    """A smaller model of mlx-lm that drafts for another one, with every array evaluated.
+    """A smaller model of mlx-lm as a drafter, with every array evaluated.
 
     Args:
         path_or_hf_repo: a local directory or a hub id.
-        model: the target; the sizes of the vocabularies are compared.
-        tokenizer: the target's; None does not compare it.
+        model: the target, to compare vocabulary sizes.
+        tokenizer: the target's, to compare it; None for no comparison.
 
     Raises:
-        CheckpointError: see `load`; it is a head; or its vocabulary is another one.
+        CheckpointError: see `load`; it is a head; or its vocabulary differs.
         UnsupportedModelError: see `DraftModel`.
     """
     try:
@@ -205,8 +204,8 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
             load_drafter(path_or_hf_repo)
         except CheckpointError:
             raise error from None
-        raise CheckpointError(f"{path_or_hf_repo} is a drafter, no language model: give it as --drafter") from None
-    set_blas_threads(model)  # which has more to compute
+        raise CheckpointError(f"{path_or_hf_repo} is a drafter, not a language model: give it as --drafter") from None
+    set_blas_threads(model)  # the larger of the two
     if tokenizer is not None and own.vocab_size != tokenizer.vocab_size:
         sizes = f"a tokenizer of {own.vocab_size} tokens, the target's has {tokenizer.vocab_size}"
         raise CheckpointError(f"{path_or_hf_repo} cannot be the draft model: it has {sizes}")
@@ -219,10 +218,10 @@ def load_draft_model(path_or_hf_repo: str | Path, model: nn.Module, tokenizer: A
 def save_drafter(
     directory: Path, drafter: Drafter, *, dtype: mx.Dtype | None = None, extra: dict[str, Any] | None = None
 ) -> None:
-    """Writes `config.json` and `model.safetensors`, each under a temporary name first, the weights last.
+    """Writes `config.json` and `model.safetensors`, each first under a temporary name.
 
     Args:
-        dtype: of the floating-point weights as stored; None keeps theirs.
+        dtype: of the stored floating-point weights; None keeps theirs.
         extra: more keys for the config.
 
     Raises:
@@ -245,7 +244,7 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, 
     """Writes a safetensors file.
 
     Raises:
-        OSError, RuntimeError: it cannot be written; also where the disk is full, which MLX may not notice.
+        OSError, RuntimeError: it cannot be written; also if the disk is full, which MLX may not report.
     """
     mx.save_safetensors(str(file), dict(arrays), metadata)
     if file.stat().st_size < sum(array.nbytes for array in arrays.values()):
@@ -253,10 +252,10 @@ def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: dict[str, 
 
 
 def find_model(path_or_hf_repo: str | Path) -> Path:
-    """The local directory of a model, downloaded from the hub when the name is not a path.
+    """The local directory of a model, downloaded from the hub unless it is a path.
 
     Raises:
-        CheckpointError: neither a local directory nor available on the hub.
+        CheckpointError: it is neither a local directory nor available on the hub.
     """
     name = str(path_or_hf_repo)
     path = os.path.expanduser(name)
@@ -273,10 +272,10 @@ def find_model(path_or_hf_repo: str | Path) -> Path:
 
 
 def check_directory(path: Path) -> None:
-    """Refuses a model directory whose files are not all there.
+    """Refuses an incomplete model directory.
 
     Raises:
-        CheckpointError: no directory, no readable config, no weights, or a shard that the index names is missing.
+        CheckpointError: there is no directory, readable config, or weights, or a shard of the index is missing.
     """
     if not path.is_dir():
         raise CheckpointError(f"expected a model directory, got a file: {path}")
@@ -292,20 +291,20 @@ def check_directory(path: Path) -> None:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """The name of a dtype in `--dtype` and configs."""
+    """A dtype's name in `--dtype` and configs."""
     return str(dtype).removeprefix("mlx.core.")
 
 
 def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafter]:
     """(model, tokenizer, drafter) of the packaged demo, a llama of 25 million parameters for Python source.
 
-    Stored in 8 bits, the drafter in 16, and decoded in float32, in which a CPU is fastest.
+    The target is stored in 8 bits and the drafter in 16; both run in float32, which is fastest on a CPU.
 
     Args:
-        drafter: another drafter for the demo's target, a local directory or a hub id; it decodes in float32, too.
+        drafter: another drafter for the demo's target, a local directory or a hub id; also run in float32.
 
     Raises:
-        CheckpointError: the package was installed without it, or that drafter does not fit this target.
+        CheckpointError: the demo is not installed, or the drafter does not fit its target.
     """
     model, tokenizer = load(DEMO / "target")
     dequantize_model(model)
@@ -317,18 +316,22 @@ def load_demo(drafter: str | Path | None = None) -> tuple[nn.Module, Any, Drafte
 
 
 def strip_folders(name: str | Path) -> str:
-    """A hub id as it is, and only the last part of a local path, on one line: its folders mean nothing elsewhere."""
+    """A hub id unchanged, or the last part of a local path, on one line: its folders mean nothing elsewhere.
+
+    Raises:
+        RedrafterError: ~ names a user that does not exist.
+    """
     path = expand_path(name)
     if path.is_dir():
         return one_line(path.resolve().name)
-    return one_line(path.name if path.exists() else name)  # a file in the hub's cache links to one with a hash for name
+    return one_line(path.name if path.exists() else name)  # not resolved: files in the hub's cache link to hashes
 
 
 def card_header(base: str | None) -> str:
     """The YAML header of a drafter's model card.
 
     Args:
-        base: the target's name or directory; a directory says nothing to others and is left out.
+        base: the target's name or directory; a directory means nothing to others and is left out.
     """
     lines = ["library_name: mlx", "tags:", "- mlx", "- redrafter", "- speculative-decoding"]
     if base and not Path(base).expanduser().exists():
@@ -337,33 +340,33 @@ def card_header(base: str | None) -> str:
 
 
 def check_demo_flags(name: str | None, args: Any) -> None:
-    """Refuses flags that change how a model is loaded where none is named: the packaged demo is loaded as it is.
+    """Refuses flags that change how a model is loaded if the packaged demo is used.
 
     Raises:
-        RedrafterError: naming the flag.
+        RedrafterError: such a flag is given.
     """
     for flag in ("adapter_path", "quantize_activations"):
         if name is None and getattr(args, flag, None):
-            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is taken as it is")
+            raise RedrafterError(f"--{flag.replace('_', '-')} needs --model: the packaged demo is loaded unchanged")
 
 
 def find_drafter_name(args: Any) -> str | None:
-    """What the flags name as a drafter: a head, or a draft model."""
+    """The drafter in a command's flags, a head or a draft model."""
     name: str | None = args.drafter or getattr(args, "draft_model", None)
     return name
 
 
 def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | None = None) -> tuple[nn.Module, Any]:
-    """(model, tokenizer) as a command's flags say.
+    """(model, tokenizer) from a command's flags.
 
     Args:
-        args: has `adapter_path`, `trust_remote_code` and, where the command has the flags, `quantize_activations`,
+        args: with `adapter_path`, `trust_remote_code` and, if the command has the flags, `quantize_activations`,
             `model_dtype` and `use_default_chat_template`.
         name: a local directory or a hub id; None for the packaged demo.
         tokenizer_config: more arguments for the tokenizer.
 
     Raises:
-        RedrafterError: there is no such model, or it cannot be loaded in this way.
+        RedrafterError: there is no such model, or the flags do not apply to it.
     """
     check_demo_flags(name, args)
     config = {**(tokenizer_config or {}), "trust_remote_code": args.trust_remote_code}
@@ -393,10 +396,10 @@ def load_target(args: Any, name: str | None, tokenizer_config: dict[str, Any] | 
 
 
 def cast(model: nn.Module, args: Any) -> None:
-    """Casts a model's floating-point weights to the `model_dtype` of the flags, if any, as `mlx_lm.convert` does.
+    """Casts a model's floating-point weights to the flags' `model_dtype`, if any, as `mlx_lm.convert` does.
 
     Raises:
-        RedrafterError: one of them is too large for it.
+        RedrafterError: a weight is too large for it.
     """
     if (name := getattr(args, "model_dtype", None)) is None:
         return
@@ -413,11 +416,11 @@ def cast(model: nn.Module, args: Any) -> None:
 def load_pair(
     args: Any, name: str | None, drafter_name: str | None, tokenizer_config: dict[str, Any] | None = None
 ) -> tuple[nn.Module, Any, Drafter | None]:
-    """(model, tokenizer, drafter or None), with a line on stderr where the pair will be slow.
+    """(model, tokenizer, drafter or None), with a line on stderr if the pair will be slow.
 
     Args:
-        args: see `load_target`; a `no_drafter` that is set loads none, a `draft_model` is loaded instead of a drafter.
-        drafter_name: a local directory or a hub id; None for the demo's with the demo, and for none with a model.
+        args: see `load_target`; with `no_drafter` none is loaded, with `draft_model` a model instead of a drafter.
+        drafter_name: a local directory or a hub id; None for the demo's own with the demo, otherwise for none.
         name, tokenizer_config: see `load_target`.
 
     Raises:
@@ -440,7 +443,7 @@ def load_pair(
         print(f"note: {kind} weights are slow on a CPU; {advice}", file=sys.stderr)
     if draft_model is not None:
         loaded = load_draft_model(draft_model, model, tokenizer)
-        if name is None:  # as the demo's own
+        if name is None:  # like the demo's drafter
             loaded.set_dtype(mx.float32)
             evaluate(loaded)
         cast(loaded.weights, args)
@@ -457,12 +460,12 @@ def load_pair(
 
 
 def find_dtype(module: nn.Module) -> str:
-    """The name of the dtype of the largest array, in which most is computed."""
+    """The name of the largest array's dtype, in which most is computed."""
     return dtype_name(max(list_weights(module).values(), key=lambda array: array.size).dtype)
 
 
 def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
-    """See `load_drafter`; beside a float32 model on a CPU, where 16 bits take four times as long, in float32."""
+    """`load_drafter`, but in float32 for a float32 model on a CPU, where 16 bits take four times as long."""
     drafter = load_drafter(path_or_hf_repo, model)
     if mx.default_device().type == mx.cpu and find_dtype(model) == "float32":
         drafter.weights.set_dtype(mx.float32)
@@ -471,5 +474,5 @@ def load_fast_drafter(path_or_hf_repo: str, model: nn.Module) -> Drafter:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether weights are packed, whose dtype says nothing then."""
+    """Whether a module has quantized weights."""
     return any(name.endswith(".scales") for name in list_weights(module))

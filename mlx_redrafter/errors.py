@@ -1,4 +1,4 @@
-"""The errors of this package. Each message says what was expected and what was got, in one line."""
+"""The errors of this package. Messages are one line: what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CheckpointError(RedrafterError):
 
 
 def warn(message: str) -> None:
-    """Issues a warning at the line outside this package that led to it."""
+    """Issues a warning for the line outside this package that caused it."""
     level, frame = 1, sys._getframe()
     above: FrameType | None = frame
     while above is not None and str(above.f_globals.get("__name__")).split(".")[0] == __package__:

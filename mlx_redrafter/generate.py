@@ -1,4 +1,4 @@
-"""The library: token ids, a stream of responses, or a string; and `python -m mlx_redrafter.generate`."""
+"""Generates token ids, a stream of responses, or a string; also `python -m mlx_redrafter.generate`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRIAL_PROMPTS = (
     "import os\nimport sys\n\n\nclass Reader:\n    def __init__(self, path):\n",
     "List the planets of the solar system, with one fact about each.",
 )
-"""What `doctor` and `convert` try a drafter on."""
+"""The prompts on which `doctor` and `convert` try a drafter."""
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -52,8 +52,8 @@ class Step(NamedTuple):
 
     Attributes:
         token: its id.
-        logprobs: (V,) the target's log-probabilities where it was chosen, evaluated.
-        draft_source: what had drafted it; None for a token of the target's own.
+        logprobs: (V,) the target's log-probabilities it was chosen from, evaluated.
+        draft_source: what drafted it; None if it was not drafted.
         stats: the rounds so far, this token's included.
     """
 
@@ -64,20 +64,20 @@ class Step(NamedTuple):
 
     @property
     def from_draft(self) -> bool:
-        """Whether it had been drafted."""
+        """Whether it was drafted."""
         return self.draft_source is not None
 
 
 @dataclass
 class GenerationResponse(MlxLmResponse):
-    """mlx-lm's response, and what speculative decoding has done so far.
+    """mlx-lm's response, with speculative-decoding statistics so far.
 
     Attributes:
         rounds: forwards of the target after the prompt's, plain steps included: 1 + rounds + accepted tokens were made.
         drafted: drafted nodes verified, roots not counted.
         accepted: drafted tokens accepted.
-        context_drafted, context_accepted: how many of those came from the context, not from the drafter.
-        draft_source: what had drafted this token: "drafter", "context", or None for one of the model's own.
+        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the context.
+        draft_source: what drafted this token: "drafter", "context", or None if it was not drafted.
         tokens_per_round: 1 + accepted / rounds.
         acceptance_per_depth: share of drafting rounds that accepted a drafted token at depth 1, 2, ...
         rows_per_round: tokens in a forward: root, drafted, and replayed ones.
@@ -99,7 +99,7 @@ class GenerationResponse(MlxLmResponse):
 
 
 ROUND_FIELDS = tuple(each.name for each in fields(GenerationResponse) if hasattr(Stats, each.name))
-"""The fields of a response that `Stats` has, in their order."""
+"""The fields of a response that are copied from `Stats`."""
 
 
 @takes_options
@@ -119,10 +119,10 @@ def generate_step(
     Args:
         prompt: (T,) token ids, T >= 1.
         model: a model as `mlx_lm.load` returns it.
-        drafter: as `load_drafter` returns it, or one that `Drafter.open` has opened for this text and that goes on from
-            what it keeps; None decodes plainly.
+        drafter: as `load_drafter` returns it, or this text's source from `Drafter.open`, with what it has kept so far;
+            None drafts from the context alone.
         draft_model: a smaller model with the same tokenizer instead, as `mlx_lm.load` or `load_draft_model` returns it.
-        num_draft_tokens: mlx-lm's name of `draft_depth`.
+        num_draft_tokens: mlx-lm's name for `draft_depth`.
         options: see `Options`.
 
     Raises:
@@ -148,14 +148,14 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Yields a response for each token, as mlx-lm's `stream_generate`.
 
-    Ends at an end-of-text token, at a stop string (which is not part of the text), or after `max_tokens`: at the
+    Ends at an end-of-text token, at a stop string (which is not part of the text), or after `max_tokens`, at the
     same token with and without a drafter.
 
     Args:
         model, tokenizer: as `mlx_lm.load` returns them.
         prompt: text, token ids, or an array of them.
-        drafter: as `load_drafter` returns it, or one that `Drafter.open` has opened for this text and that goes on from
-            what it keeps; None decodes plainly.
+        drafter: as `load_drafter` returns it, or this text's source from `Drafter.open`, with what it has kept so far;
+            None drafts from the context alone.
         draft_model, num_draft_tokens: see `generate_step`.
         stop: strings that end the text.
         options: see `Options`.
@@ -180,7 +180,7 @@ def stream_text(
     options: Options,
     stops: StopStrings,
 ) -> Generator[GenerationResponse, None, None]:
-    """`stream_generate` with options that are parsed already."""
+    """`stream_generate` with parsed options."""
     ids = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
     started = prompt_tps = 0.0
@@ -188,7 +188,7 @@ def stream_text(
 
     def progress(done: int, total: int) -> None:
         nonlocal started
-        started = time.perf_counter() if done == 0 else started  # after what `plan="auto"` may measure first
+        started = time.perf_counter() if done == 0 else started  # after measuring for `plan="auto"`
         if callback is not None:
             callback(done, total)
 
@@ -256,9 +256,9 @@ def generate(
     verbose: bool = False,
     **options: Any,
 ) -> str:
-    """The whole text, as mlx-lm's `generate`; `verbose` prints it as it is made, then a summary.
+    """The whole text, as mlx-lm's `generate`; `verbose` prints it while it is generated, then a summary.
 
-    See `stream_generate`.
+    Arguments and errors are those of `stream_generate`.
     """
     text = ""
     drafting: dict[str, Any] = {"drafter": drafter, "draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
@@ -277,10 +277,10 @@ def choose_drafter(
     num_draft_tokens: int | None,
     options: dict[str, Any],
 ) -> tuple[Drafter | Source | None, Options]:
-    """(what drafts, the options), of mlx-lm's keywords and ours.
+    """(what drafts, the options), from mlx-lm's keywords and ours.
 
     Raises:
-        RedrafterError: two of them say the same thing, an option is out of its range, or the draft model does not fit.
+        RedrafterError: two of them contradict, an option is out of range, or the draft model does not fit.
     """
     if num_draft_tokens is not None:
         if options.get("draft_depth") is not None:
@@ -299,9 +299,9 @@ def choose_drafter(
 def decode_tokens(
     prompt: Sequence[int] | mx.array, model: nn.Module, drafter: Drafter | Source | None, options: Options
 ) -> Generator[Step, None, None]:
-    """Decodes after `prompt` until `max_tokens` (-1: without limit), or until the caller closes the generator.
+    """Decodes after `prompt` up to `max_tokens` (-1: no limit), or until the caller closes the generator.
 
-    A prompt cache of the caller's then holds the prompt and every token that was yielded, the last one included.
+    The caller's prompt cache then holds the prompt and every token that was yielded, the last one included.
 
     Raises:
         RedrafterError: see `generate_step`.
@@ -345,13 +345,13 @@ def decode_tokens(
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that is complete first, and holds back what might become one.
+    """Cuts a stream of text before the first complete stop string; text that might become one is delayed.
 
     Args:
-        stop: one string or several; None for none.
+        stop: one string, several, or None.
 
     Attributes:
-        found: the stop string that ended the text; None before.
+        found: the stop string that ended the text; None until then.
 
     Raises:
         RedrafterError: it is neither a string nor several, or one is empty.
@@ -362,7 +362,7 @@ class StopStrings:
             raise RedrafterError(f"stop must be a string or several, got {stop!r}")
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(isinstance(text, str) and text for text in self._stops):
-            raise RedrafterError(f"a stop string must be a text that is not empty, got {self._stops!r}")
+            raise RedrafterError(f"a stop string must be a non-empty text, got {self._stops!r}")
         self._held = ""
         self.found: str | None = None
 
@@ -379,18 +379,18 @@ class StopStrings:
         return shown, False
 
     def rest(self) -> str:
-        """The text that was held back, once there is no more."""
+        """The delayed text, once the stream has ended."""
         rest, self._held = self._held, ""
         return rest
 
     def _overlap(self, stop: str) -> int:
-        """How many characters at the end begin `stop`."""
+        """How many of the last characters are the beginning of `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 def summary(last: GenerationResponse) -> str:
-    """What mlx-lm prints at the end, and the rounds if any drafted."""
+    """What mlx-lm prints at the end, and a line about the rounds if any of them drafted."""
     lines = [
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
@@ -408,7 +408,11 @@ def summary(last: GenerationResponse) -> str:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. Special tokens are added to a text unless it begins with the first of them."""
+    """Token ids of a prompt. A text gets special tokens unless it begins with the beginning-of-text token.
+
+    Raises:
+        RedrafterError: the text is not UTF-8, or the ids are no prompt.
+    """
     if not isinstance(prompt, str):
         return cast(list[int], check_prompt(prompt).tolist())
     if not is_text(prompt):
@@ -418,7 +422,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
-    """Token ids of the user's message, or of messages, through the chat template if there is one."""
+    """Token ids of a user message, or of messages, with the chat template if there is one."""
     if not tokenizer.has_chat_template:
         if not isinstance(prompt, str):
             prompt = "\n".join(str(message.get("content", "")) for message in prompt)
@@ -428,17 +432,17 @@ def encode_chat(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8; other bytes that a shell passes on cannot."""
+    """Whether it can be encoded as UTF-8; a shell may pass on other bytes."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class PromptRuns(NamedTuple):
-    """What decoding several prompts gave.
+    """The result of decoding several prompts.
 
     Attributes:
         stats: of all prompts together.
-        texts: the token ids that were made, for each prompt.
-        seconds: from each prompt's first token to its last, added up.
+        texts: the generated token ids of each prompt.
+        seconds: the sum over prompts of the time from the first token to the last.
     """
 
     stats: Stats
@@ -447,7 +451,7 @@ class PromptRuns(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """After the first token of each prompt; 0 when there is no more than that."""
+        """Speed after the first token of each prompt; 0 if there are no more tokens."""
         made = sum(len(text) - 1 for text in self.texts)
         return made / self.seconds if self.seconds else 0.0
 
@@ -459,7 +463,7 @@ def decode_prompts(
     options: Options,
     eos_token_ids: Collection[int] = (),
 ) -> PromptRuns:
-    """Decodes every prompt, one after the other; `drafter` None decodes plainly."""
+    """Decodes all prompts, one after the other."""
     stats, texts, seconds = Stats(), [], 0.0
     for prompt in prompts:
         text: list[int] = []
@@ -477,13 +481,13 @@ def decode_prompts(
 
 
 def try_drafter(model: nn.Module, tokenizer: Any, drafter: Drafter, options: Options) -> Stats:
-    """The rounds of decoding `TRIAL_PROMPTS` with a drafter, through the chat template where there is one."""
+    """Statistics of decoding `TRIAL_PROMPTS` with a drafter, with the chat template if there is one."""
     prompts = [encode_chat(tokenizer, text) for text in TRIAL_PROMPTS]
     return decode_prompts(model, drafter, prompts, options, set(tokenizer.eos_token_ids)).stats
 
 
 def explain_useless(drafter: Drafter | Source, rounds: int, has_processors: bool = False) -> str:
-    """What may be wrong with a drafter that has guessed nothing right in `rounds` rounds."""
+    """What may be wrong with a drafter of which no token was accepted in `rounds` rounds."""
     weights = drafter.drafter if isinstance(drafter, Source) else drafter
     assert weights is not None
     text = f"the drafter has guessed no token right in {rounds} rounds. "
@@ -493,7 +497,7 @@ def explain_useless(drafter: Drafter | Source, rounds: int, has_processors: bool
 
 
 class _CallableModule(ModuleType):
-    """Importing `mlx_redrafter.generate` puts this module in place of the package's function `generate`."""
+    """Importing `mlx_redrafter.generate` replaces the package's function `generate` by this module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         return generate(*args, **kwargs)
@@ -501,4 +505,4 @@ class _CallableModule(ModuleType):
 
 __signature__ = inspect.signature(generate)
 sys.modules[__name__].__class__ = _CallableModule
-__signature__ = inspect.signature(generate)  # of the module as a function
+__signature__ = inspect.signature(generate)  # for `inspect` and `help` on the module

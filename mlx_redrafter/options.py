@@ -36,7 +36,7 @@ ALIASES = {
     "stop_sequences": "stop",
     "stop_strings": "stop",
 }
-"""What other libraries call an option."""
+"""Names of options in other libraries."""
 
 OnRound = Callable[[Tree, list[int], list[int]], None]
 """Called with (the round's tree, the accepted nodes from the root down, the tokens chosen after each of them)."""
@@ -48,8 +48,8 @@ class OptionFlag(NamedTuple):
     """An option that is a command-line flag: numbers and strings.
 
     Attributes:
-        group: "plan" for those that say what a round drafts, "sampler" for those that a sampler of the caller's own
-            replaces, "cache" for those that say how a prompt cache is made.
+        group: "plan" for what a round drafts, "sampler" for what the caller's own sampler replaces, "cache" for how a
+            prompt cache is made.
     """
 
     name: str
@@ -73,26 +73,26 @@ def _flag(kind: type, default: Any, text: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keywords of `generate_step`, `stream_generate` and `generate`. Names are mlx-lm's where it has one.
+    """The keywords of `generate_step`, `stream_generate` and `generate`, named as in mlx-lm if it has them.
 
     Options that are not flags:
 
     Attributes:
         xtc_special_tokens: token ids that XTC never removes; None for the newline and the end-of-text tokens.
-        sampler: a sampler of mlx-lm's kind instead of `temp`; called with each node's (1, V) log-probabilities. Exact
-            in distribution if it is a function of that row.
-        logits_processors: of mlx-lm's kind, each a function of (history, logits): called for every node, also with
-            histories that are rejected afterwards. The tree is then not pruned.
-        prompt_cache: from mlx-lm's `make_prompt_cache`; holds the prompt and every yielded token afterwards, also when
+        sampler: an mlx-lm sampler instead of `temp`, called with each node's (1, V) log-probabilities. Exact in
+            distribution if it is a function of that row.
+        logits_processors: mlx-lm processors, each a function of (history, logits), called for every node, including
+            nodes that are rejected. The tree is then not pruned.
+        prompt_cache: from mlx-lm's `make_prompt_cache`; afterwards it holds the prompt and every yielded token, also if
             the generator is closed early. After an exception, `KeyboardInterrupt` included, its contents are undefined.
-        history: the ids that `prompt_cache` holds already, for processors to see, and for caches that do not count
-            tokens: without it the noise of a sampled text after such a cache starts at position 0.
+        history: the ids that `prompt_cache` holds, for processors, and for caches that do not count tokens: without it
+            the noise of a sampled text after such a cache starts at position 0.
         prompt_progress_callback: called with (prompt tokens processed, prompt tokens in all).
-        on_drafter_failure: called once with what the drafter raises, also while the machine is measured; decoding goes
-            on from there without it, and no token is lost. None passes the exception on, as several ranks always do.
+        on_drafter_failure: called once with an exception of the drafter, also from measuring. Decoding continues
+            without the drafter and loses no token. None raises the exception, as several ranks always do.
         on_round: called with each round that drafted, before its first token is yielded; see `OnRound`.
-        answers: past texts, which the context is drafted from, too, and which what is read and made is added to when
-            decoding ends; where there is a tokenizer, the name of a folder will do.
+        answers: past texts to draft from as well; prompt and answer are added when decoding ends. Functions that take
+            a tokenizer accept the name of a folder.
 
     Raises:
         RedrafterError: a value of the wrong type or out of its range.
@@ -137,7 +137,7 @@ class Options:
     max_kv_size: int | None = _flag(
         int,
         None,
-        "most rows of the KV cache, where the model leaves it open; the first 4 stay",
+        "most rows of the KV cache, if the model does not fix it; the first 4 stay",
         group="cache",
         minimum=MIN_RING_SIZE,
     )
@@ -161,8 +161,9 @@ class Options:
     answers: AnswerFolder | None = None
 
     def __post_init__(self) -> None:
-        for name in FLAGS.keys() - {"plan"}:  # which may be a tuple
-            object.__setattr__(self, name, check_option(name, getattr(self, name)))
+        for name in FLAGS:
+            if name != "plan":  # which may be a tuple
+                object.__setattr__(self, name, check_option(name, getattr(self, name)))
         if self.max_tokens < -1:
             raise RedrafterError(f"max_tokens must be -1 (no limit) or at least 1, got {self.max_tokens}")
         if self.temp and not 1e-30 <= self.temp <= 1e30:  # beyond it 1 / temp is not a float32
@@ -209,28 +210,32 @@ class Options:
         object.__setattr__(self, "history", history)
 
     def require_tokens(self) -> Options:
-        """Itself.
+        """Returns itself.
 
         Raises:
-            RedrafterError: `max_tokens` is 0, with which `generate_step` reads the prompt alone.
+            RedrafterError: `max_tokens` is 0, with which `generate_step` only reads the prompt.
         """
         if self.max_tokens == 0:
             raise RedrafterError("max_tokens must be -1 (no limit) or at least 1, got 0")
         return self
 
     def make_sampler(self, seed: int) -> Sampler:
-        """The sampler of these options; `seed` stands for one that was not given."""
+        """The sampler of these options; `seed` is used if the options have none."""
         options: dict[str, Any] = {name: getattr(self, name) for name in inspect.signature(make_sampler).parameters}
         return make_sampler(**{"seed": seed} | {name: value for name, value in options.items() if value is not None})
 
     @property
     def quantization(self) -> KVQuantization:
-        """Of the KV cache."""
+        """The quantization of the KV cache."""
         return KVQuantization(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 
     @cached_property
     def shape(self) -> tuple[int, int | None, int | None] | Literal["auto"] | None:
-        """(W, K or None, N or None) where the caller says; "auto"; None for plain decoding."""
+        """(W, K or None, N or None) if the caller fixes the plan, "auto", or None for plain decoding.
+
+        Raises:
+            RedrafterError: the plan is invalid, or given in two ways.
+        """
         plan = self.plan
         given = {name: value for name in PLAN_OPTIONS[1:] if (value := getattr(self, name)) is not None}
         if isinstance(plan, str) and plan == AUTO:
@@ -250,10 +255,10 @@ class Options:
     def resolve_plan(self, drafter: Any) -> Plan | Literal["auto"] | None:
         """The plan of every round, "auto", or None for plain decoding.
 
-        With logits processors no node may be pruned: each node's depth must be known beforehand.
+        With logits processors no node is pruned, as each node's depth must be known beforehand.
 
         Raises:
-            RedrafterError: a plan out of range for the drafter's vocabulary, or deeper than it can draft.
+            RedrafterError: the plan is wider than the drafter's vocabulary, or deeper than it can draft.
         """
         if self.shape is None or drafter is None:
             return None
@@ -269,7 +274,7 @@ class Options:
 
 
 def default_depth(drafter: Any) -> int:
-    """K for a drafter when nothing else is asked for."""
+    """A drafter's default draft depth K."""
     args = drafter.args
     return min(args.draft_depth or DRAFT_DEPTH, args.max_depth or MAX_DRAFT_DEPTH)
 
@@ -287,7 +292,7 @@ PLAN_OPTIONS, SAMPLER_OPTIONS, CACHE_OPTIONS = (
 
 
 def check_option(name: str, value: Any) -> Any:
-    """The value of an option that is a flag, as a plain Python number: NumPy's do not go through mlx-lm's filters.
+    """The checked value of a flag, as a plain Python number: mlx-lm's filters do not accept NumPy's.
 
     Raises:
         RedrafterError: it is of another type or out of its range.
@@ -315,7 +320,7 @@ def check_option(name: str, value: Any) -> Any:
 
 
 def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()) -> None:
-    """Adds the flags of the options, but those named in `without`, to a parser or a group of one."""
+    """Adds the options' flags to a parser or a group, except those in `without`."""
     for flag in OPTION_FLAGS:
         if flag.name in without:
             continue
@@ -329,7 +334,7 @@ def add_options(parser: argparse._ActionsContainer, without: Container[str] = ()
 
 
 def takes_options(function: F) -> F:
-    """Shows the options in the signature of a function that takes them as `**options`, and refuses all others."""
+    """Puts the options into the signature of a function that takes `**options`, and refuses other keywords."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = inspect.signature(Options).parameters.values()
@@ -345,10 +350,10 @@ def takes_options(function: F) -> F:
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuses keywords that are not known.
+    """Refuses unknown keywords.
 
     Raises:
-        TypeError: one is unknown; the message names the one that may have been meant.
+        TypeError: one is unknown; the message names the option that was probably meant.
     """
     for name in given:
         if name not in known:

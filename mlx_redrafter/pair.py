@@ -1,4 +1,4 @@
-"""A target and what drafts for it: checked, measured, and opened for a text, in one place."""
+"""A target and its drafter: checked, measured, and opened for a text, in one place."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ Cache = kv_cache.Cache | None
 
 @dataclass
 class Known:
-    """What is known of a pair in this process.
+    """What this process knows about a pair.
 
     Attributes:
-        costs: by whether trees were measured.
-        history: None before it was asked for.
+        costs: cost tables, by whether trees were measured.
+        history: None until it is first read.
     """
 
     costs: dict[bool, CostTable] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class Known:
 
 
 class Choice(NamedTuple):
-    """What was decided for a text.
+    """What drafts for a text.
 
     Attributes:
-        sources: what drafts for it.
-        planner: what plans its rounds.
-        notes: a line of reason for each thing that would draft otherwise and does not.
+        sources: the sources that draft.
+        planner: plans the rounds.
+        notes: a line for each thing that does not draft, or drafts chains only, with the reason.
     """
 
     sources: list[Source]
@@ -72,14 +72,14 @@ _lock = Lock()
 
 
 class Pair:
-    """A target and what drafts for it. What was learned of the two is found again by every pair of the same modules.
+    """A target and its drafter. All pairs of the same modules share costs and history.
 
     Args:
         model: as `mlx_lm.load` returns it.
         drafter: as `load_drafter` returns it; None drafts from the context alone.
 
     Raises:
-        RedrafterError: they are something else, or the drafter does not fit the model.
+        RedrafterError: one of them is something else, or the drafter does not fit the model.
     """
 
     def __init__(self, model: nn.Module, drafter: Drafter | None = None) -> None:
@@ -101,10 +101,10 @@ class Pair:
             self._known = _known[key]
 
     def costs(self, *, trees: bool, refresh: bool = False) -> CostTable:
-        """The cost table: of this process, else of the disk, else measured now and kept.
+        """The cost table: from this process, else from disk, else measured now and written.
 
         Args:
-            trees: whether the model takes trees, as the drafter may not; for chains alone see `CostTable.chains_only`.
+            trees: whether the model takes trees; whether the drafter does is checked here.
             refresh: measure again.
         """
         assert self.drafter is not None
@@ -116,18 +116,18 @@ class Pair:
 
     @property
     def history(self) -> History:
-        """What earlier texts have shown: of this process, how often the drafter was right else of the disk."""
+        """What earlier texts of this process have shown; before the first, the acceptance counts from disk."""
         with _lock:
             if self._known.history is None:
                 self._known.history = History(read_counts(self.model, self.drafter) if self.drafter else None)
             return self._known.history
 
     def make_planner(self, *, trees: bool, chains_only: bool = False) -> AutoPlanner:
-        """A planner for one text; without plans where none can pay.
+        """A planner for one text. It has no plans if none can pay.
 
         Args:
             trees: see `costs`.
-            chains_only: whether this text is to have none all the same.
+            chains_only: draft chains for this text even if trees are possible.
         """
         model, drafter, history = self.model, self.drafter, self.history
         assert drafter is not None
@@ -141,10 +141,10 @@ class Pair:
         )
 
     def fit_plan(self, plan: Plan, cache: Cache = None, states: Sequence[StateName] = (AFTER_NORM,)) -> Plan:
-        """The plan, or its chain where the model or the drafter takes no trees, with a warning that says why.
+        """The plan; if the model or the drafter takes no trees, its chain, with a warning that says why.
 
         Args:
-            states: which hidden states the drafter reads.
+            states: the hidden states that the drafter reads.
 
         Raises:
             UnsupportedModelError: see `check_draftable`.
@@ -158,7 +158,7 @@ class Pair:
         return chain_plan(plan.depth)
 
     def select_layers(self, cache: Cache) -> Cache:
-        """The target's layers of a prompt cache: with a draft model mlx-lm makes one for both, and ours has its own."""
+        """The target's layers of a prompt cache; mlx-lm's caches may hold a draft model's as well."""
         n_others = self.drafter.n_cache_layers if isinstance(self.drafter, Drafter) else 0
         if cache is None or not n_others or len(cache) != len(make_prompt_cache(self.model)) + n_others:
             return cache
@@ -176,12 +176,12 @@ class Pair:
     ) -> tuple[Decoder, Rounds]:
         """(a decoder, its rounds after `prompt`, see `Decoder.decode`).
 
-        Of the options, `max_tokens` and `on_round` are the caller's matter, but for a `max_tokens` of 0: there are only
-        the prompt's rounds then.
+        The caller applies `max_tokens` and `on_round`; only a `max_tokens` of 0 is applied here, and leaves the
+        prompt's rounds.
 
         Args:
-            source: the drafter's that has followed this text so far: it goes on from what it keeps.
-            grammar: what the text must follow, which was told of all that stands there of the answer already.
+            source: the drafter's source that has followed this text so far.
+            grammar: what the text must follow; it has taken the answer's tokens so far.
             may_run_ahead, stops: see `Decoder`.
 
         Raises:
@@ -198,8 +198,8 @@ class Pair:
             length = kv_cache.length(cache)
         if history and length != len(history) and kv_cache.counts_tokens(cache):
             raise RedrafterError(f"the prompt cache holds {length} tokens, its history is {len(history)}")
-        warn_of_slow_blas()  # of a model that mlx-lm loaded
-        if ranks.count() > 1:  # a rank that went on without its drafter would decide otherwise than the others
+        warn_of_slow_blas()  # for models that mlx-lm loaded
+        if ranks.count() > 1:  # a rank that continued without its drafter would decide differently from the others
             options = replace(options, on_drafter_failure=None)
         sources, planner, _ = self.choose(options, None if is_own else cache, source=source, grammar=grammar)
         with on_stream():
@@ -223,10 +223,10 @@ class Pair:
     def choose(
         self, options: Options, cache: Cache = None, *, source: Source | None = None, grammar: Grammar | None = None
     ) -> Choice:
-        """What drafts and what plans it, as the options ask for it and the model takes it.
+        """The sources and the planner of a text, by the options and by what the model allows.
 
         Args:
-            cache: what is decoded with; None for the model's own kind.
+            cache: the prompt cache to decode with; None for the model's own kind.
             source, grammar: see `open`.
 
         Raises:
@@ -237,7 +237,7 @@ class Pair:
         source = None if drafter is None else source or drafter.open(model)
         if source is not None:
             source.max_kv_size, source.prefill_step_size = options.max_kv_size, options.prefill_step_size
-            find_taps(model, source.capture)  # refuses a model without them; nothing is built yet
+            find_taps(model, source.capture)  # refuses a model without them before anything is built
         plan = options.resolve_plan(drafter)
         if shape is None or options.max_tokens == 0:
             return Choice([], Planner(None), ["plan is off"])
@@ -262,7 +262,7 @@ class Pair:
             no_trees = check_draftable(model, tree=True, cache=cache, states=source.capture)
             try:
                 planner = self.make_planner(trees=no_trees is None, chains_only=bool(options.logits_processors))
-            except Exception as error:  # while it was measured
+            except Exception as error:  # from measuring
                 if options.on_drafter_failure is None:
                     raise
                 options.on_drafter_failure(error)
@@ -285,12 +285,12 @@ class Pair:
 
 
 def find_pair(model: nn.Module, drafter: Drafter | Source | None) -> tuple[Pair, Source | None]:
-    """(the pair, the drafter's source where it was opened for the text already)."""
+    """(the pair, the drafter's source if one is given instead of a drafter)."""
     if isinstance(drafter, Source):
         return Pair(model, drafter.drafter), drafter
     return Pair(model, drafter), None
 
 
 def draw_seed() -> int:
-    """A random seed; that of rank 0 where several processes share one model."""
+    """A random seed; rank 0's if several processes share one model."""
     return int(ranks.share(secrets.randbits(32)))

@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 
 class BarLock:
-    """A lock between threads, with one between processes as its `mp_lock`, which is made when it is asked for.
+    """A lock between threads; its lock between processes, `mp_lock`, is created on first use.
 
-    tqdm's own lock has both from the first bar on. Where processes are spawned, the second starts one that tracks it.
+    tqdm creates both with its first bar. If processes are spawned, as on macOS, the second starts a tracker process.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class BarLock:
 
     @cached_property
     def mp_lock(self) -> Any:
-        """What `tqdm.contrib.concurrent.process_map` hands to its workers."""
+        """The lock that `tqdm.contrib.concurrent.process_map` passes to its workers."""
         from multiprocessing import RLock
 
         return RLock()
@@ -34,6 +34,6 @@ class BarLock:
 
 
 def set_bar_lock() -> None:
-    """Gives all of tqdm's bars a `BarLock`, unless they have a lock."""
+    """Gives tqdm's bars a `BarLock`, unless they already have a lock."""
     if not hasattr(tqdm, "_lock"):
         tqdm.set_lock(BarLock())

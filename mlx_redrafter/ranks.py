@@ -1,8 +1,7 @@
-"""Several processes that share one model, as `mlx.launch` starts them: what they tell each other outside of forwards.
+"""Messages outside of forwards between processes that share one model, as started by `mlx.launch`.
 
-Whatever they decide must be the same on all of them, as each takes part in every forward. Tokens, noise and plans
-follow from what all of them know; what one alone knows (the prompt, a file) or each knows otherwise (times, memory) is
-sent.
+As each process takes part in every forward, all must decide the same. Tokens, noise and plans follow from shared
+knowledge; what only one knows (the prompt, a file), or each knows differently (times, memory), is sent.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from mlx_lm.generate import generation_stream
 from .errors import RedrafterError
 
 CHECK = "MLX_REDRAFTER_CHECK_RANKS"
-"""Set in the environment, all ranks compare what each forward reads, and raise where it differs: two messages each."""
+"""If this environment variable is set, ranks compare each forward's input, in two messages, and raise if it differs."""
 
 PATHS = ("model", "drafter", "draft_model", "adapter_path")
-"""Flags whose values may differ between machines, but not whether they are given."""
+"""Flags whose values may differ between machines; they must be given on all or on none."""
 
 RANK_0_FLAGS = ("prompt", "api_key", "host", "port")
-"""Flags that rank 0 alone uses."""
+"""Flags that only rank 0 uses."""
 
 GRACE = 10.0
-"""Seconds that a rank has to end with an error of its own after another one has ended."""
+"""Seconds in which a rank may end with its own error after another one has ended."""
 
 
 def count() -> int:
-    """How many ranks there are; 1 in a process of its own."""
+    """The number of ranks; 1 in a single process."""
     return mx.distributed.init().size()
 
 
 def index() -> int:
-    """Which of them this is; 0 reads, prints and keeps files."""
+    """The number of this rank; rank 0 reads, prints and writes files."""
     return mx.distributed.init().rank()
 
 
 def gather(value: Any) -> list[Any]:
-    """What each rank gives, in their order: a message, which waits for all of them; and a second one but for None.
+    """The values of all ranks, in order. Waits for a message from each, and for a second one unless all are None.
 
     Args:
-        value: as pickle can say it; alone in its process it comes back as it is.
+        value: can be pickled; in a single process it is returned unchanged.
 
     Raises:
         RuntimeError: another rank has ended.
@@ -59,7 +58,7 @@ def gather(value: Any) -> list[Any]:
     if count() == 1:
         return [value]
     data = b"" if value is None else pickle.dumps(value)
-    with mx.stream(generation_stream):  # after the messages of a forward that is still in flight
+    with mx.stream(generation_stream):  # after the messages of a forward that is not finished
         sizes = _exchange(mx.array([len(data)]))
         if not sizes.any():
             return [None] * len(sizes)
@@ -68,24 +67,24 @@ def gather(value: Any) -> list[Any]:
 
 
 def _exchange(row: mx.array) -> np.ndarray[Any, Any]:
-    """The rows (1, ...) of all ranks; where one is lost MLX raises in `synchronize`, not always in what reads."""
+    """The rows (1, ...) of all ranks. If one is lost, MLX raises in `synchronize`, but not always in a read."""
     rows = mx.distributed.all_gather(row)
     mx.eval(rows)
-    for stream in (generation_stream, mx.default_stream(mx.cpu)):  # on Metal messages run on the second
+    for stream in (generation_stream, mx.default_stream(mx.cpu)):  # on Metal messages use the second
         mx.synchronize(stream)
     return np.array(rows)
 
 
 def share(value: Any) -> Any:
-    """What rank 0 gives; see `gather`."""
+    """The value of rank 0, see `gather`."""
     return gather(value if index() == 0 else None)[0]
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Compares the parsed flags of a command on all ranks; `PATHS` may have other values, `RANK_0_FLAGS` may differ.
+    """Compares a command's parsed flags on all ranks, except the values of `PATHS`, and `RANK_0_FLAGS`.
 
     Raises:
-        RedrafterError: on every rank, where one flag differs.
+        RedrafterError: a flag differs; raised on every rank.
     """
     compared = {name: value for name, value in flags.items() if name not in RANK_0_FLAGS}
     compared |= {name: "a path" for name in PATHS if compared.get(name) is not None}
@@ -98,13 +97,13 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def watch_connections() -> None:
-    """Ends this process `GRACE` seconds after another rank that it is connected to; called before it has others.
+    """Ends this process `GRACE` seconds after a connected rank has ended; call before it opens other connections.
 
-    MLX's ring waits forever where a forward has more messages to send than the one that was lost.
+    MLX's ring waits forever if a forward has messages to send after the one that was lost.
     """
     connections = []
     for number in [int(name) for name in os.listdir("/dev/fd") if int(name) > 2]:
-        with suppress(OSError):  # closed meanwhile, or not connected
+        with suppress(OSError):  # closed in the meantime, or not connected
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 connection = socket.socket(fileno=os.dup(number))
                 if connection.family != socket.AF_UNIX and connection.getpeername():
@@ -130,6 +129,6 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """Prints one line on stderr that says which rank this is, and exits at once with 1, whatever it was sending."""
+    """Prints one line with this rank's number on stderr, and exits at once with 1, even while sending."""
     print(f"error on rank {index()}: {message}", file=sys.__stderr__, flush=True)
     os._exit(1)

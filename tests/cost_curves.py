@@ -10,7 +10,7 @@ from typing import Any
 from mlx_redrafter.engine.decode import Planner
 from mlx_redrafter.engine.plan import Plan
 from mlx_redrafter.planning import simulation
-from mlx_redrafter.planning.acceptance import expected_reach
+from mlx_redrafter.planning.acceptance import cumulative_acceptance
 from mlx_redrafter.planning.costs import CostTable
 from mlx_redrafter.planning.planner import AutoPlanner
 
@@ -54,13 +54,13 @@ def scale_rounds(costs: CostTable, times: float) -> CostTable:
     return costs._replace(verify=rows, level=tuple(times * ms for ms in costs.level))
 
 
-_reach = cache(expected_reach)
+_cumulative = cache(cumulative_acceptance)
 
 
 def draw_accepted(plan: Plan, scale: float, generator: random.Random) -> int:
     """How many drafted tokens a round keeps, by the law that the planner assumes."""
     drawn = generator.random()
-    return sum(drawn < chance for chance in _reach(ACCEPTANCE, plan, scale)[1:])
+    return sum(drawn < chance for chance in _cumulative(ACCEPTANCE, plan, scale)[1:])
 
 
 def simulate(

@@ -136,11 +136,11 @@ def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
         time.sleep(0.01)
 
 
-def save_tokenizer(folder: Path) -> Any:
+def save_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
     """mlx-lm's wrapper of the demo's tokenizer with a chat template, reasoning and tool calls."""
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY / "target")
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     wrapper = tokenizer_utils.load(folder)
     assert wrapper.has_tool_calling and wrapper.has_thinking
@@ -152,9 +152,10 @@ class ScriptedRequest:
     """A request that is answered with a text."""
 
     asked: dict[str, Any]
-    events_to_come: list[TokenEvent | Exception]
+    events_to_come: list[TokenEvent | Exception | threading.Event]
     gate: threading.Event
     prompt_tokens: int
+    read: int = 0
     cached_tokens: int = 1
     decoding: Stats = Stats(4, 8, 6)
     queue_seconds: float | None = None
@@ -164,16 +165,15 @@ class ScriptedRequest:
 
     async def events(self) -> AsyncIterator[TokenEvent]:
         """The tokens, once the gate is open."""
-        while not self.gate.is_set():
-            await asyncio.sleep(0.005)
-            if self.cancelled:
-                return
-        for event in self.events_to_come:
+        for event in [self.gate, *self.events_to_come]:
+            while isinstance(event, threading.Event) and not (event.is_set() or self.cancelled):
+                await asyncio.sleep(0.005)
             if isinstance(event, Exception):
                 raise event
             if self.cancelled:
                 return
-            yield event
+            if isinstance(event, TokenEvent):
+                yield event
 
     def cancel(self) -> None:
         """Ends it."""
@@ -185,14 +185,15 @@ class ScriptedEngine:
     """An engine that answers each request with the next of its texts, and the last one from then on.
 
     Attributes:
-        texts: a token's id may stand instead of a text's part; an exception is raised where it stands.
+        texts: a token's id may stand instead of a text's part; an exception is raised where it stands, and nothing is
+            said until an event is set.
         gate: nothing is said before it is set.
         refusal: what `submit` raises.
         requests: those that came, with what was asked.
     """
 
     tokenizer: Any
-    texts: list[Sequence[str | int | Exception]] = field(default_factory=lambda: [["hello"]])
+    texts: list[Sequence[str | int | Exception | threading.Event]] = field(default_factory=lambda: [["hello"]])
     gate: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
     requests: list[ScriptedRequest] = field(default_factory=list)
@@ -210,13 +211,13 @@ class ScriptedEngine:
         if not prompt:
             raise RequestError("the prompt is empty")
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        ids: list[int | Exception] = []
+        ids: list[int | Exception | threading.Event] = []
         for part in text:
             ids += self.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else [part]
         end: int = next(iter(self.tokenizer.eos_token_ids))
-        events: list[TokenEvent | Exception] = []
+        events: list[TokenEvent | Exception | threading.Event] = []
         for at, token in enumerate([*ids, end][: asked.get("max_tokens")]):
-            if isinstance(token, Exception):
+            if not isinstance(token, int):
                 events.append(token)
                 continue
             top = [(token, -0.5), (token + 1, -float("inf"))][: asked.get("top_logprobs")]

@@ -98,7 +98,7 @@ def test_only_the_owner_can_read(tmp_path: Path) -> None:
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     mode = tmp_path.stat().st_mode
-    with pytest.raises(RedrafterError, match=r"expected a folder for answers alone, got .*, which holds notes\.txt"):
+    with pytest.raises(RedrafterError, match=r"expected a folder that holds only answers, got .* holds notes\.txt"):
         open_answers(tmp_path)
     assert tmp_path.stat().st_mode == mode
     with pytest.raises(RedrafterError, match=r"expected a folder for answers, got .*notes"):
@@ -179,7 +179,7 @@ def test_the_oldest_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    with pytest.raises(RedrafterError, match="past answers need a process of their own, got 2 ranks"):
+    with pytest.raises(RedrafterError, match="past answers need a single process, got 2 ranks"):
         open_answers(tmp_path)
 
 

@@ -163,7 +163,7 @@ from contextlib import redirect_stdout, suppress
 from io import StringIO
 
 sys.modules |= dict.fromkeys(("uvicorn", "starlette", "pydantic", "prometheus_client", "llguidance"))
-sys.modules |= dict.fromkeys(("matplotlib", "datasets", "jsonschema", "torch"))
+sys.modules |= dict.fromkeys(("matplotlib", "datasets", "jsonschema", "referencing", "torch"))
 from mlx_redrafter.cli.main import COMMANDS, main, run_module
 from benchmarks.command import COMMANDS as BENCHMARKS
 

@@ -7,11 +7,11 @@ from ..errors import Parser
 
 
 def run() -> int:
-    """Lists or clears a folder, as `sys.argv` says; the exit status."""
+    """Lists or clears a folder by `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     folder = find_folder(args.folder)
     if args.clear and clear_folder(folder):
-        print("all that was kept here is removed")
+        print("removed all answers")
         return 0
     for path in list_files(folder):
         texts, damaged = decode_texts(path.read_bytes())
@@ -19,7 +19,7 @@ def run() -> int:
         line = f"{path.name}: {len(texts):,} texts, {tokens:,} tokens, {size:,} bytes"
         print(line + (f", {damaged:,} of them damaged" if damaged else ""))
     if not list_files(folder):
-        print("nothing is kept here")
+        print("no answers are kept here")
     return 0
 
 
@@ -29,5 +29,5 @@ def make_parser() -> Parser:
         prog="mlx_redrafter.answers", description="Say what a folder of past answers holds, a line for each tokenizer."
     )
     parser.add_argument("folder", metavar="DIR", help="the folder of --answers")
-    parser.add_argument("--clear", action="store_true", help="remove all that is kept there; the folder stays")
+    parser.add_argument("--clear", action="store_true", help="remove all answers; the folder stays")
     return parser

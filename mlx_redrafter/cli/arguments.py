@@ -1,4 +1,4 @@
-"""What the commands' flags have in common: the models, the options, the chat template."""
+"""Flags that commands share: models, options, chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..options import AUTO, OFF, OPTION_FLAGS, PLAN_OPTIONS, Options, add_option
 
 
 def make_parser(command: str, about: str, without_drafter: str) -> Parser:
-    """A parser with the flags that name a target and its drafter; `without_drafter`: what there is without one."""
+    """A parser with the flags of target and drafter; `without_drafter` describes the default drafter."""
     parser = Parser(prog=f"mlx_redrafter.{command}", description=about)
     add = parser.add_argument
     add("--model", help="local directory or Hugging Face repo of the target; the packaged demo if not given")
@@ -32,7 +32,7 @@ def make_parser(command: str, about: str, without_drafter: str) -> Parser:
 
 
 def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ()) -> Parser:
-    """The parser of a command that generates text, with all options but those named in `without`."""
+    """The parser of a command that generates text, with all options except those in `without`."""
     parser = make_parser(command, about, "the demo's with the demo, or none,")
     add = parser.add_argument
     add("--no-drafter", action="store_true", help="no drafter, not even the demo's; the context still drafts")
@@ -40,12 +40,16 @@ def make_text_parser(command: str, about: str, *, without: tuple[str, ...] = ())
     add("--answers", metavar="DIR", help=ANSWERS_HELP)
     add("--chat-template-config", type=parse_object, help="JSON object of more arguments for the chat template")
     add_options(parser, without)
-    add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
+    add("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name for --draft-depth")
     return parser
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object that a flag's value is."""
+    """The JSON object in a flag's value.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no JSON object.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -58,7 +62,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def load_models(
     args: argparse.Namespace, tokenizer_config: dict[str, Any] | None = None, *, verbose: bool = True
 ) -> tuple[nn.Module, Any, Drafter | None]:
-    """(model, tokenizer, drafter or None); `verbose` says on stderr what is decoded where a flag is missing."""
+    """(model, tokenizer, drafter or None); `verbose` prints the default models in use to stderr."""
     model, tokenizer, drafter = load_pair(args, args.model, args.drafter, tokenizer_config)
     if verbose and args.model is None:
         print("the packaged demo: it shows the mechanism, not intelligence", file=sys.stderr)
@@ -68,10 +72,10 @@ def load_models(
 
 
 def read_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keywords of `Options` that are flags, checked before anything is loaded.
+    """The keywords of `Options` from flags, checked before anything is loaded.
 
     Raises:
-        RedrafterError: one is out of its range, or they do not go together.
+        RedrafterError: a flag is out of its range, or flags contradict.
     """
     options = {flag.name: getattr(args, flag.name) for flag in OPTION_FLAGS}
     checked = Options(**options).require_tokens()

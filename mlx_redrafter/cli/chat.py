@@ -1,4 +1,4 @@
-"""`chat`: mlx-lm's chat over a `Session`, which reads no token twice. Ctrl-C stops an answer, not the conversation."""
+"""`chat`: mlx-lm's chat with a `Session`, which reads no token twice. Ctrl-C stops an answer, not the conversation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .arguments import load_models, make_text_parser, read_options
 from .generate import show_prompt_progress
 
 TINTS, UNTINT = {"drafter": "\x1b[36m", "context": "\x1b[33m"}, "\x1b[39m"
-"""Around an accepted token, by what had drafted it: cyan or yellow, then the terminal's own colour."""
+"""Colours of accepted tokens by what drafted them, and the reset to the terminal's own colour."""
 
 
 def run() -> int:
-    """Chats as `sys.argv` says; the exit status."""
+    """Chats with the flags in `sys.argv`; returns the exit status."""
     args = make_parser().parse_args()
     options = read_options(args)
     model, tokenizer, drafter = load_models(args)
@@ -54,27 +54,27 @@ def run() -> int:
 
 
 def make_parser() -> Parser:
-    """The parser: flags and defaults of mlx-lm's chat, and what drafting and other commands add."""
-    about = "Chat with a model, with speculative decoding; with the packaged demo where no --model is given."
+    """The parser: flags and defaults of mlx-lm's chat, plus those of drafting and other commands."""
+    about = "Chat with a model, with speculative decoding; with the packaged demo if no --model is given."
     parser = make_text_parser("chat", about, without=("seed",))
     add = parser.add_argument
     add("--system-prompt", help="system prompt for the chat template")
     add(
         "--show-accepted",
         action="store_true",
-        help="tint what was accepted, in a terminal with colours: by the drafter cyan, from the context yellow",
+        help="tint accepted tokens in a terminal with colours: the drafter's cyan, the context's yellow",
     )
     add("--seed", type=int, default=0, help="equal seeds give equal text (default: %(default)s)")
     return parser
 
 
 def answer(session: Session, screen: Screen, query: str, system_prompt: str | None = None) -> None:
-    """Shows an answer as it is made. In a terminal an error ends the turn, not the conversation.
+    """Prints an answer while it is generated. In a terminal an error ends the turn, not the conversation.
 
-    Ctrl-C cancels the answer; pressed again it raises, as it does elsewhere. On several ranks it ends them.
+    Ctrl-C cancels the answer; pressed again it raises as usual. On several ranks it ends them.
 
     Raises:
-        RedrafterError: the turn was refused, or memory ran out, and nobody is there to ask another.
+        RedrafterError: the turn was refused, or memory ran out, and input is not a terminal.
         KeyboardInterrupt: Ctrl-C was pressed twice.
     """
     messages = [{"role": "user", "content": query}]
@@ -82,15 +82,15 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         messages.insert(0, {"role": "system", "content": system_prompt})
 
     def cancel(*signalled: object) -> None:
-        if session.cancel():  # else no turn has begun, and nothing ends
+        if session.cancel():  # False if no turn has begun
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    alone = ranks.count() == 1  # else Ctrl-C ends all of them
+    alone = ranks.count() == 1  # otherwise Ctrl-C ends all ranks
     before = signal.signal(signal.SIGINT, cancel if alone else signal.SIG_DFL)
     try:
         with show_prompt_progress() as callback:
             made = session.send(messages, on_token=screen.show_token, prompt_progress_callback=callback)
-    except (RedrafterError, RuntimeError, MemoryError) as error:  # as when memory runs out
+    except (RedrafterError, RuntimeError, MemoryError) as error:  # for instance out of memory
         if not screen.interactive:
             raise RedrafterError(one_line(error)) from error
         screen.say("error", str(error))
@@ -99,11 +99,11 @@ def answer(session: Session, screen: Screen, query: str, system_prompt: str | No
         signal.signal(signal.SIGINT, before)
     screen.end_turn(made.last)
     if made.finish_reason == "cancelled":
-        screen.say("stopped", "the conversation goes on")
+        screen.say("stopped", "the conversation continues")
 
 
 class Screen(ChatUI):
-    """mlx-lm's terminal interface with rounds and tints; plain text where there is no terminal.
+    """mlx-lm's terminal interface with rounds and tints; plain text without a terminal.
 
     Args:
         args: the flags of `chat`.
@@ -111,12 +111,12 @@ class Screen(ChatUI):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's writes colours into pipes, too
+        self._console = Console(theme=_make_theme(), highlight=False)  # mlx-lm's console also writes colours into pipes
         self.interactive = bool(ranks.share(self._console.is_terminal and sys.stdin.isatty()))
         self._tints = args.show_accepted and self._console.color_system is not None and not self._console.no_color
 
     def show_header(self, session: Session) -> None:
-        """What is loaded, and the commands."""
+        """Prints what is loaded, and the commands."""
         args, demo = self._args, "the packaged demo"
         drafter = "none" if session.drafter is None else find_drafter_name(args) or f"{demo}'s"
         limit = f"{args.max_tokens:,}" if args.max_tokens > 0 else "no limit"
@@ -126,10 +126,10 @@ class Screen(ChatUI):
         print_chat_help(self._console)
 
     def prompt(self) -> str:
-        """A line of the user's, which rank 0 reads.
+        """A line from the user, read by rank 0.
 
         Raises:
-            EOFError: there will be no more.
+            EOFError: the input has ended.
         """
         line = None
         if ranks.index() == 0:
@@ -140,12 +140,12 @@ class Screen(ChatUI):
         return str(line)
 
     def show_token(self, response: GenerationResponse) -> None:
-        """Shows a token's text at once; tinted if it was drafted, and if that is asked for and can be seen."""
+        """Prints a token's text at once, tinted if it was drafted and tints are on."""
         tint = TINTS[response.draft_source] if response.draft_source and self._tints and response.text else None
         self.stream_token(f"{tint}{response.text}{UNTINT}" if tint else response.text)
 
     def end_turn(self, response: GenerationResponse | None) -> None:
-        """mlx-lm's line of counts and speeds, and one of the rounds if any drafted."""
+        """Prints mlx-lm's line of counts and speeds, and one about the rounds if any of them drafted."""
         super().end_turn(response)
         if response is not None and response.drafted:
             self._console.print(
@@ -155,5 +155,5 @@ class Screen(ChatUI):
             )
 
     def say(self, what: str, text: str) -> None:
-        """Says what has ended the turn."""
+        """Prints why the turn ended."""
         self._console.print(f"  [ui.warn]{what}[/ui.warn] [ui.muted]{escape(text)}[/ui.muted]")

@@ -1,4 +1,4 @@
-"""`doctor`: what drafting brings on this machine for a model, with and without a drafter, and what it costs."""
+"""`doctor`: costs and speedup of drafting for a model on this machine, with and without a drafter."""
 
 from __future__ import annotations
 
@@ -39,26 +39,25 @@ from ..planning.sizing import choose_size
 from .arguments import make_parser
 
 QUALITIES = (2.0, 2.5, 3.0, 3.5)
-"""How good a drafter is, on any machine: its tokens per round of a chain of four drafted tokens."""
+"""Qualities of drafters, on any machine: tokens per round with a chain of four drafted tokens."""
 RATES = np.linspace(0, 0.95, 9501)
-"""How often a drafter's first guess may be right."""
+"""Rates at which a drafter's first guess is right."""
 CHAIN_TOKENS = np.polyval([1] * 5, RATES)
 """Tokens per round of a chain of four drafted tokens at each rate; up to 4.52."""
 
-
 TRIAL_DEPTH, TRIAL_TOKENS = 4, 48
-"""How long a chain a drafter is tried with, and how many tokens are decoded after each prompt."""
+"""The chain length of a trial, and the tokens that are decoded after each prompt."""
 HARDLY_ANY = 0.1
-"""A drafter whose first guess is right less often is given other hidden states."""
+"""A drafter whose first guess is right less often is tried with other hidden states."""
 LONG_CONTEXT = 32768
-"""Tokens after which a drafter's cache is stated."""
+"""The context length for which the size of a drafter's cache is reported."""
 
 
 def run() -> int:
-    """Runs the command on `sys.argv`; its exit status."""
-    about = "Measure what drafts from the context and from a drafter bring on this machine, before one is trained."
+    """Runs the command with `sys.argv`; returns the exit status."""
+    about = "Measure the speedup of drafting on this machine, from the context and with a drafter, before training one."
     parser = make_parser("doctor", about, "a random one of the size that training would choose")
-    parser.add_argument("--refresh", action="store_true", help="measure again, even where an earlier result is kept")
+    parser.add_argument("--refresh", action="store_true", help="measure again even if an earlier result is kept")
     parser.add_argument("--plot", metavar="PNG", help="also draw the costs and the predicted speeds to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     args = parser.parse_args()
@@ -76,18 +75,18 @@ def run() -> int:
 def diagnose(
     model: nn.Module, drafter: Drafter | None = None, tokenizer: Any = None, *, refresh: bool = False
 ) -> dict[str, Any]:
-    """The object of `--json` without `settings`; without a drafter it measures with one that training would choose.
+    """The object of `--json` without `settings`; without a drafter it measures one of the size that training chooses.
 
     Args:
-        tokenizer: a drafter is tried on a few prompts with it, see `make_trial`; None does not.
+        tokenizer: to try the drafter on a few prompts, see `make_trial`; None for no trial.
 
     Raises:
-        UnsupportedModelError: the model cannot be drafted for.
+        UnsupportedModelError: drafters cannot draft for the model.
     """
     no_trees, stand_in, trial = check_draftable(model, tree=True), None, None
     can_merge = no_trees is None
     if drafter is None:
-        print("no drafter given: measuring with a random one of the size that training would choose", file=sys.stderr)
+        print("no drafter given: measuring a random one of the size that training would choose", file=sys.stderr)
         choice = choose_size(model, compute_dtype(model))
         drafter, stand_in = make_drafter(choice.args), choice.reason
         drafter.set_dtype(compute_dtype(model))
@@ -132,7 +131,7 @@ def diagnose(
             if not 0.8 <= many / few <= 1.25
         ],
         "starts": [find_start(costs, acceptance, context) for context in costs.contexts],
-        "outlooks": [
+        "predictions": [
             {"tokens_per_round": tokens, "context": at, "offer": find_plan_speed(costs, make_acceptance(rate), at)}
             for tokens, rate in zip(QUALITIES, rates, strict=True)
             for at in costs.contexts
@@ -146,18 +145,17 @@ def diagnose(
 
 
 def describe_model(module: nn.Module, name: str, dtype: mx.Dtype) -> dict[str, Any]:
-    """The properties of a model that its costs depend on; the size of its weights in bytes."""
+    """The properties of a model that its costs depend on, and the size of its weights in bytes."""
     weight_bytes = sum(array.nbytes for array in list_weights(module).values())
     return {"name": name, "dtype": dtype_name(dtype), "quantized": is_quantized(module), "weight_bytes": weight_bytes}
 
 
 def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
-    """(which of the two makes numbers that are not finite in its dtype, "target", "drafter" or None; bytes that the
-    drafter keeps for each token)."""
+    """("target" or "drafter" if its numbers overflow in its dtype, or None; the drafter's cache bytes per token)."""
     source, guesses, text = drafter.open(model), list[mx.array](), list(range(min(16, drafter.args.vocab_size)))
 
     def record(logits: mx.array, level: int, paths: mx.array) -> mx.array:
-        guesses.append(mx.maximum(logits, 0))  # a token that is never guessed may have -inf
+        guesses.append(mx.maximum(logits, 0))  # tokens that are never guessed may have -inf
         return logits
 
     target = Target(model, capture=source.capture)
@@ -170,13 +168,12 @@ def probe_drafter(model: nn.Module, drafter: Drafter) -> tuple[str | None, int]:
 
 
 def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, Any]:
-    """What a drafter makes of a few prompts, greedy; and where that is hardly a token, what it makes of other states.
+    """A greedy trial of a drafter on a few prompts; if hardly a guess is right, also with other hidden states.
 
-    With the wrong hidden state or layer nothing fails: it is just never right.
+    With the wrong hidden state or layer nothing fails, but no guess is right.
 
     Returns:
-        `depth` of the chain, `tokens_per_round`, `acceptance_per_depth`; `others`: what to record in its config ->
-        tokens per round.
+        `depth` of the chain, `tokens_per_round`, `acceptance_per_depth`; `others`: config entry -> tokens per round.
     """
     depth = min(TRIAL_DEPTH, drafter.args.max_depth or TRIAL_DEPTH)
     options = Options(max_tokens=TRIAL_TOKENS, plan=(1, depth), context=False)
@@ -198,7 +195,7 @@ def make_trial(model: nn.Module, tokenizer: Any, drafter: Drafter) -> dict[str, 
 
 
 def correct_acceptance(table: AcceptanceTable, shares: Sequence[float]) -> AcceptanceTable:
-    """A table whose first guesses are right as often as they were, given those before; deeper ones as the last."""
+    """The table with the measured rates of first guesses; below them, the last measured rate."""
     rates = [share / before if before else 0.0 for before, share in pairwise((1.0, *shares))]
     rows = [table[min(depth, len(table) - 1)] for depth in range(max(len(rates), len(table)))]
     return [
@@ -208,7 +205,7 @@ def correct_acceptance(table: AcceptanceTable, shares: Sequence[float]) -> Accep
 
 
 def describe_trial(report: dict[str, Any]) -> list[str]:
-    """What the drafter is for, and what it made of the prompts it was tried on."""
+    """The drafter's target, and the result of its trial."""
     drafter, trial = report["drafter"], report["drafter"]["trial"]
     made_for = f"it was made for {drafter['base_model']}" if drafter["base_model"] else "its config names no target"
     lines = [f"It reads {drafter['states']}; {made_for}"]
@@ -232,13 +229,13 @@ def describe_trial(report: dict[str, Any]) -> list[str]:
 
 
 def make_acceptance(rate: float) -> AcceptanceTable:
-    """Of a drafter whose first guess is right at that rate at every depth, and no other guess more often."""
+    """The table of a drafter whose first guess is right at this rate at every depth, and others at most as often."""
     first, *others = UNKNOWN_ACCEPTANCE[0]
     return ((rate, *(min(rate, (1 - rate) * other / (1 - first)) for other in others)),)
 
 
 def find_break_even(costs: CostTable, context: int) -> float | None:
-    """The least tokens per round of a chain of four with which some plan beats plain decoding; None: none does."""
+    """The fewest tokens per round of a chain of four with which a plan beats plain decoding; None if none does."""
     at = bisect_right(RATES, 1, key=lambda rate: find_plan_speed(costs, make_acceptance(rate), context)["ratio"])
     return float(CHAIN_TOKENS[at]) if at < len(RATES) else None
 
@@ -246,14 +243,14 @@ def find_break_even(costs: CostTable, context: int) -> float | None:
 def find_plan_speed(
     costs: CostTable, acceptance: AcceptanceTable, context: int, plan: Plan | None = None
 ) -> dict[str, Any]:
-    """What a plan (None: the fastest) brings; a round costs `plain_steps`, `ratio` is the speed over plain decoding."""
+    """The prediction for a plan (None: the fastest): a round costs `plain_steps`, `ratio` is the speedup."""
     plans = (found for found in predict_all(costs, acceptance, context) if plan in (None, found.plan))
     best = max(plans, key=lambda found: found.speedup)
     return {"plan": best.plan, "tokens_per_round": best.tokens, "plain_steps": best.steps, "ratio": best.speedup}
 
 
 def find_start(costs: CostTable, acceptance: AcceptanceTable, context: int) -> dict[str, Any]:
-    """What `auto` starts with: a plan, or None for plain decoding, and then the offer is that of the fastest plan."""
+    """The plan that `auto` starts with and its offer; for plain decoding None and the fastest plan's offer."""
     plan = starting_plan(costs, acceptance, context)
     offer = find_plan_speed(costs, acceptance, context, plan)
     reason = f"{describe_plan(offer['plan'])} makes {offer['tokens_per_round']:.2f} tokens in a round of "
@@ -262,7 +259,7 @@ def find_start(costs: CostTable, acceptance: AcceptanceTable, context: int) -> d
 
 
 def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
-    """What a user should know, the most serious first."""
+    """Notes for the user, the most serious first."""
     machine, target, drafter = report["machine"], report["target"], report["drafter"]
     if odd := report["not_finite"]:
         convert = "convert it, python -m mlx_redrafter.convert --model DRAFTER --mlx-path NEW --dtype float32"
@@ -276,19 +273,19 @@ def find_notes(report: dict[str, Any], *, disturbed: bool) -> Iterator[str]:
         if target["quantized"] or target["dtype"] != "float32":
             yield "on a CPU MLX multiplies 16-bit and quantized weights without the BLAS: slowly, slower for more nodes"
     if drafter["stand_in"] is None and drafter["acceptance_assumed"]:
-        yield "the drafter's config has no acceptance: what is predicted of it rests on an assumption"
+        yield "the drafter's config has no acceptance: its predictions assume one"
 
 
 def describe_plan(plan: Plan) -> str:
-    """W x K, and N where not every node is verified."""
+    """W x K, and N if not all nodes are verified."""
     return f"{plan.width} x {plan.depth}" + ("" if plan.whole else f", {plan.size} nodes")
 
 
 def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:
-    """What the default options bring, what a drafter must make, and what these predictions rest on.
+    """The predicted speed with default options, the tokens per round that a drafter needs, and the assumptions.
 
     Args:
-        limit: the least tokens per round with which a drafter pays, as text.
+        limit: the fewest tokens per round with which a drafter pays, as text.
     """
     if odd := report["not_finite"]:
         return [f"Drafting does not pay here: the {odd}'s numbers are not finite."]
@@ -315,7 +312,7 @@ def describe_verdict(report: dict[str, Any], limit: str) -> list[str]:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The verdict and what makes it doubtful, the pair, what `auto` starts with, costs, predictions."""
+    """The report as text: verdict and notes, the models, the plan that `auto` starts with, costs, predictions."""
     costs, drafter = report["costs"], report["drafter"]
     least = [each["tokens_per_round"] for each in report["pays_from"]]
     limits = [f"{tokens:.2f}" if tokens else f"more than {CHAIN_TOKENS[-1]:.2f}" for tokens in least]
@@ -330,7 +327,7 @@ def format_report(report: dict[str, Any]) -> str:
         text += describe_trial(report)
     if report["no_trees"]:
         text.append(f"Plans: chains only, {report['no_trees']}")
-    text += ["", "What auto starts with (width x depth; plain decoding where no plan is expected to be 2% faster):"]
+    text += ["", "What auto starts with (width x depth; plain decoding if no plan is expected to be 2% faster):"]
     for start in report["starts"]:
         kind = "" if start["plan"] else "plain decoding, as the best plan "
         text.append(f"After {start['context']:,} tokens: {kind}{start['reason']}")
@@ -343,14 +340,18 @@ def format_report(report: dict[str, Any]) -> str:
         table.append((f"{nodes}", *(f"{ms[at]:.2f} ({steps[at]:.2f})" for ms, steps in row)))
     table += [("",), ("Predicted speed over plain decoding, by tokens per round of a chain of four:",), ("", *after)]
     for tokens in QUALITIES:
-        offers = [each["offer"] for each in report["outlooks"] if each["tokens_per_round"] == tokens]
+        offers = [each["offer"] for each in report["predictions"] if each["tokens_per_round"] == tokens]
         table.append((f"{tokens:.2f}", *(f"{offer['ratio']:.2f} ({describe_plan(offer['plan'])})" for offer in offers)))
     table.append(("pays from", *limits))
     return "\n".join([*text, *("".join(f"{cell:>24}" for cell in row).rstrip() for row in table)])
 
 
 def check_plot(name: str) -> None:
-    """Refuses what cannot be drawn before anything is measured."""
+    """Checks before measuring that a plot can be drawn.
+
+    Raises:
+        RedrafterError: the name does not end in .png, its folder does not exist, or matplotlib is missing.
+    """
     path = expand_path(name)
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise RedrafterError(f"--plot: expected a name that ends in .png, in a folder that exists, got {name}")
@@ -365,7 +366,7 @@ def draw_plot(name: str, report: dict[str, Any]) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     costs, speeds = figure.subplots(1, 2)
     for context, steps in zip(report["costs"]["contexts"], report["plain_steps"], strict=True):
-        ratios = [each["offer"]["ratio"] for each in report["outlooks"] if each["context"] == context]
+        ratios = [each["offer"]["ratio"] for each in report["predictions"] if each["context"] == context]
         costs.plot(report["costs"]["counts"], steps, "o-")
         speeds.plot(QUALITIES, ratios, "o-", label=f"after {context:,} tokens")
     costs.set(xlabel="nodes of a forward", ylabel="plain steps", ylim=(0, None))

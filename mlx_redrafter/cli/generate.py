@@ -1,4 +1,4 @@
-"""`generate`: a prompt in, text on stdout, statistics on stderr; `--compare` decodes plainly, too, and compares."""
+"""`generate`: prints the text to stdout and statistics to stderr; `--compare` compares it with plain decoding."""
 
 from __future__ import annotations
 
@@ -35,22 +35,26 @@ from ..session.chat_template import render
 from .arguments import load_models, make_text_parser, read_options
 
 DEMO_MAX_TOKENS = 400
-"""Enough for the demo's own prompt, an edit."""
+"""Enough for the answer to the demo's own prompt, an edit."""
 NOTHING_DRAFTED = "nothing was drafted: it does not pay here, or the text was short; mlx_redrafter.doctor measures it"
 SHORT_RUN = 2.0
-"""Seconds; a ratio of a shorter run is given with a caution."""
+"""Seconds; ratios of shorter runs are printed with a caution."""
 WARM_UP_TOKENS = 16
-"""How much `--compare` reads and decodes on each side before it measures."""
+"""Tokens that `--compare` reads and decodes on each side before it measures."""
 TF32 = "MLX_ENABLE_TF32"
-"""The environment variable with which MLX computes float32 products in TF32 on GPUs that can, or, if 0, does not."""
+"""The environment variable that, if 0, stops MLX from computing float32 products in TF32 on GPUs."""
 ProgressBar = partial(tqdm, unit="token", leave=False, delay=1.0, disable=None, position=0)
-"""On stderr, in a terminal; it appears after a second and goes at the end."""
+"""A bar on stderr in a terminal, which appears after a second and disappears at the end."""
 Stream = partial[Generator[GenerationResponse, None, None]]
 """`stream_generate` with its arguments."""
 
 
 def run() -> int:
-    """Generates as `sys.argv` says; the exit status, 1 if `--compare` finds a token that differs."""
+    """Generates by the flags in `sys.argv`; returns the exit status, 1 if `--compare` finds a different token.
+
+    Raises:
+        RedrafterError: a flag or input is refused.
+    """
     parser = make_parser()
     args = parser.parse_args()
     shows_edit = args.prompt is None and args.model is None and args.prompt_cache_file is None
@@ -66,7 +70,7 @@ def run() -> int:
         if args.prompt_cache_file:
             raise RedrafterError("--compare decodes twice and cannot share one --prompt-cache-file")
     if ranks.count() > 1 and args.prompt_cache_file:
-        raise RedrafterError("--prompt-cache-file is one process's: on several ranks each has a part of the cache")
+        raise RedrafterError("--prompt-cache-file needs a single process: each rank has a part of the cache")
     if ranks.count() > 1 and args.prompt == "-" and "MLX_RANK" in os.environ:
         raise RedrafterError("--prompt - waits for the end of the input, which mlx.launch does not pass on")
     if args.prompt_cache_file is not None:
@@ -103,23 +107,23 @@ def run() -> int:
             drawn = f"--seed {options['seed']}" if args.seed is None and args.temp > 0 else ""
             print(describe(verdict, decoded.last, drawn, args.kv_bits), file=sys.stderr)
             last, rounds = decoded.last, decoded.last.rounds - decoded.last.plain_steps
-            # Where tokens of the context were accepted, the drafter may have had no chance.
+            # If tokens of the context were accepted, the drafter may have had no chance.
             is_useless = last.drafted > last.context_drafted and not last.accepted
             if drafter is not None and is_useless and rounds < USELESS_ROUNDS:
-                print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds a warning has said so
+                print(explain_useless(drafter, rounds), file=sys.stderr)  # after more rounds there was a warning
     return 0 if verdict is None or verdict["identical"] else 1
 
 
 def make_parser() -> Parser:
-    """The parser: mlx-lm's flags, meanings and defaults, and what drafting adds."""
-    about = "Generate text with speculative decoding: the text of plain decoding, in less time."
+    """The parser: mlx-lm's flags, meanings and defaults, plus those of drafting."""
+    about = "Generate text with speculative decoding: the same text as plain decoding, in less time."
     parser = make_text_parser("generate", about)
     add = parser.add_argument
     add("--prompt", "-p", help="the prompt; '-' reads from stdin; without one the demo edits a packaged function")
     add("--system-prompt", help="system prompt for the chat template")
     add("--prefill-response", help="beginning of the answer, for the chat template")
     add("--ignore-chat-template", action="store_true", help="use the prompt without the tokenizer's chat template")
-    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template where it has none")
+    add("--use-default-chat-template", action="store_true", help="the tokenizer's default template if it has no other")
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--stop", nargs="+", default=(), help="strings that end the text")
     add("--prompt-cache-file", help="a prompt cache made by mlx_lm.cache_prompt")
@@ -131,7 +135,11 @@ def make_parser() -> Parser:
 
 
 def parse_bool(text: str) -> bool:
-    """A flag's value as mlx-lm writes it: True or T, False or F."""
+    """A flag's value as in mlx-lm: True or T, False or F.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
     if text.lower() not in ("true", "t", "false", "f"):
         raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
     return text.lower().startswith("t")
@@ -141,13 +149,13 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
     """(the cache of `--prompt-cache-file`, its tokenizer's config); `args.model` becomes the cache's model.
 
     Raises:
-        RedrafterError: it cannot be read, or is not what the flags say.
+        RedrafterError: it cannot be read, or contradicts the flags.
     """
     file = args.prompt_cache_file
     try:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
         config = dict(json.loads(metadata.get("tokenizer_config", "{}")))
-    except Exception as error:  # a damaged file may raise anything
+    except Exception as error:  # damaged files raise many kinds
         raise RedrafterError(f"cannot read the prompt cache {file}: {error}") from error
     made_with = metadata.get("model", args.model)
     if args.model not in (None, made_with):
@@ -157,7 +165,11 @@ def read_prompt_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, An
 
 
 def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """The prompt's token ids, through the chat template where there is one, as in mlx-lm."""
+    """The prompt's token ids, with the chat template if there is one, as in mlx-lm.
+
+    Raises:
+        RedrafterError: the prompt is not UTF-8, or the template refuses it.
+    """
     if args.prompt is None:
         text = DEFAULT_PROMPT if args.model else demo_prompts("edits")[0]
     else:
@@ -171,7 +183,7 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
             template = args.chat_template_config or {}
             return render(tokenizer, given, template, prefilled=args.prefill_response is not None)
 
-        # A prompt cache holds what the template puts before the user's message.
+        # A prompt cache already holds what the template puts before the user's message.
         text = apply(text)[apply("<query>").index("<query>") if args.prompt_cache_file else 0 :]
     if not is_text(text):
         raise RedrafterError("the prompt is not UTF-8")
@@ -180,12 +192,12 @@ def make_prompt(args: argparse.Namespace, tokenizer: Any) -> list[int]:
 
 
 def unescape(text: str) -> str:
-    """Newlines and tabs for their escapes, as mlx-lm reads a prompt."""
+    """Replaces escapes by newlines and tabs, as mlx-lm does in prompts."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 class Decoded(NamedTuple):
-    """A whole text; `row`: the log-probabilities (V,) where it first differs from the expected tokens, or None."""
+    """A whole text; `row`: the log-probabilities (V,) at the first token that is not the expected one, or None."""
 
     tokens: list[int]
     text: str
@@ -204,10 +216,10 @@ def decode(
     """Decodes a text, with a progress bar while a long prompt is read.
 
     Args:
-        show: whether to print the text as it is made.
+        show: whether to print the text while it is generated.
         label: of a progress bar over the tokens; None for no bar.
         expected: see `Decoded`.
-        options: instead of those of `stream`.
+        options: override those of `stream`.
     """
     tokens, text, row, others = list[int](), "", None, iter(expected)
     with show_prompt_progress() as callback:
@@ -238,7 +250,7 @@ def show_prompt_progress() -> Iterator[Callable[[int, int], None]]:
 
 def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool) -> tuple[Decoded, dict[str, Any]]:
     """(the drafted text, the `compare` field of `--json`); each side is warmed up first."""
-    plain = {"drafter": None, "context": False, "answers": None}  # else this text would be a past one
+    plain = {"drafter": None, "context": False, "answers": None}  # otherwise this text would become a past answer
     plain_stream, (model, tokenizer, prompt) = partial(stream, **plain), stream.args
     for side in ({"answers": None}, plain):
         start = partial(stream.func, model, tokenizer, prompt[:WARM_UP_TOKENS], **stream.keywords | side)
@@ -247,7 +259,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
     drafted = decode(stream, show=show, label=None if show else "drafting", expected=expected.tokens)
     at, difference = first_difference(expected.tokens, drafted.tokens), None
     if at is not None:
-        difference = Difference(at, 0.0, 0.0, rounding=False)  # as it stays where one text is only longer
+        difference = Difference(at, 0.0, 0.0, rounding=False)  # if one text is just longer
         if drafted.row is not None and at < len(expected.tokens):
             rows = (decode(plain_stream, max_tokens=at + 1).last.logprobs, drafted.row)
             chosen = (expected.tokens[at], drafted.tokens[at])
@@ -264,7 +276,7 @@ def compare(stream: Stream, sampler: Sampler, prompt_tokens: int, *, show: bool)
 def describe(
     verdict: dict[str, Any], last: GenerationResponse, more_flags: str = "", kv_bits: int | None = None
 ) -> str:
-    """What `compare` found, and how much the ratio says; for `more_flags` and `kv_bits` see `judge_rounding`."""
+    """The result of `compare` in words, with cautions; for `more_flags` and `kv_bits` see `judge_rounding`."""
     plain, drafted, tokens = verdict["plain_generation_tps"], verdict["generation_tps"], last.generation_tokens
     text = f"plain {plain:.1f}, drafted {drafted:.1f} tokens-per-sec: {verdict['ratio']:.2f} times\n"
     if verdict["ratio"] < 1 and last.rounds:
@@ -281,15 +293,15 @@ def describe(
 
 
 def judge_rounding(rounding: bool, dtype: mx.Dtype, more_flags: str = "", kv_bits: int | None = None) -> str:
-    """What a difference is and, where that is not certain, what settles it.
+    """The verdict on a difference and, if it is not certain, how to settle it.
 
     Args:
         rounding: whether it is below the margin.
         dtype: of the log-probabilities.
-        more_flags: what a command needs to decode the same text again.
-        kv_bits: of the KV cache; None where it is not quantized.
+        more_flags: the flags with which a command decodes the same text again.
+        kv_bits: of the KV cache; None if it is not quantized.
     """
-    # On an M5 and on CUDA MLX computes float32 in TF32, of 10 bits, where several rows are multiplied, unless told not.
+    # On an M5 and on CUDA MLX multiplies several float32 rows in TF32, which has 10 bits, unless TF32 is 0.
     in_tf32 = mx.default_device().type == mx.gpu and os.environ.get(TF32) != "0"
     flags = f"{'' if dtype == mx.float32 else '--dtype float32 '}{more_flags}".strip()
     front, end = f"{TF32}=0 in front" if in_tf32 else "", f"{flags} at the end" if flags else ""
@@ -304,7 +316,7 @@ def judge_rounding(rounding: bool, dtype: mx.Dtype, more_flags: str = "", kv_bit
 
 
 def find_cause() -> str:
-    """Why a round may cost too much on this machine."""
+    """Why rounds may be slow on this machine."""
     machine = describe_machine()
     if platform.system() == "Linux" and not has_fast_blas(machine.get("blas", "openblas")):
         return f"MLX computes with {machine['blas']}, which is slow for several rows"
@@ -312,7 +324,7 @@ def find_cause() -> str:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The index of the first token that two texts do not share; None if they are equal."""
+    """The index of the first token at which two texts differ; None if they are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
@@ -321,7 +333,7 @@ class Difference(NamedTuple):
 
     Attributes:
         token: its index in the text.
-        distance: the larger of how far apart the two sides' log-probabilities of the two tokens are.
+        distance: the larger difference between the sides' log-probabilities, of the two tokens.
         margin: the largest distance that rounding explains.
         rounding: whether rounding explains the difference.
     """
@@ -337,11 +349,11 @@ def judge_difference(
 ) -> Difference:
     """Judges whether rounding explains that two sides chose different tokens.
 
-    A forward of one row and one of several round differently, by at most `margin`: four steps of the dtype at logits
-    of 20, and at least 0.001. What a side maximizes is the log-probability or, where tokens are sampled,
-    log-probability / temperature + noise, a sum that may tie to the last bit even in float32. So rounding explains a
-    difference if the sides are no farther apart than that at both tokens, and each chose the better one by its own
-    row and the noise that both share, give or take the last bits.
+    Forwards of one row and of several round differently, by at most `margin`: four steps of the dtype at logits of 20,
+    and at least 0.001. A side maximizes the log-probability or, if tokens are sampled, log-probability / temperature +
+    noise, a sum that may tie to the last bit even in float32. So rounding explains a difference if the sides differ by
+    at most `margin` at both tokens, and each chose the better token by its own row and the shared noise, up to the
+    last bits.
 
     Args:
         token: the index in the text.

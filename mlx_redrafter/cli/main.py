@@ -1,4 +1,4 @@
-"""The console script `mlx_redrafter COMMAND`, and what every command has in common: one clear line on bad input."""
+"""The console script `mlx_redrafter COMMAND`. Bad input to any command prints one line on stderr."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COMMANDS = {
     "answers": ("mlx_redrafter.cli.answers", "say what a folder of past answers holds, or clear it"),
     "stdio": ("mlx_redrafter.cli.stdio", "sessions for another program, over lines of JSON"),
 }
-"""Name -> (the module whose `run()` is the command, what it does)."""
+"""Name -> (the module whose `run()` is the command, its description)."""
 
 SEVERAL_RANKS = ("mlx_redrafter.cli.generate", "mlx_redrafter.cli.chat", "mlx_redrafter.serving.command")
-"""The modules of commands that `mlx.launch` may start; each has a `make_parser()`, too."""
+"""The modules of commands that `mlx.launch` may start; each also has a `make_parser()`."""
 
 NO_BACKEND = (
     "MLX cannot run here: {error}. On Linux install a backend: pip install 'mlx_redrafter[cpu]' or "
@@ -41,7 +41,7 @@ NO_SERVER = (
 
 
 def main(command: str | None = None) -> None:
-    """Runs a command on `sys.argv`, and exits with its status.
+    """Runs a command with `sys.argv`, and exits with its status.
 
     Args:
         command: one of `COMMANDS`; None takes it from the first argument.
@@ -58,22 +58,22 @@ def main(command: str | None = None) -> None:
 
 
 def run_module(module: str) -> None:
-    """Imports `module`, calls its `run()`, and exits with what that returns; errors become one line on stderr."""
+    """Imports `module`, calls its `run()`, and exits with the status that it returns; errors become one stderr line."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the shell; the next file would get its number
+        if getattr(sys, name) is None:  # closed by the shell; the next opened file would get its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     has_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if has_handler:  # which prints a traceback while modules are imported, and is not called while ranks are awaited
+    if has_handler:  # it prints a traceback during imports, and is not called while waiting for ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     warnings.formatwarning = lambda message, *place, **more: f"warning: {one_line(message)}\n"
     logging.getLogger("mlx_redrafter").setLevel(logging.INFO)
-    if logging.lastResort is not None:  # what shows a log that a command has not set up
+    if logging.lastResort is not None:  # the handler of logs that a command has not set up
         logging.lastResort.setLevel(logging.INFO)
     try:
         import_module("mlx.core")
     except ImportError as error:
         exit_with_error(NO_BACKEND.format(error=one_line(error)))
-    from .. import ranks  # which needs MLX
+    from .. import ranks  # needs MLX
 
     try:
         size = ranks.count()
@@ -82,7 +82,7 @@ def run_module(module: str) -> None:
     fail = exit_with_error if size == 1 else ranks.exit_with_error
     if size > 1:
         ranks.watch_connections()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not see it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank that waits for a message would not handle it
     elif has_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.index():
@@ -96,7 +96,7 @@ def run_module(module: str) -> None:
         if size > 1:
             ranks.check_flags(vars(command.make_parser().parse_args()))
         status = command.run()
-        ranks.gather(None)  # what the others wait for is lost when a rank ends before them
+        ranks.gather(None)  # others lose messages if a rank ends before them
         sys.stdout.flush()
     except ModuleNotFoundError as error:
         if not module.startswith("mlx_redrafter.serving"):
@@ -105,7 +105,7 @@ def run_module(module: str) -> None:
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush cannot fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's final flush cannot fail
         status = 1
     except (ValueError, OSError) as error:
         fail(one_line(error))
@@ -114,7 +114,7 @@ def run_module(module: str) -> None:
             raise
         fail(f"{type(error).__name__}: {one_line(error)}")
     if size > 1:
-        os._exit(status)  # at once, whatever it was sending
+        os._exit(status)  # at once, even while sending
     sys.exit(status)
 
 

@@ -1,8 +1,8 @@
 """`stdio`: sessions for another program, over lines of JSON; docs/stdio.schema.json has every request and event.
 
-Requests come on stdin, events go to stdout. The main thread loads and answers in the order of the requests; another one
-reads stdin, so that a request can be cancelled while it is answered. When stdin ends, the requests before are finished;
-when the parent process is gone, this one ends.
+Requests come from stdin, events go to stdout. The main thread loads and answers in the order of the requests; another
+one reads stdin, so that a request can be cancelled while it is answered. When stdin ends, the remaining requests are
+finished; when the parent process ends, this one does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..session.session import Session
 from .arguments import load_models, make_text_parser, read_options
 
 PROTOCOL = 1
-"""Of the schema; another number means other lines."""
+"""The version of the schema."""
 
 FIELDS: dict[str, set[str]] = {
     "send": {"session", "text", "messages", "options"},
@@ -36,18 +36,18 @@ FIELDS: dict[str, set[str]] = {
     **{kind: {"session"} for kind in ("open", "reset", "close")},
     **{kind: set() for kind in ("cancel", "ping")},
 }
-"""What a request of each type may have besides its type and its id; "as" and "path" it must have."""
+"""The fields of each type of request besides type and id; "as" and "path" are required."""
 
 USAGE = (
     "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", *USAGE_FIELDS, "peak_memory", "seed",
 )  # fmt: skip
-"""The fields of the last response that `done` has."""
+"""The fields of the last response that are copied into `done`."""
 
 Request = dict[str, Any]
 
 
 def run() -> int:
-    """Loads as `sys.argv` says, and answers until stdin ends."""
+    """Loads the models in `sys.argv`, and answers until stdin ends; returns the exit status."""
     parser = make_text_parser("stdio", "Sessions for another program: lines of JSON on stdin and stdout.")
     add = parser.add_argument
     add("--stop", nargs="+", default=(), help="strings that end an answer")
@@ -58,7 +58,7 @@ def run() -> int:
     settings |= {"memory_budget": args.memory_budget, "when_full": args.when_full}
     threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     stdout = sys.stdout.buffer
-    with redirect_stdout(sys.stderr):  # what anything else prints is no event
+    with redirect_stdout(sys.stderr):  # other prints are no events
         models = load_models(args, verbose=False)
         settings["answers"] = open_answers(args.answers, models[1])
 
@@ -69,7 +69,7 @@ def run() -> int:
         drafter = None if models[2] is None else find_drafter_name(args) or "demo"
         model = args.model or "demo"
         server.write("ready", None, protocol=PROTOCOL, version=__version__, model=model, drafter=drafter)
-        # Not sys.stdin: Python cannot end while a thread reads from that.
+        # Not sys.stdin, as Python cannot exit while a thread reads from it.
         stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         threading.Thread(target=server.read_requests, args=(stdin,), daemon=True).start()
         server.answer_requests()
@@ -77,7 +77,7 @@ def run() -> int:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Ends the process when its parent is gone; in a thread of its own."""
+    """Ends the process when its parent has ended; runs in its own thread."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)
@@ -87,14 +87,14 @@ class SessionServer:
     """Reads requests and answers them.
 
     Args:
-        events: where events are written.
-        make_session: makes a session; given a path, one that was saved.
+        events: the stream for events.
+        make_session: makes a session, or loads one from a path.
     """
 
     def __init__(self, events: IO[bytes], make_session: Callable[[str | None], Session]) -> None:
         self._events, self._make_session = events, make_session
         self._queue: SimpleQueue[Request | None] = SimpleQueue()
-        self._pending: dict[str, bool] = {}  # ids that wait or are answered, and whether each was cancelled
+        self._pending: dict[str, bool] = {}  # ids of unfinished requests, and whether each was cancelled
         self._lock = threading.Lock()
         self._sessions = {"main": make_session(None)}
 
@@ -102,7 +102,7 @@ class SessionServer:
         """Writes an event, from any thread.
 
         Raises:
-            OSError: nobody reads any more.
+            OSError: the reader is gone.
         """
         line = json.dumps({"type": kind, "id": name, **fields}).encode() + b"\n"
         with self._lock:
@@ -110,7 +110,7 @@ class SessionServer:
             self._events.flush()
 
     def read_requests(self, stream: IO[bytes]) -> None:
-        """Queues requests until there are no more; a cancellation and a ping take effect at once."""
+        """Queues requests until the stream ends; cancellations and pings are handled at once."""
         try:
             for line in filter(bytes.strip, stream):
                 name = None
@@ -122,7 +122,7 @@ class SessionServer:
                 except RedrafterError as error:
                     self.write("error", name, message=str(error))
         except OSError:
-            pass  # nobody reads any more: the next event finds that, too
+            pass  # the reader is gone, which the next event will find as well
         finally:
             self._queue.put(None)
 
@@ -140,24 +140,24 @@ class SessionServer:
             self._queue.put(request)
 
     def answer_requests(self) -> None:
-        """Answers requests in their order until there are no more.
+        """Answers requests in order until there are no more.
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the reader is gone.
         """
         while (request := self._queue.get()) is not None:
             try:
                 kind, fields = self._answer(request)
             except BrokenPipeError:
                 raise
-            except Exception as error:  # as when memory runs out: the conversation is what it was
+            except Exception as error:  # for instance out of memory: the conversation is unchanged
                 kind, fields = "error", {"message": one_line(error)}
-            with self._lock:  # who has read the last event may use its id again
+            with self._lock:  # after the last event the client may reuse its id
                 del self._pending[request["id"]]
             self.write(kind, request["id"], **fields)
 
     def _answer(self, request: Request) -> tuple[str, dict[str, Any]]:
-        """Does what a request asks for; type and fields of its last event."""
+        """Answers a request; returns type and fields of its last event."""
         kind, name, sessions = request["type"], request.get("session", "main"), self._sessions
         new = name if kind == "open" else request.get("as")
         if new in sessions:
@@ -179,7 +179,7 @@ class SessionServer:
         return "ok", {}
 
     def _send(self, session: Session, request: Request) -> dict[str, Any]:
-        """A turn, an event for every token; the fields of `done`."""
+        """Runs a turn with an event for every token; returns the fields of `done`."""
         name = request["id"]
 
         def cancel_if_asked(*progress: int) -> None:
@@ -199,10 +199,10 @@ class SessionServer:
 
 
 def parse_line(line: bytes) -> Request:
-    """The object of a line, which has an id.
+    """The request in a line.
 
     Raises:
-        RedrafterError: it is something else.
+        RedrafterError: it is no JSON object with an id.
     """
     try:
         request = json.loads(line)
@@ -214,7 +214,11 @@ def parse_line(line: bytes) -> Request:
 
 
 def check_request(request: Request) -> None:
-    """Refuses a request whose type or fields are not in the schema; their values the session checks."""
+    """Checks type and field names of a request; the session checks the values.
+
+    Raises:
+        RedrafterError: they are not in the schema.
+    """
     kind, names = request.get("type"), request.keys() - {"type", "id"}
     if not isinstance(kind, str) or kind not in FIELDS:
         raise RedrafterError(f"type must be one of {', '.join(FIELDS)}, got {kind!r:.100}")

@@ -1,6 +1,6 @@
 """The demo's text: the Python standard library's sources, split by file.
 
-The standard library may be redistributed (PSF licence) and is on every machine that runs this package.
+The standard library may be redistributed (PSF licence), and every machine that runs this package has it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def library_name(path: Path) -> str:
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a file is kept out of training: a hash of its library path decides, on any machine."""
+    """Whether a file is held out of training, by a hash of its library path, the same on any machine."""
     return int(hashlib.sha256(library_name(path).encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
 
 
@@ -52,12 +52,12 @@ def split_files() -> tuple[list[Path], list[Path]]:
 
 
 def training_prompts(count: int, seed: int = 0) -> list[str]:
-    """Pieces of the training files for the demo's target to write on from."""
+    """Pieces of the training files, for the demo's target to continue."""
     return pick_pieces(split_files()[0], count, seed)
 
 
 def pick_pieces(files: Sequence[Path], count: int, seed: int = 0) -> list[str]:
-    """Pieces of some files, a few whole lines each, from anywhere in them."""
+    """Pieces of some files, a few whole lines each, from random places."""
     rng = np.random.default_rng(seed)
     found: list[str] = []
     while len(found) < count:

@@ -1,7 +1,7 @@
 """The kinds of drafters, one file each, and drafts from the context.
 
-What they share: config.py, what a config says; protocol.py, what decoding asks; trainable.py, what training asks;
-source.py and cached.py, what they keep of a text; block.py, drafters of blocks.
+Shared by the kinds: config.py, configs; protocol.py, what decoding needs; trainable.py, what training needs; source.py
+and cached.py, sources; block.py, drafters of blocks.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ TRAINABLE: dict[str, type[TrainableArgs]] = {
     for module in MODULES
     if issubclass(module.DrafterArgs, TrainableArgs)
 }
-"""Name of a kind that can be trained, as people give it -> its sizes."""
+"""Name of a kind that can be trained, as in `--drafter-type` -> its sizes."""
 
 DEFAULT = next(iter(TRAINABLE))
-"""The kind that is trained when no other is asked for."""
+"""The kind that is trained by default."""
 
 
 def is_converted(config: dict[str, Any]) -> bool:
-    """Whether a config is that of a drafter in our format, not in that of its authors."""
+    """Whether a config is in our format, not in that of the drafter's authors."""
     if "medusa_num_heads" in config or "speculators_model_type" in config:
         return False
     model_type = config.get("model_type", recurrent.MODEL_TYPE)
@@ -45,5 +45,5 @@ def is_converted(config: dict[str, Any]) -> bool:
 
 
 def make_drafter(args: DrafterArgs) -> Drafter:
-    """An untrained drafter of these sizes, of their kind."""
+    """An untrained drafter of these sizes."""
     return KINDS[args.model_type][0](args)

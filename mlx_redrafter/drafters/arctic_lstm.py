@@ -1,7 +1,7 @@
-"""The Arctic LSTM speculator: an LSTM over the drafted tokens, which begins with the target's hidden state.
+"""The Arctic LSTM speculator: an LSTM over the drafted tokens, starting from the target's hidden state.
 
     s_0 = R(h) / sqrt(2) with scale_input, else h; c_0 = 0       R(x) = x / sqrt(mean(x^2) + 1e-6)
-    f, i, o, k = proj(s_t) + a * emb[token]         one embedding for all four; the first step has a proj of its own
+    f, i, o, k = proj(s_t) + a * emb[token]         one embedding for all four; the first step has its own proj
     c_{t+1} = sigmoid(f) * c_t + sigmoid(i) * GELU(cell_ln(k))
     s_{t+1} = sigmoid(o) * GELU(state_ln(c_{t+1}))
     logits  = head(s_{t+1})
@@ -32,7 +32,7 @@ from .trainable import Project, TrainableDrafter, fill_columns, scale_components
 MODEL_TYPE = "arctic_lstm"
 
 GATES = ("forget", "input", "output", "cell")
-"""In the order of the rows of a projection."""
+"""The order of the gates in a projection's rows."""
 
 NAMES = (
     (r"forget_emb\.0\.weight", "emb.weight"),
@@ -50,7 +50,7 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(mlp_speculator.DrafterArgs):
-    """What the `config.json` of an Arctic LSTM says: as an MLP speculator's; its weights are always tied."""
+    """The config of an Arctic LSTM, as of an MLP speculator with tied weights."""
 
     tie_weights: bool = flag(True)
     model_type: str = field(default=MODEL_TYPE, kw_only=True)
@@ -59,7 +59,7 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`; the four projections become one."""
+        """As in the base class; joins the four projections."""
         for key in ("tie_weights", "tie_lstm_embs"):
             if checkpoint.config.get(key, True) is not True:
                 got = f"{key} true of an LSTM speculator, got {checkpoint.config[key]!r:.40}"
@@ -81,12 +81,11 @@ class DrafterArgs(mlp_speculator.DrafterArgs):
         return cls.from_sizes(checkpoint, hidden_size, checkpoint.matrix("emb.weight")[0], rows // len(GATES))
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"inner_dim {self.inner_dim}, n_predict {self.n_predict}"
 
 
 class Drafter(TrainableDrafter):
-    """The LSTM's weights; it keeps nothing between calls."""
+    """An Arctic LSTM. It keeps nothing between calls."""
 
     args: DrafterArgs
 
@@ -100,7 +99,7 @@ class Drafter(TrainableDrafter):
         self.hold_draft_ids()
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(s, c), (..., I) each, after one more token, see `TrainableDrafter.read_token`."""
+        """(s, c), (..., I) each, after one more token."""
         embedded = self.args.embedding_weight * self.emb(tokens)
         if state is None:
             return self.step(self.proj[0](self.args.start(hidden.astype(self.dtype))), embedded, None)
@@ -112,7 +111,7 @@ class Drafter(TrainableDrafter):
         return features
 
     def start_from(self, project: Project) -> None:
-        """Its output matrix and embedding begin as the principal components of the target's embedding."""
+        """Initialises output matrix and embedding with the principal components of the target's embedding."""
         project = scale_components(project)
         super().start_from(project)
         columns = project(mx.arange(self.args.vocab_size), self.args.inner_dim)
@@ -122,8 +121,8 @@ class Drafter(TrainableDrafter):
         """(the next state, the next cell), (..., I) each.
 
         Args:
-            projected: (..., 4 * I) the state, projected.
-            embedded: (..., I) the token's embedding, weighted.
+            projected: (..., 4 * I) the projected state.
+            embedded: (..., I) the token's weighted embedding.
             cell: (..., I), None for zeros.
         """
         gates = mx.unflatten(projected, -1, (len(GATES), -1)) + embedded[..., None, :]
@@ -134,9 +133,7 @@ class Drafter(TrainableDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrix."""
         return [self.head]
 
     def part_of(self, name: str) -> str:
-        """Which part the layer of this name is."""
         return find_part(name)

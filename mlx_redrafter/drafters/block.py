@@ -1,15 +1,15 @@
 """Block drafters: one forward guesses a whole block of tokens.
 
-Of the text they have keys and values only, made from the outputs u_i of some of the target's layers at position i:
+Of the text they only keep keys and values, made from the outputs u_i of some of the target's layers at position i:
 
-    c_i = norm(fc(u_i))            the same for all layers; each has keys k_proj(c_i) and values v_proj(c_i) of its own
+    c_i = norm(fc(u_i))            shared by all layers; each has its own keys k_proj(c_i) and values v_proj(c_i)
 
 A block after p positions is the root at p and mask tokens at p + 1, p + 2, ...: its rows go through the layers
-together, see the text and each other, and are guesses of the tokens at their own positions, or at the next ones.
-Their keys and values do not stay. How long a block is follows from the plan: the rows see each other, so a shorter
-draft is not the beginning of a longer one.
+together, see the text and each other, and guess the tokens at their own positions, or at the next ones. Their keys and
+values are dropped. The plan decides how long a block is; as its rows see each other, a shorter draft is not the
+beginning of a longer one.
 
-Layers are Qwen3's, if a kind does not say otherwise. Their dtype is the file's, whatever the target's is.
+Layers are Qwen3's unless a kind has others. Their dtype is the file's, not the target's.
 
 Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036.
 """
@@ -61,29 +61,29 @@ ROPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "proportional": (),
 }
-"""Types of rotation -> the numbers that each must say."""
+"""Types of rotation -> the numbers that each needs in the config."""
 
 Guess = Callable[[mx.array, int], mx.array]
-"""(tokens (W,), row) -> (W, V') float32 logits of what a row guesses, after these tokens."""
+"""(tokens (W,), row) -> (W, V') float32 logits of a row's guess after each of these tokens."""
 
 
 @dataclass(frozen=True)
 class BlockArgs(LayerArgs):
-    """What the `config.json` of a block drafter says.
+    """The config of a block drafter.
 
     Attributes:
         num_layers: L.
         block_size: B, the most rows of a block, the root's included.
-        mask_token_id: whose embedding stands for a token that is not known.
-        from_anchor: whether row j guesses the token at position p + j + 1, the root's row too; else that at p + j.
+        mask_token_id: the token whose embedding is used for unknown tokens.
+        from_anchor: whether row j, the root's included, guesses the token at position p + j + 1 instead of p + j.
         attention_bias: whether the projections of attention have biases.
-        own_embedding, own_head: whether it has an embedding and an output matrix; if not, it uses the target's.
-        layer_windows: for each layer, how many positions a row sees, its own included; 0, or None for all layers, for
-            all of them.
-        layer_causal: for each layer, whether a row sees no later one; None for none.
-        embedding_scale: what embeddings are multiplied by; None for what the target does.
-        output_multiplier: what logits are multiplied by.
-        final_logit_softcapping: what they are capped at afterwards; None for nothing.
+        own_embedding, own_head: whether it has its own embedding and output matrix or uses the target's.
+        layer_windows: for each layer, how many positions a row sees, its own included, 0 for all; None if every layer
+            sees all.
+        layer_causal: for each layer, whether a row sees no later row; None if no layer is causal.
+        embedding_scale: the factor of embeddings; None for the target's.
+        output_multiplier: the factor of logits.
+        final_logit_softcapping: the cap of the multiplied logits; None for none.
     """
 
     num_layers: int = count()
@@ -101,7 +101,6 @@ class BlockArgs(LayerArgs):
     final_logit_softcapping: float | None = number(None)
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         rope = self.rope_scaling or {}
         needed = ROPES.get(name_rope(rope))
         if needed is None or not all(is_positive(rope.get(key)) for key in needed):
@@ -134,10 +133,13 @@ class BlockArgs(LayerArgs):
 
     @classmethod
     def from_block(cls, checkpoint: Checkpoint, model: nn.Module | None, own: Config) -> Self:
-        """The arguments of a published head, see `DrafterArgs.from_published`; `prepare` has read its config.
+        """The arguments of a published head after `prepare`, see `DrafterArgs.from_published`.
 
         Args:
             own: the kind's own fields.
+
+        Raises:
+            CheckpointError: the config does not fit the tensors.
         """
         tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
         (width, n_inputs), n_states = checkpoint.matrix("fc.weight"), len(config["capture_layers"])
@@ -169,26 +171,24 @@ class BlockArgs(LayerArgs):
 
     @property
     def max_depth(self) -> int:
-        """How many tokens it can draft at most: its rows that guess."""
+        """The most tokens that it can draft, its rows that guess."""
         return self.block_size - (not self.from_anchor)
 
     @property
-    def sights(self) -> list[tuple[int, bool]]:
-        """(window, or 0 for none, and whether it is causal) of each layer."""
+    def layer_masks(self) -> list[tuple[int, bool]]:
+        """(window, or 0 for none, and whether it is causal) of each layer's attention mask."""
         windows, causal = (given or [0] * self.num_layers for given in (self.layer_windows, self.layer_causal))
         return list(zip(windows, map(bool, causal), strict=True))
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`."""
         return super().said() | {"num_hidden_layers": self.num_layers}
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"block {self.block_size}, layers {self.num_layers}, {super().describe()}"
 
 
 def make_rope(dims: int, base: float, traditional: bool, scaling: dict[str, Any] | None) -> Any:
-    """mlx-lm's rotation; of YaRN also with bounds that are not rounded, as gpt-oss has it.
+    """mlx-lm's rotation; for YaRN also with bounds that are not rounded, as in gpt-oss.
 
     Source: transformers, modeling_rope_utils.py::_compute_yarn_parameters; arXiv 2309.00071, section 3.
     """
@@ -227,11 +227,11 @@ class Attention(nn.Module):
         return cache.update_and_fetch(self.rope(self.k_norm(keys), offset=position), values)
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """(1, heads, R, head_dim) the values of rows (R, H), whose keys are these before their norm."""
+        """(1, heads, R, head_dim) the values of rows (R, H); `keys` are theirs before the norm."""
         return self._split(self.v_proj(rows))
 
     def __call__(self, rows: mx.array, position: mx.array, cache: KVCache, mask: mx.array) -> mx.array:
-        """(B, H) of a block's rows, which `mask` (B, C) lets see the last C rows of the cache, their own included."""
+        """(B, H) the output for a block's rows; `mask` (B, C) covers the last C cache rows, their own included."""
         queries = self.rope(self.q_norm(self._split(self.q_proj(rows))), offset=position)
         keys, values = (array[..., -mask.shape[1] :, :] for array in self.append(rows, position, cache))
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
@@ -242,7 +242,7 @@ class Attention(nn.Module):
 
 
 Attend = Callable[[mx.array], mx.array]
-"""Normed rows (B, H) -> what attention makes of them."""
+"""Normed rows (B, H) -> attention's output (B, H)."""
 
 
 class Layer(nn.Module):
@@ -256,16 +256,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(args.width, args.rms_norm_eps)
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
-        """(B, H) of a block's rows (B, H)."""
+        """(B, H) the output for a block's rows (B, H)."""
         rows = rows + attend(self.input_layernorm(rows))
         return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
 class BlockDrafter(Drafter):
-    """A block drafter. A kind says which layers it has, and how a guess depends on the token drafted before it.
+    """A block drafter. A kind defines its layers, and how a guess depends on the token drafted before it.
 
-    It computes in its own dtype: in float16 what large layers of a target put out would overflow, so a head that is
-    stored in it is read as bfloat16.
+    It computes in its own dtype. The outputs of a target's large layers may overflow float16, so heads that are stored
+    in it are read as bfloat16.
     """
 
     takes_float16 = False
@@ -285,33 +285,31 @@ class BlockDrafter(Drafter):
         self.hold_draft_ids()
 
     def make_layer(self) -> Layer:
-        """One of its layers."""
+        """A new layer."""
         return Layer(self.args)
 
     @property
     def n_inputs(self) -> int:
-        """The width of the target's states side by side."""
+        """The width of the target's concatenated states."""
         return self.args.hidden_size * len(self.args.capture_layers or [])
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
         return BlockSource(self, model)
 
     def append(self, states: mx.array, position: int, caches: Iterable[KVCache]) -> mx.array:
         """Appends the keys and values of positions to each layer's cache.
 
         Args:
-            states: (R, X) the target's states side by side.
+            states: (R, X) the target's concatenated states.
             position: of the first.
 
         Returns:
-            (R, H) what they are made from.
+            (R, H) the features that they are made from.
         """
         features: mx.array = self.hidden_norm(self.fc(states.astype(self.dtype)))
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -326,7 +324,7 @@ class BlockDrafter(Drafter):
         Args:
             embedded: (B, H) the root and the mask tokens.
             position: () int32, the root's.
-            caches, masks: for each layer one, see `Attention`.
+            caches, masks: one for each layer, see `Attention`.
         """
         rows = embedded.astype(self.dtype)
         for layer, cache, mask in zip(self.layers, caches, masks, strict=True):
@@ -340,22 +338,24 @@ class BlockDrafter(Drafter):
         return cast(mx.array, self.norm(rows))
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """What the rows with these final states (D, H) guess: for all tokens the same.
+        """The guesses of rows with final states (D, H), in this class independent of the token before.
 
         Args:
-            head: the output matrix, its own or the target's.
+            head: its own or the target's output matrix.
         """
         logits = self.make_logits(states, head)
         return lambda tokens, row: mx.broadcast_to(logits[row], (len(tokens), logits.shape[1]))
 
     def make_logits(self, states: mx.array, head: Head) -> mx.array:
-        """(D, V') float32 logits of final states, multiplied and capped as its config says."""
+        """(D, V') float32 logits of final states, multiplied and capped by the config."""
         logits, cap = head(states).astype(mx.float32) * self.args.output_multiplier, self.args.final_logit_softcapping
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def sample_logits(self) -> mx.array:
-        """See `Drafter.sample_logits`: of a block after eight positions, at most eight rows; their final states where
-        its output matrix is the target's."""
+        """Logits of at most eight rows of a fixed random block after eight positions.
+
+        If the target's output matrix is used, their final states instead.
+        """
         generator, args = np.random.default_rng(0), self.args
         states, embedded = (
             mx.array(generator.normal(size=(8, width)).astype(np.float32)) for width in (self.n_inputs, args.width)
@@ -372,7 +372,7 @@ class BlockDrafter(Drafter):
 
 
 class BlockSource(CachedSource):
-    """A block drafter: the keys and values of the text in each layer's cache, those of a block after them.
+    """The source of a block drafter: each layer's cache holds the text's keys and values, then a block's.
 
     Args:
         drafter: its weights.
@@ -384,7 +384,7 @@ class BlockSource(CachedSource):
     def __init__(self, drafter: BlockDrafter, model: nn.Module) -> None:
         args = drafter.args
         super().__init__(drafter, model, args.capture_layers or [], args.num_layers)
-        windows = [window for window, _ in args.sights]
+        windows = [window for window, _ in args.layer_masks]
         self._window = max(windows) if all(windows) else None
         self._positions = mx.zeros((0,), mx.int32)  # of the rows
         if "embed_tokens" in drafter:
@@ -396,7 +396,7 @@ class BlockSource(CachedSource):
         self._head = drafter.lm_head if "lm_head" in drafter else _cast_input(find_head(model), compute_dtype(model))
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
-        """See `CachedSource.take_in`; the tokens change nothing."""
+        """Appends rows; the tokens are not used."""
         own = mx.arange(position, position + len(states))
         self._positions = mx.concatenate([self._positions[: self._caches[0].offset], own])
         return self.drafter.append(states, position, self._caches)
@@ -408,16 +408,16 @@ class BlockSource(CachedSource):
             self._positions = self._positions[before - self._n_rows : before]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """See `StepwiseSource.begin`. Deeper than that it repeats the last row's guess: no plan asks for that."""
-        _, sees, position = self.take_in_flight(root)
+        """Runs a block. Beyond `depth` the last row's guess is repeated, which no plan needs."""
+        _, sees, position = self.take_in_pending(root)
         drafter, args = self.drafter, self.drafter.args
         first = 0 if args.from_anchor else 1
         tokens = mx.concatenate([root.reshape(1).astype(mx.int32), mx.full((first + depth - 1,), args.mask_token_id)])
         own = position + mx.arange(len(tokens))
-        kinds = {sight: make_mask(sees, self._positions, own, *sight) for sight in set(args.sights)}
+        kinds = {kind: make_mask(sees, self._positions, own, *kind) for kind in set(args.layer_masks)}
         near = len(self._rows[-1].tokens) + len(tokens) - 2
-        # The rows before these columns are farther away than a window.
-        masks = [kinds[sight][:, -(sight[0] + near) if sight[0] else 0 :] for sight in args.sights]
+        # Rows before these columns are outside the window.
+        masks = [kinds[kind][:, -(kind[0] + near) if kind[0] else 0 :] for kind in args.layer_masks]
         rows = drafter.run(self._scale * self._embed(tokens), position, self._caches, masks)
         guess = drafter.make_guess(rows[first:], self._head)
 
@@ -429,19 +429,18 @@ class BlockSource(CachedSource):
 
     @property
     def state(self) -> Any:
-        """See `CachedSource.state`."""
         return *super().state, self._positions
 
 
 def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, causal: bool) -> mx.array:
-    """(B, R + B) bool: which rows of the text and of the block each of the block's rows sees.
+    """(B, R + B) bool: which rows of the text, then of the block, each row of the block sees.
 
     Args:
-        sees: (R,) bool, which rows of the text a block sees; they come first.
-        positions: (R,) int32, theirs.
-        own: (B,) int32, the block's.
-        window: a row sees what is less than this away, before and after; 0 for everything.
-        causal: whether it sees no later row of its block.
+        sees: (R,) bool, which rows of the text a block sees.
+        positions: (R,) int32, of the text's rows.
+        own: (B,) int32, the positions of the block's rows.
+        window: a row sees positions less than this away, before and after; 0 for all.
+        causal: whether a row sees no later row of its block.
     """
     size = len(own)
     mask = mx.concatenate([mx.broadcast_to(sees, (size, len(sees))), mx.ones((size, size), mx.bool_)], axis=1)
@@ -452,7 +451,7 @@ def make_mask(sees: mx.array, positions: mx.array, own: mx.array, window: int, c
 
 
 def _cast_input(head: Head, dtype: mx.Dtype) -> Head:
-    """The target's output matrix in its own dtype, of which no copy is to be made in another."""
+    """The target's output matrix applied in its own dtype, to avoid a copy in another one."""
     return lambda states: head(states.astype(dtype))
 
 
@@ -465,34 +464,34 @@ BLOCK_NAMES = (
     (r"layers\.\d{1,3}\..*", r"\g<0>"),
     ("d2t", DRAFT_IDS),
 )
-"""What all block drafters have, in the names of DFlash's authors, Muse's and SpecForge's."""
+"""The tensors of all block drafters, as DFlash's authors, Muse's and SpecForge name them."""
 
 ARCHITECTURE = re.compile(r".*(DFlash|DSpark|MuseGlimmerAssistant).*")
 
 DEEPSPEC = re.compile(r"(Qwen3|Gemma4)DSpark.*")
-"""Heads that see the whole text in every layer, whatever their target does."""
+"""Heads that see the whole text in every layer, even if their target does not."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def name_architecture(config: Config) -> str:
-    """What a config says that the model is; empty where it does not."""
+    """The architecture in a config; empty if there is none."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def recognises_block(names: Collection[str], config: Config, marks: str) -> bool:
-    """Whether a checkpoint holds a block drafter: EAGLE's norm of that name is in its layer.
+    """Whether a checkpoint holds a block drafter. EAGLE's `hidden_norm` is inside its layer.
 
     Args:
-        marks: a pattern of what a kind has beside it.
+        marks: a pattern of tensors that only the kind has.
     """
     pattern = rf"hidden_norm\.weight|encoder\.(?:fc|output_norm_enc)\.weight|{marks}"
     return matches_any(pattern, names) or ARCHITECTURE.fullmatch(name_architecture(config)) is not None
 
 
 def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
-    """Calls the tensors of a published head as we do, and reads its config, see `read_config`.
+    """Renames the tensors of a published head to our names, and reads its config, see `read_config`.
 
     Args:
         names: of the kind.
@@ -523,27 +522,27 @@ def prepare(checkpoint: Checkpoint, names: Names, kind: str) -> None:
 
 
 def list_kinds(said: Config) -> list[str]:
-    """What a config calls the kind of head."""
+    """The names of the head's kind in a config."""
     return [str(said[key]) for key in ("speculators_model_type", "projector_type") if key in said]
 
 
 def read_config(config: Config, n_layers: int, where: str) -> Config:
-    """A published config, flat, with what `BlockArgs` asks for but the sizes of tensors, `from_anchor`, `block_size`.
+    """A flat published config with the fields of `BlockArgs`, except tensor sizes, `from_anchor` and `block_size`.
 
-    Authors package it in several ways: DFlash's keys stand beside those of a Qwen3 model or under `dflash_config`,
-    DeepSpec's beside all of the target's config, which says nothing about the drafter; speculators keep those of its
-    layers under `transformer_layer_config`.
+    Packagings differ: DFlash's keys are beside those of a Qwen3 model or under `dflash_config`, DeepSpec's beside the
+    target's whole config, which does not apply to the drafter; speculators keep its layers' keys under
+    `transformer_layer_config`.
 
     Args:
-        n_layers: how many layers it has.
+        n_layers: how many layers the head has.
 
     Raises:
-        CheckpointError: it does not say which layers of the target it reads, or says something that is not known.
+        CheckpointError: the target's layers that it reads are missing, or a value is not supported.
     """
     said = flatten(config, "dflash_config", where)
     layers, entering = said.get("target_layer_ids"), said.get("aux_hidden_state_layer_ids")
     if layers is None and isinstance(entering, list) and all(type(layer) is int for layer in entering):
-        layers = [layer - 1 for layer in entering]  # what enters a layer is the output of the one before
+        layers = [layer - 1 for layer in entering]  # a layer's input is the output of the one before
     if not isinstance(layers, list) or not layers:
         what = "target_layer_ids, the layers whose outputs it reads"
         raise CheckpointError(f"{where} has no config.json that says {what}")
@@ -551,18 +550,18 @@ def read_config(config: Config, n_layers: int, where: str) -> Config:
         "capture_layers": layers,
         "num_layers": n_layers,
         "embedding_scale": said.get("input_embedding_scale"),
-        # Gemma's keys of full layers, which its drafters have
+        # Gemma's keys of full-attention layers, which its drafters have
         "head_dim": said.get("global_head_dim", said.get("head_dim")),
         "num_key_value_heads": said.get("num_global_key_value_heads", said.get("num_key_value_heads")),
-        **_find_sights(said, config, n_layers, where),
+        **_find_layer_masks(said, config, n_layers, where),
     }
 
 
-def _find_sights(said: Config, config: Config, n_layers: int, where: str) -> Config:
-    """`layer_windows` and `layer_causal`, None where no layer has one or is so.
+def _find_layer_masks(said: Config, config: Config, n_layers: int, where: str) -> Config:
+    """`layer_windows` and `layer_causal`, each None if no layer has a window or is causal.
 
-    A row of a sliding layer sees no later row, unless the config says so; Qwen3's configs have a window only with
-    `use_sliding_window`. Where all layers are full, `use_swa` makes all of them sliding.
+    Sliding layers are causal unless the config says otherwise; in Qwen3's configs they have a window only with
+    `use_sliding_window`. If all layers are full, `use_swa` makes all of them sliding.
     """
     types, name = said.get("layer_types"), name_architecture(config)
     if DEEPSPEC.fullmatch(name):

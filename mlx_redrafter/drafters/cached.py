@@ -1,13 +1,13 @@
-"""Sources that keep a KV cache of their own: a row for every position of the text that they were told of.
+"""Sources with a KV cache of their own: a row for every position of the text that they have seen.
 
-A draft does not wait for the round in flight, so it is not known how many of its rows stay: all of them are appended,
-and masked by that number, an array. Where the next round begins tells how many it was; the other rows, and those of
-the draft, are overwritten::
+A draft does not wait for the pending round's read, so the number of its rows that stay is not known: all of them are
+appended, and masked by that number, an array. The start of the next round tells the number; the other rows, and the
+draft's, are then overwritten::
 
-    rows    for good | the round in flight: n_kept, then others | the draft
-    seen    all      | the first n_kept                         | itself and its ancestors
+    rows    settled | the pending round: n_kept, then others | the draft
+    seen    all     | the first n_kept                       | itself and its ancestors
 
-A position that nobody told it of is a hole: it has no row.
+Positions it never saw have no row.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from .protocol import PairDrafter
 
 MAX_WAITING = 64
-"""The most rows that wait to be taken in together, while nothing is drafted."""
+"""The most rows that wait to be taken in together while nothing is drafted."""
 
 MAX_EXCESS = 256
-"""By how many rows a cache may be longer than `max_kv_size` before its oldest rows are dropped."""
+"""A cache may exceed `max_kv_size` by this many rows before its oldest rows are dropped."""
 
 
 class Rows(NamedTuple):
-    """Positions of the text, one after the other, that are not in the cache for good.
+    """Consecutive positions of the text whose rows are not settled in the cache.
 
     Attributes:
         tokens: (R,) int32.
         states: (R, X) the captured hidden states side by side.
-        n_kept: () int32 or a number, how many of the R stay.
+        n_kept: () int32 or a number, how many of the R rows stay.
         position: of the first of them in the text.
     """
 
@@ -54,11 +54,11 @@ class Rows(NamedTuple):
 
 
 class LayerCache:
-    """A KV cache as a layer of mlx-lm's sees it, which rotates its rows by the offset.
+    """A KV cache for a layer of mlx-lm, which rotates the new rows by the offset.
 
     Args:
-        cache: takes the rows, after those that it has.
-        offset: the position of the first row in the text, a number or () int32.
+        cache: the rows are appended to it.
+        offset: the position of the first new row in the text, a number or () int32.
     """
 
     def __init__(self, cache: KVCache, offset: mx.array | int) -> None:
@@ -70,17 +70,17 @@ class LayerCache:
         return self._cache.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """All keys and all values, these ones at the end."""
+        """Appends keys and values, and returns all of them."""
         return self._cache.update_and_fetch(keys, values)
 
 
 class CachedSource(StepwiseSource):
-    """A drafter with a KV cache: what it keeps of one text. The kinds of them say how rows are made, and drafted after.
+    """The source of a drafter with a KV cache. Subclasses define how rows are made, and how drafts begin.
 
     Args:
         drafter: its weights.
         model: the target.
-        capture: which of its hidden states the drafter reads, side by side.
+        capture: the target's hidden states that the drafter reads, concatenated.
         n_layers: how many caches it has.
     """
 
@@ -89,27 +89,27 @@ class CachedSource(StepwiseSource):
     def __init__(self, drafter: Any, model: nn.Module, capture: Sequence[StateName], n_layers: int = 1) -> None:
         self.drafter, self.capture = drafter, tuple(capture)
         self._embed = find_parts(model).embedding
-        self._window: int | None = None  # how many of the last positions the drafter sees; None for all
+        self._window: int | None = None  # the last positions that the drafter sees; None for all
         self._caches = [KVCache() for _ in range(n_layers)]
-        self._n_rows = 0  # in the caches, for good
-        self._rows: list[Rows] = []  # after those; of the last ones it is not known yet how many stay
-        self._is_in_flight = False  # whether the last ones are in the caches already
+        self._n_rows = 0  # settled in the caches
+        self._rows: list[Rows] = []  # after those; how many of the last ones stay is not known yet
+        self._is_taken_in = False  # whether the last ones are in the caches
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
-        """Appends rows to the caches, of positions that follow each other.
+        """Appends the rows of consecutive positions to the caches.
 
         Args:
             states: (R, X) the captured hidden states.
-            tokens: (R,) int32, after each position the next one's token.
+            tokens: (R,) int32, the token after each position.
             position: of the first.
 
         Returns:
-            (R, ...) what the drafter makes of them.
+            (R, ...) the drafter's output.
         """
         raise NotImplementedError
 
     def keep(self, kept: Kept) -> None:
-        """Notes the rows that stay. Those of long forwards are taken in at once, as far as the next token is known."""
+        """Notes the rows that stay. Many rows are taken in at once, up to the last whose next token is known."""
         self._settle(kept.position)
         states = mx.concatenate([kept.rows(kept.hidden[name]) for name in self.capture], axis=-1)
         self._rows.append(Rows(kept.rows(kept.tokens).astype(mx.int32), states, kept.n_kept, kept.position))
@@ -118,7 +118,7 @@ class CachedSource(StepwiseSource):
         self._drop_oldest()
 
     def _take_in_known(self) -> None:
-        """Takes in the rows of which it is known that they stay, and which token comes next."""
+        """Takes in the rows that certainly stay and whose next token is known."""
         last, (tokens, states, position) = self._rows[-1], self._join()
         is_known = isinstance(last.n_kept, int)
         n_known = len(tokens) - (1 if is_known else len(last.tokens))
@@ -126,7 +126,7 @@ class CachedSource(StepwiseSource):
             self._append(states[:n_known], tokens[1 : n_known + 1], position)
             self._n_rows += n_known
         if is_known:
-            row = mx.array([n_known])  # taken out, so that the rest is not held with it
+            row = mx.array([n_known])  # a copy, so that the other rows can be freed
             last = Rows(tokens[row], states[row], 1, position + n_known)
         self._rows = [last]
 
@@ -139,23 +139,23 @@ class CachedSource(StepwiseSource):
             self._n_rows = most
 
     def _settle(self, position: int) -> None:
-        """Notes how many of the last rows stayed, now that the next ones begin at `position`."""
+        """Notes how many of the last rows stayed, given that the next ones begin at `position`."""
         if not self._rows:
             return
         last = self._rows[-1]
-        n_kept, is_in_flight, self._is_in_flight = position - last.position, self._is_in_flight, False
-        if n_kept == 0 and not is_in_flight:  # a plain step that did not stay
+        n_kept, is_taken_in, self._is_taken_in = position - last.position, self._is_taken_in, False
+        if n_kept == 0 and not is_taken_in:  # a plain step that did not stay
             self._rows.pop()
         elif not 0 < n_kept <= len(last.tokens):
-            self._rows = []  # a hole follows, and which token the last row's next one was is not known
-        elif is_in_flight:
+            self._rows = []  # positions are missing, so the token after the last row is not known
+        elif is_taken_in:
             self._rows = []
             self._n_rows += n_kept
         else:
             self._rows[-1] = Rows(last.tokens[:n_kept], last.states[:n_kept], n_kept, last.position)
 
     def _join(self) -> tuple[mx.array, mx.array, int]:
-        """(tokens, states, the first one's position) of all rows that are not in the caches for good."""
+        """(tokens, states, the first one's position) of all rows that are not settled."""
         tokens, states, _, positions = zip(*self._rows, strict=True)
         return mx.concatenate(list(tokens)), mx.concatenate(list(states)), positions[0]
 
@@ -164,15 +164,15 @@ class CachedSource(StepwiseSource):
             cache.offset = self._n_rows
         return self.take_in(states, tokens, position)
 
-    def take_in_flight(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Takes in all rows, those of the round in flight too. A draft's own rows come after them.
+    def take_in_pending(self, root: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Takes in all rows, including the pending round's. A draft's rows follow them.
 
         Args:
             root: () int32, the token after the last row that stays.
 
         Returns:
-            (...) what the drafter makes of that row; (C,) bool, which rows of the caches a draft sees; () int32, the
-            root's position.
+            (...) the drafter's output for that row; (C,) bool, which cache rows a draft sees; () int32, the root's
+            position.
         """
         last, (tokens, states, position) = self._rows[-1], self._join()
         n_before = len(tokens) - len(last.tokens)
@@ -181,18 +181,17 @@ class CachedSource(StepwiseSource):
         following = mx.where(mx.arange(len(tokens)) < tip, following, root.astype(mx.int32))
         made = self._append(states, following, position)
         self._n_rows += n_before
-        self._rows, self._is_in_flight = [last], True
+        self._rows, self._is_taken_in = [last], True
         n_slots = self._n_rows + len(last.tokens)
         return made[tip], mx.arange(n_slots) < self._n_rows + last.n_kept, mx.array(last.position + last.n_kept)
 
     def rewind(self, count: int) -> None:
-        """See `Source.rewind`: the token after the last row that stays will be another one."""
+        """Drops rows; the last one is taken in again, as the token after it will differ."""
         if self._rows:
             self._rows[-1] = self._rows[-1]._replace(n_kept=self._rows[-1].n_kept - count)
-            self._is_in_flight = False
+            self._is_taken_in = False
 
     def fork(self) -> Self:
-        """See `Source.fork`."""
         other = copy.copy(self)
         other._rows, other._caches = list(self._rows), []
         for cache in self._caches:
@@ -205,20 +204,19 @@ class CachedSource(StepwiseSource):
 
     @property
     def row_bytes(self) -> int:
-        """See `Source.row_bytes`."""
         return kv_cache.row_bytes(self._caches)
 
     @property
     def state(self) -> Any:
-        """Its caches, and the rows that are not in them."""
+        """The caches, and the rows that are not settled in them."""
         return [(cache.keys, cache.values) for cache in self._caches if cache.keys is not None], self._rows
 
 
 class PairSource(CachedSource):
-    """A head that reads pairs, a position's state and the token after it, and guesses the token after that.
+    """The source of a head that reads pairs of a position's state and the next token, and guesses the token after that.
 
-    Its own output stands for the states that a draft does not have. A draft's rows are one buffer for all hypotheses,
-    each row seeing its ancestors.
+    In a draft the head's output replaces the states that do not exist yet. All hypotheses share one buffer of rows, in
+    which each row sees its ancestors.
     """
 
     drafter: PairDrafter
@@ -228,7 +226,7 @@ class PairSource(CachedSource):
         self._head = find_head(model) if drafter.needs_head else None
 
     def take_in(self, states: mx.array, tokens: mx.array, position: int) -> mx.array:
-        """See `CachedSource.take_in`: (R, H), the head's output."""
+        """Appends rows; returns (R, H), the head's output."""
         features = self.drafter.project(states)
         return self.drafter.read_pairs(features, tokens, self._embed, self._at(position), "causal")
 
@@ -236,8 +234,7 @@ class PairSource(CachedSource):
         return [LayerCache(cache, position) for cache in self._caches]
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """See `StepwiseSource.begin`."""
-        feature, sees, position = self.take_in_flight(root)
+        feature, sees, position = self.take_in_pending(root)
 
         def advance(tokens: mx.array, state: State) -> tuple[mx.array, State]:
             if state is None:  # the root, which is the token of the last pair
@@ -251,12 +248,12 @@ class PairSource(CachedSource):
     def _read_level(
         self, features: mx.array, tokens: mx.array, ancestors: mx.array | None, sees: mx.array, position: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """(the head's output for the tokens of a level, (W, M) bool which of the draft's rows each has above it).
+        """(the head's output for the tokens of a level, (W, M) bool, which of the draft's rows are its ancestors).
 
         Args:
-            features: (W, H) its output for their parents.
+            features: (W, H) the head's output for their parents.
             ancestors: (W, M - W) bool, for the rows before this level; None for none.
-            position: () int32, that of the pairs.
+            position: () int32, of the pairs.
         """
         width = len(tokens)
         own = mx.eye(width, dtype=mx.bool_)

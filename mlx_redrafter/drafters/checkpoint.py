@@ -1,7 +1,7 @@
-"""A checkpoint that holds a drafter, in its authors' layout or in ours: its config and its tensors.
+"""A checkpoint of a drafter, in its authors' layout or in ours: its config and its tensors.
 
-A kind recognises its own by names and config, calls the tensors as it does, and says its arguments; `fill` loads them.
-Nothing is read before all shapes fit. What MLX has quantized, whoever did it, stays as it is stored.
+A kind recognises its checkpoints by tensor names and config, renames tensors and derives its arguments; `fill` loads
+the weights. No tensor is read before all shapes fit. Layers that are quantized with MLX stay quantized.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from ..errors import CheckpointError, one_line
 from .config import DRAFT_IDS, Config, check_draft_ids, is_count
 
 Tensor = Any
-"""An array of MLX that is not read yet, a `Packed` one, or another library's, with `shape`, `dtype` and `read()`."""
+"""A lazy MLX array, a `Packed` one, or another library's with `shape`, `dtype` and `read()`."""
 
 Names = Sequence[tuple[str, str]]
-"""(pattern of a published name, our name); an empty one for what is left out."""
+"""(pattern of published names, our name); an empty name for tensors that are left out."""
 
 MODES = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 """Mode of quantization -> mlx-lm's default (group size, bits)."""
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""The dtypes a drafter may be stored in."""
+"""The dtypes in which a drafter may be stored."""
 
 INTEGERS = ("int64", "int32")
-"""The dtypes token ids may be stored in. int64 is read as int32."""
+"""The dtypes in which token ids may be stored; int64 is read as int32."""
 
 INSERTED = re.compile(r"(?:(?<=\.)|^)(?:module|_orig_mod)\.")
-"""What DDP and torch.compile put before the names of what they wrap, at any depth."""
+"""Prefixes that DDP and torch.compile add at any depth."""
 
 WRAPPERS = re.compile(r"(?:(?:model|state_dict|model_state_dict|drafter|speculator|medusa_head)\.)*")
-"""What trainers and nested dictionaries put in front, in any order."""
+"""Prefixes that trainers and nested dictionaries add, in any order."""
 
 DRAFTERS = re.compile(r"(?:drafter|speculator|medusa_head)\.")
-"""Where one of these stands in front, the other tensors are those of the base model beside it."""
+"""If some names have one of these prefixes, all others belong to the base model beside the drafter."""
 
 CHUNK = 1 << 21
-"""How many numbers of a tensor are in memory at a time, where it is not needed as a whole."""
+"""Numbers of a tensor that are in memory at a time while it is checked."""
 
 
 class Packed(NamedTuple):
-    """A matrix, or several, that MLX has quantized.
+    """A matrix, or several, quantized with MLX.
 
     Attributes:
         arrays: `weight`, `scales` and, in the affine mode, `biases`.
-        group_size, bits, mode: how.
+        group_size, bits, mode: of the quantization.
     """
 
     arrays: dict[str, mx.array]
@@ -62,17 +62,17 @@ class Packed(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what it stands for."""
+        """The shape before quantization."""
         *rows, words = self.arrays["weight"].shape
         return (*rows, words * 32 // self.bits)
 
     @property
     def how(self) -> dict[str, Any]:
-        """The arguments of MLX's quantization."""
+        """The keyword arguments of MLX's quantization."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     def dequantize(self) -> mx.array:
-        """What it stands for."""
+        """The dequantized array."""
         return mx.dequantize(self.arrays["weight"], self.arrays["scales"], self.arrays.get("biases"), **self.how)
 
 
@@ -83,11 +83,11 @@ class Checkpoint:
     Attributes:
         where: its name, for errors.
         config: its `config.json`; empty without one.
-        tensors: by the names in the files, without what wraps a drafter there; after `rename` by ours.
-        stored: each of these names -> that in the files.
-        is_base: whether it is a model, of which the multi-token-prediction layer alone is wanted.
-        n_ranks: of how many slices its tensors were joined; 0 for none.
-        notes: what the user should know, a line each.
+        tensors: by the names in the files, without wrapping prefixes; after `rename` by ours.
+        stored: those names -> the names in the files.
+        is_base: whether it is a model of which only the multi-token-prediction layer is read.
+        n_ranks: the number of slices that its tensors were joined from; 0 for none.
+        notes: lines for the user.
     """
 
     where: str
@@ -99,15 +99,15 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
 
     def rename(self, names: Names | None, kind: str) -> None:
-        """Calls the tensors as a kind does, and packs those of quantized layers together.
+        """Renames the tensors to a kind's names, and packs those of quantized layers together.
 
         Args:
-            names: of the kind; None where they are ours already.
-            kind: what to call it in errors.
+            names: of the kind; None if the names are ours already.
+            kind: its name, for errors.
 
         Raises:
-            CheckpointError: a tensor that no drafter of this kind has, two for one name, or a quantization that the
-                config does not say.
+            CheckpointError: no drafter of this kind has such a tensor, two have one name, or the config does not
+                describe a quantization.
         """
         found, stored = dict[str, Tensor](), dict[str, str]()
         for name in sorted(self.tensors):
@@ -127,10 +127,10 @@ class Checkpoint:
         self.pack()
 
     def pack(self) -> None:
-        """Makes one `Packed` of the tensors of each quantized layer.
+        """Joins the tensors of each quantized layer into one `Packed`.
 
         Raises:
-            CheckpointError: the config does not say how, or otherwise than the shapes.
+            CheckpointError: the config does not describe the quantization, or contradicts the shapes.
         """
         said = self.config.get("quantization") or self.config.get("quantization_config")
         said = said if isinstance(said, dict) else {}
@@ -160,12 +160,12 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether MLX has quantized a layer of it."""
+        """Whether a layer is quantized with MLX."""
         return any(isinstance(tensor, Packed) for tensor in self.tensors.values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, of a packed one that of what it stands for.
+        """The shape of each tensor, before quantization.
 
         Raises:
             CheckpointError: one is empty, or a single number.
@@ -180,7 +180,7 @@ class Checkpoint:
         """The shape of a matrix.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: there is no tensor of that name, or it is no matrix.
         """
         if name not in self.tensors:
             begin = f"its tensors begin {sorted(self.tensors)[:3]}"
@@ -191,14 +191,14 @@ class Checkpoint:
         return shape
 
     def count(self, pattern: str) -> int:
-        """1 + the largest number that `pattern` finds in the names of tensors; 0 where it finds none."""
+        """1 + the largest number that `pattern` finds in tensor names; 0 without a match."""
         return max((1 + int(found[1]) for name in self.tensors if (found := re.fullmatch(pattern, name))), default=0)
 
     def read_tensor(self, name: str) -> mx.array:
         """A tensor, evaluated: float64 as float32, token ids as int32.
 
         Raises:
-            CheckpointError: of a dtype that no drafter's has, not dense, or not finite.
+            CheckpointError: it cannot be read, or its dtype is wrong, or it holds NaN or infinity.
         """
         tensor, dtypes = self.tensors[name], INTEGERS if name == DRAFT_IDS else FLOATS
         if name_dtype(tensor) not in dtypes:
@@ -216,12 +216,12 @@ class Checkpoint:
         return array
 
     def find_vocab_size(self, names: Sequence[str]) -> Any:
-        """V, of the first of these tensors, with a row for each token, or of the output matrix; else the config's."""
+        """V, the rows of the first of these tensors or of a full output matrix; else from the config."""
         names = [*names, *(() if DRAFT_IDS in self.tensors else ("lm_head.weight",))]
         return next((self.matrix(name)[0] for name in names if name in self.tensors), self.config.get("vocab_size"))
 
     def add_row_numbers(self, vocab_size: Any) -> None:
-        """Makes token ids of a draft vocabulary stored as distances from its rows; one of all tokens is left out."""
+        """Adds row numbers to a draft vocabulary that is stored as offsets from them; drops one of all tokens."""
         if DRAFT_IDS not in self.tensors:
             return
         offsets = self.read_tensor(DRAFT_IDS)
@@ -231,10 +231,10 @@ class Checkpoint:
             self.tensors[DRAFT_IDS] = mx.arange(len(offsets), dtype=mx.int32) + offsets
 
     def compare(self, sizes: Mapping[str, Any]) -> None:
-        """Compares what a config says with what the tensors say, by the config's keys; -1 and null say nothing.
+        """Compares the config with values from the tensors, by its keys; -1 and null are ignored.
 
         Raises:
-            CheckpointError: it says something else.
+            CheckpointError: they contradict.
         """
         for key, value in sizes.items():
             given = self.config.get(key, -1)
@@ -243,10 +243,10 @@ class Checkpoint:
                 raise CheckpointError(f"{self.where}/config.json says {key} {got}, its tensors say {value}")
 
     def fill(self, drafter: Any) -> None:
-        """Quantizes the layers of a drafter as they are stored, and loads all tensors.
+        """Quantizes a drafter's layers as they are stored, and loads all tensors.
 
         Raises:
-            CheckpointError: tensors are missing, too many, of other shapes, or not those of a drafter.
+            CheckpointError: a tensor is missing, superfluous, of another shape, or invalid.
         """
         shapes, kind = self.shapes, drafter.args.model_type
         expected = {name: array.shape for name, array in list_weights(drafter).items()}
@@ -263,7 +263,7 @@ class Checkpoint:
         }
         try:
             nn.quantize(drafter, class_predicate=lambda name, layer: packed[name].how if name in packed else False)
-        except ValueError as error:  # what MLX does not pack, or not so
+        except ValueError as error:  # MLX has no such quantization
             raise CheckpointError(f"{self.where}: MLX has no such quantized layers: {one_line(error)}") from error
         arrays = {f"{layer}.{part}": array for layer, tensor in packed.items() for part, array in tensor.arrays.items()}
         scales = {name: x for name, x in arrays.items() if mx.issubdtype(x.dtype, mx.floating)}
@@ -281,7 +281,7 @@ class Checkpoint:
 
 
 def unwrap(names: Iterable[str]) -> dict[str, str]:
-    """Names in files -> the same without what wraps a drafter there; where it stands beside a model, its own alone."""
+    """Names in files -> names without wrapping prefixes; if a drafter is stored beside a model, only its own."""
     bare = {name: INSERTED.sub("", name) for name in names}
     tails = {name: WRAPPERS.sub("", text, count=1) for name, text in bare.items()}
     inside = {name: tails[name] for name, text in bare.items() if DRAFTERS.search(text.removesuffix(tails[name]))}
@@ -289,31 +289,31 @@ def unwrap(names: Iterable[str]) -> dict[str, str]:
 
 
 def rename(name: str, names: Names | None) -> str | None:
-    """Our name of a tensor, "" for one that is left out; None where no pattern fits."""
+    """Our name of a tensor, "" if it is left out; None if no pattern fits."""
     if names is None:
         return name
     return next((match.expand(ours) for pattern, ours in names if (match := re.fullmatch(pattern, name))), None)
 
 
 def matches_any(pattern: str, names: Collection[str]) -> bool:
-    """Whether one of the names is what a pattern says."""
+    """Whether a pattern matches one of the names."""
     return any(re.fullmatch(pattern, name) for name in names)
 
 
 def name_dtype(tensor: Tensor) -> str:
-    """The name of a dtype, which torch and MLX share; that of a `Packed` is none that is read."""
+    """The name of a tensor's dtype, the same for torch and MLX; "packed" for a `Packed`."""
     return "packed" if isinstance(tensor, Packed) else str(tensor.dtype).rpartition(".")[2]
 
 
 def list_weights(module: nn.Module) -> dict[str, mx.array]:
-    """The name and array of each of a module's weights."""
+    """A module's weights by name."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def find_not_finite(arrays: Mapping[str, mx.array]) -> str | None:
-    """The name of an array that holds NaN or infinity; None where all numbers are finite."""
+    """The name of an array that holds NaN or infinity; None if all numbers are finite."""
     for name, array in arrays.items():
-        # A few rows at a time: checking a whole head at once takes half of its memory again.
+        # A few rows at a time: checking a whole head at once takes half as much memory again.
         rows = max(1, CHUNK // max(1, math.prod(array.shape[1:])))
         parts = (array[start : start + rows] for start in range(0, len(array), rows))
         if not all(mx.isfinite(part).all().item() for part in parts):

@@ -1,4 +1,4 @@
-"""A drafter's config: what it says, and what it and the tensors must say before anything is made of them."""
+"""Drafter configs, validated against tensor shapes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 MAX_SIZE, MAX_COUNT = 2**24, 256
-"""More than any width or vocabulary, and any number of heads or layers: larger ones in a config are errors."""
+"""Bounds of widths and vocabularies, and of numbers of heads and layers; more in a config is an error."""
 
 DRAFT_IDS = "draft_ids"
-"""The tensor that names the tokens a drafter can guess."""
-
+"""The tensor of the token ids that a drafter can guess."""
 
 Config = dict[str, Any]
 
@@ -36,7 +35,7 @@ def get_object(config: Config, key: str, where: str) -> Config:
         where: the checkpoint's name, for errors.
 
     Raises:
-        CheckpointError: there is something else.
+        CheckpointError: the value is no object.
     """
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
@@ -45,11 +44,14 @@ def get_object(config: Config, key: str, where: str) -> Config:
 
 
 def flatten(config: Config, own: str, where: str) -> Config:
-    """A published config with what its packaging nests, and `base_model`.
+    """A published config with its nested parts merged in, and `base_model`.
 
     Args:
-        own: the key of what it says of the drafter, which comes before what it says of its layers.
+        own: the key of the drafter's part, which takes precedence over the others.
         where: the checkpoint's name, for errors.
+
+    Raises:
+        CheckpointError: a part is no object.
     """
     parts = get_object(config, "transformer_layer_config", where), config, get_object(config, own, where)
     verifier = get_object(get_object(config, "speculators_config", where), "verifier", where)
@@ -60,10 +62,10 @@ def flatten(config: Config, own: str, where: str) -> Config:
 
 
 def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str) -> None:
-    """Compares how many states of the target a config says with the numbers that a head's `fc` reads of them.
+    """Compares a config's number of target states with the input width of a head's `fc`.
 
     Args:
-        sizes: what a state's size may be, the most certain first; None for what is not known.
+        sizes: possible sizes of a state, the most certain first; None for unknown ones.
 
     Raises:
         CheckpointError: they do not fit.
@@ -75,42 +77,42 @@ def check_states(n_inputs: int, n_states: int, sizes: Iterable[Any], where: str)
 
 
 def name_rope(rope: Config) -> str:
-    """The type of a rotation, as mlx-lm reads it."""
+    """The type of a rotation, read as in mlx-lm."""
     return str(rope.get("type") or rope.get("rope_type") or "default")
 
 
 def declare(default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
-    """A field of a config, None where that is its default; `expected` says what is valid, for errors."""
+    """A field of a config, which may be None if that is its default; `expected` describes valid values in errors."""
     return field(default=default, metadata={"is_valid": is_valid, "expected": expected})
 
 
 def size(default: Any = MISSING, *, least: int = 1, most: int = MAX_SIZE) -> Any:
-    """A whole number: a width, a vocabulary, a token id."""
+    """A field for a whole number: a width, a vocabulary, a token id."""
     return declare(default, lambda value: type(value) is int and least <= value <= most, f"from {least} to {most}")
 
 
 def count(default: Any = MISSING, *, least: int = 1) -> Any:
-    """A whole number of layers, heads or guesses."""
+    """A field for a number of layers, heads or guesses."""
     return size(default, least=least, most=MAX_COUNT)
 
 
 def number(default: Any = MISSING) -> Any:
-    """A number above 0."""
+    """A field for a number above 0."""
     return declare(default, is_positive, "to be a number above 0")
 
 
 def flag(default: bool) -> Any:
-    """true or false."""
+    """A field for true or false."""
     return declare(default, lambda value: type(value) is bool, "true or false")
 
 
 def layer_numbers() -> Any:
-    """A list of layers of the target, from 0; None by default."""
+    """A field for a list of the target's layers, from 0; None by default."""
     return declare(None, lambda value: is_list_of(int, value), "as layer numbers")
 
 
 def nested(default: Any = None) -> Any:
-    """An object."""
+    """A field for an object."""
     return declare(default, lambda value: isinstance(value, dict), "to be an object")
 
 
@@ -120,17 +122,17 @@ def is_positive(value: Any) -> bool:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is a size."""
+    """Whether a value is a whole number from 1 to `MAX_SIZE`."""
     return type(value) is int and 0 < value <= MAX_SIZE
 
 
 def is_list_of(kind: Any, value: Any) -> bool:
-    """Whether a value is a list of such items, none of them negative."""
+    """Whether a value is a list of items of this type, none of them negative."""
     return isinstance(value, list) and all(type(item) is kind and item >= 0 for item in value)
 
 
 def is_acceptance(value: Any) -> bool:
-    """Whether a value is rows of shares, all of one length."""
+    """Whether a value is a list of rows of one length, of shares from 0 to 1."""
     try:
         shares = np.array(value)
     except ValueError:  # rows of different lengths
@@ -140,17 +142,17 @@ def is_acceptance(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs:
-    """What the `config.json` of every drafter says, in its names.
+    """The `config.json` of every drafter.
 
     Attributes:
         hidden_size: D, the target's.
         vocab_size: V, the target's.
         model_type: the kind.
-        draft_depth: how many tokens it should draft when nothing else is asked for; None when it does not say.
-        base_model: the target it was trained for, a path or hub id; None when it does not say.
-        draft_vocab_size: how many tokens it can guess, which `draft_ids` names; None for all.
-        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right when it was
-            trained; None when it does not say.
+        draft_depth: how many tokens it drafts by default; None if the config does not say.
+        base_model: the target it was trained for, a path or hub id; None if the config does not say.
+        draft_vocab_size: how many tokens it can guess, those in `draft_ids`; None for all.
+        acceptance: for each depth, the shares of positions at which its first, second, ... guess was right in training;
+            None if the config does not say.
         hidden_state: which of the target's hidden states it reads; None for `AFTER_NORM`. With the wrong one hardly
             any guess is right.
     """
@@ -171,46 +173,46 @@ class DrafterArgs:
 
     @property
     def n_guesses(self) -> int:
-        """V', how many tokens it can guess: the rows of its head."""
+        """V', how many tokens it can guess, the rows of its head."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def max_depth(self) -> int | None:
-        """How many tokens it can draft at most; None for any number."""
+        """The most tokens that it can draft; None for any number."""
         return None
 
     @property
     def min_layers(self) -> int:
-        """How many layers a target must have at least, so that it has those whose outputs are read."""
+        """The fewest layers of a target that has all layers whose outputs are read."""
         return 0
 
     @property
     def before_norm(self) -> bool:
-        """Whether it reads the target's hidden state from before the final norm."""
+        """Whether it reads the target's hidden state before the final norm."""
         return self.hidden_state == BEFORE_NORM
 
     @property
     def state_name(self) -> str:
-        """Which of the target's hidden states it reads."""
+        """The name of the target's hidden state that it reads."""
         return self.hidden_state or AFTER_NORM
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
+        """Its sizes in a few words."""
         raise NotImplementedError
 
     def describe_states(self) -> str:
-        """Which of the target's hidden states it reads."""
+        """The target's hidden states that it reads, in words."""
         return f"the hidden state {'before' if self.before_norm else 'after'} the final norm"
 
     def explain_useless(self) -> str:
-        """What to look at where it guesses nothing right."""
+        """What to check if no guess is right."""
         return (
             "Is it trained for this model, and are its weights sound in this dtype? It reads "
             f"{self.describe_states()}: mlx_redrafter.doctor tries others"
         )
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """The same with other hidden states: what to record -> the arguments.
+        """Arguments that read other hidden states, by the config entry that says so.
 
         Args:
             n_layers: of the target.
@@ -224,20 +226,20 @@ class DrafterArgs:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """The arguments named in a `config.json`; other keys are ignored."""
+        """The arguments in a `config.json`; other keys are ignored."""
         names = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in config.items() if key in names})
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
-        """The declared fields of a config, and what the shapes of its tensors say.
+        """The arguments from a config and tensor shapes; the config supplies only what shapes cannot.
 
         Args:
             where: the checkpoint's name, for errors.
-            sizes: fields that its tensors tell; the config is not asked for them.
+            sizes: fields that follow from the shapes.
 
         Raises:
-            CheckpointError: a field is missing, or it is not what is expected; see `check`.
+            CheckpointError: a field is missing or invalid, or fields contradict.
         """
         found: dict[str, Any] = {}
         for each in fields(cls):
@@ -257,34 +259,41 @@ class DrafterArgs:
         return args
 
     def check(self, where: str) -> None:
-        """Compares what is declared with each other, see `derive`."""
+        """Checks that the fields fit each other.
+
+        Args:
+            where: the checkpoint's name, for errors.
+
+        Raises:
+            CheckpointError: they do not.
+        """
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """The arguments of a published head, whose tensors get our names.
+        """The arguments of a published head; renames its tensors to our names.
 
         Args:
-            model: the target, where it is known.
+            model: the target; None if not known.
 
         Raises:
-            CheckpointError: it is not one that is supported, or its config does not fit its tensors.
+            CheckpointError: the head is not supported, or its config does not fit its tensors.
         """
         raise NotImplementedError
 
     def said(self) -> dict[str, Any]:
-        """What a published config must agree with, by its keys."""
+        """The values that a published config must not contradict, by its keys."""
         return vars(self)
 
 
 @dataclass(frozen=True)
 class LayerArgs(DrafterArgs):
-    """The sizes of a drafter that has transformer layers, in the names of their configs.
+    """The config of a drafter with transformer layers.
 
     Attributes:
-        width: H, of its own rows.
-        rope_scaling: as mlx-lm's models take it; None for none.
-        rope_traditional: whether the rotation turns pairs of neighbours, not of halves.
-        capture_layers: the layers whose outputs it reads, in this order, from 0; None for what the kind's default is.
+        width: H, of its rows.
+        rope_scaling: as in mlx-lm's models; None for none.
+        rope_traditional: whether the rotation pairs neighbours, not halves.
+        capture_layers: the target's layers whose outputs it reads, in order, from 0; None for the kind's default.
     """
 
     width: int = size()
@@ -300,7 +309,6 @@ class LayerArgs(DrafterArgs):
     capture_layers: list[int] | None = layer_numbers()
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"{self.num_attention_heads} heads, {self.num_key_value_heads} of keys and values"
             raise CheckpointError(f"{where}/config.json: expected a whole number of heads for each, got {heads}")
@@ -313,13 +321,13 @@ class LayerArgs(DrafterArgs):
 
     @classmethod
     def read_layer(cls, checkpoint: Checkpoint, layer: str) -> dict[str, Any]:
-        """What the first transformer layer of a published head says: sizes of its tensors, the rest of its config.
+        """The fields of a published head's first transformer layer, from its tensors' shapes and the config.
 
         Args:
-            layer: what stands before the names of its tensors.
+            layer: the prefix of its tensors' names.
 
         Raises:
-            CheckpointError: they are missing, or not matrices.
+            CheckpointError: tensors are missing, or not matrices.
         """
         config = checkpoint.config
         width, heads = checkpoint.matrix(f"{layer}.self_attn.o_proj.weight")[1], config.get("num_attention_heads")
@@ -338,7 +346,7 @@ class LayerArgs(DrafterArgs):
         }
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`: a head's `hidden_size` is its own width."""
+        """As in the base class; a published head's `hidden_size` is its own width."""
         return {
             "vocab_size": self.vocab_size,
             "intermediate_size": self.intermediate_size,
@@ -351,17 +359,15 @@ class LayerArgs(DrafterArgs):
 
     @property
     def min_layers(self) -> int:
-        """See `DrafterArgs.min_layers`."""
         return 1 + max(self.capture_layers or [-1])
 
     def describe_states(self) -> str:
-        """See `DrafterArgs.describe_states`."""
         if self.capture_layers is None:
             return super().describe_states()
         return f"the outputs of layers {', '.join(map(str, self.capture_layers))}"
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """See `DrafterArgs.try_others`: layers that are one lower or higher, as projects count them differently."""
+        """Layers that are one lower or higher, as projects count them differently."""
         if self.capture_layers is None:
             return super().try_others(n_layers)
         shifted = ([layer + by for layer in self.capture_layers] for by in (-1, 1))
@@ -372,11 +378,10 @@ class LayerArgs(DrafterArgs):
         }
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"width {self.width}, heads {self.num_attention_heads} of {self.head_dim}, MLP {self.intermediate_size}"
 
     def for_mlx_lm(self) -> dict[str, Any]:
-        """The keys of a config that mlx-lm's layer classes ask for."""
+        """The config that mlx-lm's layer classes need."""
         names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
         own = {name: getattr(self, name) for name in (*names, "rope_theta", "rope_traditional", "rope_scaling")}
         fixed = {"num_hidden_layers": 1, "max_position_embeddings": MAX_SIZE, "tie_word_embeddings": False}
@@ -388,10 +393,10 @@ def _shorten(value: object) -> str:
 
 
 def check_draft_ids(ids: mx.array, vocab_size: int, where: str) -> None:
-    """Checks a draft vocabulary: (V',) token ids, all different.
+    """Checks a draft vocabulary.
 
     Raises:
-        CheckpointError: saying what they are.
+        CheckpointError: it is not (V',) int32 of different token ids.
     """
     expected = f"{where}: expected {DRAFT_IDS} "
     if ids.dtype != mx.int32 or ids.ndim != 1:

@@ -1,12 +1,12 @@
-"""Drafts from the context: text copies itself, so what followed the same tokens earlier is likely to follow them again.
+"""Drafts from the context: texts repeat themselves, so what followed the same tokens earlier often follows them again.
 
-An n-gram lookup over one text's own tokens, prompt and output, as prompt lookup decoding does it: no weights, and no
-arrays but the proposal. Dictionaries of 4-grams, 2-grams and single tokens point to where each ended last; the longest
-match of the end of the text is followed while it lasts. The tokens after the match are the proposal. Where there are
-earlier texts (`past.py`), the same is looked up in those, too, unless more than one token matches in the text itself.
+An n-gram lookup over one text's own tokens, prompt and output, as in prompt lookup decoding, without weights.
+Dictionaries of 4-grams, 2-grams and single tokens hold the last position of each; the longest match of the end of the
+text is followed while it lasts. The tokens after the match are the proposal. If at most one token matches in the text
+itself, earlier texts (`past.py`) are searched as well.
 
 Measured: a second, different continuation adds less than 0.3% tokens per round; dictionaries of 8, 5, 3 and 2 tokens
-make no more than 4 and 2; without 2-grams there are 4 to 6% fewer, without single tokens 6% (docs/log.md).
+are no better than 4 and 2; without 2-grams it is 4 to 6% less, without single tokens 6% (docs/log.md).
 
 Source: Saxena, prompt lookup decoding, 2023; vLLM's n-gram proposer.
 """
@@ -25,17 +25,17 @@ from .past import PastIndex, PastMatches
 from .source import Adjust, Forecast, Source
 
 MAX_TOKENS = 1 << 17
-"""The most tokens of an index, about 0.3 KB each; beyond it the older half is forgotten."""
+"""The most tokens of an index, about 0.3 KB each; beyond it the older half is dropped."""
 
 SIZES = (4, 2, 1)
 """Lengths of the n-grams that are looked up, the longest first."""
 
 PRIOR_RATES = (0.25, 0.4, 0.5, 0.65, 0.75, 0.85, 0.95)
-"""Acceptance rate of each bucket before anything was seen."""
+"""Prior acceptance rate of each bucket."""
 
 
 class OwnMatches(Matches):
-    """The tokens of one text, where each n-gram of them ended last, and the match of their end before it.
+    """The tokens of one text, the last position of each n-gram, and the match of the text's end earlier in it.
 
     Appending and looking up take constant time on average.
     """
@@ -53,7 +53,7 @@ class OwnMatches(Matches):
         self.end, self.match = -1, 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Appends tokens of which only the last one is matched."""
+        """Appends tokens, and finds the match after the last one."""
         if not tokens:
             return
         (longer, shorter, single), key = self._latest, self.key
@@ -66,7 +66,7 @@ class OwnMatches(Matches):
         self.append(tokens[-1])
 
     def append(self, token: int, *, is_noted: bool = True) -> None:
-        """Finds the match after one more token, which later ones are matched with if it is noted."""
+        """Appends a token and updates the match; later tokens can match this one if it is noted."""
         end = len(self.tokens)
         self._extend(token)
         self.tokens.append(token)
@@ -80,24 +80,24 @@ class OwnMatches(Matches):
                 self.end, self.match = found, match
 
     def forget(self) -> None:
-        """Drops the older half of the tokens where there are more than `MAX_TOKENS`."""
+        """Drops the older half of the tokens if there are more than `MAX_TOKENS`."""
         if len(self.tokens) > MAX_TOKENS:
             kept = self.tokens[-MAX_TOKENS // 2 :]
             self._clear()
             self.read(kept)
 
     def find(self, count: int) -> list[int]:
-        """The tokens after the match; where the text ends they repeat themselves."""
+        """`count` tokens after the match; at the end of the text they start again after the match."""
         start = self.end + 1
         period = len(self.tokens) - start
         return [self.tokens[start + i % period] for i in range(count)]
 
 
 class ContextSource(Source):
-    """Drafts what followed the end of the text earlier in it, or in earlier texts.
+    """Drafts the tokens that followed the end of the text earlier in it, or in earlier texts.
 
     Args:
-        past: of earlier texts; None for none.
+        past: index of earlier texts; None for none.
     """
 
     waits = True
@@ -111,12 +111,12 @@ class ContextSource(Source):
 
     @property
     def match(self) -> int:
-        """How many of the last tokens stand where the proposal is from as well; 0 for none."""
+        """The length of the match that the proposal follows; 0 for none."""
         found = self._choose()
         return found.match if found else 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Appends tokens of the prompt, from which nothing is learned about acceptance."""
+        """Appends tokens of the prompt, without learning acceptance rates from them."""
         if not tokens:
             return
         self._own.read(tokens)
@@ -126,7 +126,7 @@ class ContextSource(Source):
             self._past.follow(self._own.tokens)
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        """Appends decoded tokens, and learns from each how often a match as long as the one before it is right."""
+        """Appends decoded tokens, and learns from each how often a match of its length is right."""
         for token in tokens:
             self._own.learn(token)
             if self._past is not None:
@@ -140,21 +140,21 @@ class ContextSource(Source):
             self._past.follow(self._own.tokens)
 
     def _choose(self) -> Matches | None:
-        """The match in the text itself, or else in earlier texts; None without one. One token matches by chance."""
+        """The match in the text itself, or in earlier texts if fewer than 2 tokens match; None without a match."""
         own, past = self._own, self._past
         if past is not None and past.match and own.match < 2:
             return past
         return own if own.match else None
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """See `Source.forecast`: the tokens after the match, at most `MAX_PROPOSAL` and twice as many as match."""
+        """The forecast for the tokens after the match: at most `MAX_PROPOSAL`, and twice the match's length."""
         found = self._choose()
-        if found is None or not (reach := found.reach(ahead)):
+        if found is None or not (cumulative := found.cumulative_acceptance(ahead)):
             return None
         chance = 1.0
         for match in range(found.match, found.match + ahead):
             chance *= found.rate(match)
-        return Forecast(chance, reach)
+        return Forecast(chance, cumulative)
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
         """The chain of the first `plan.context` tokens after the match."""

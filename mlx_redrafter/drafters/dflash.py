@@ -1,19 +1,19 @@
-"""DFlash heads: the rows of a block guess the tokens at their own positions. The root's row is computed, not used.
+"""DFlash heads: the rows of a block guess the tokens at their own positions. The root's row is not used.
 
     x_0 = embedding of the root, x_j = embedding of the mask token
     h   = norm(layers(x))                       see `block`
-    row j guesses from h_j, whatever was drafted before it: logits = U h_j, U: the target's output matrix
+    row j guesses from h_j alone: logits = U h_j, U: the target's output matrix
 
-DFlash 2 adds a convolution before and after attention and MLP, over the rows of the block, whose coefficients follow
-from the normed rows y before it:
+DFlash 2 adds a convolution over the rows of the block before and after attention and MLP. Its coefficients depend on
+the normed input rows y:
 
-    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), one number for a group of channels
+    conv(a)_j = sum_t (base_t + D_{j,t}) * a_{j-t}          D_j = projection(y_j), a number per group of channels
 
-and a selector among the K likeliest tokens c of a row, after the token e before it:
+and a selector among the K likeliest tokens c of a row, given the token e before it:
 
     score(c) = logit(c) + <predecessor(e) * P h_j, successor(c)>        minus infinity for all other tokens
 
-Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036. Tensors are called as there, but for the selector's codebooks.
+Source: z-lab/dflash, dflash/model.py; arXiv 2602.06036. Tensors are named as there, except the selector's codebooks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ NAMES = (
     (r"candidate_selector\.hidden_projection\.weight", "selector.hidden_projection.weight"),
     *BLOCK_NAMES,
 )
-"""Those of DFlash 2's selector."""
+"""The names of DFlash 2's selector, and of all block drafters."""
 
 DEFAULT_BLOCK = 16
-"""Rows of a block where the config does not say."""
+"""Rows of a block if the config does not say."""
 
 DEFAULT_CANDIDATES = 16
-"""Of the selector, where the config does not say."""
+"""Candidates of the selector if the config does not say."""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
@@ -55,12 +55,12 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(BlockArgs):
-    """What the `config.json` of a DFlash head says.
+    """The config of a DFlash head.
 
     Attributes:
         conv_kernel_size: how many rows a convolution reads; None without convolutions.
-        conv_group_size: how many channels have a coefficient together.
-        selector_rank, selector_top_k: of its codebooks; K. None without a selector.
+        conv_group_size: how many channels share a coefficient.
+        selector_rank, selector_top_k: the rank of the selector's codebooks, and K; None without a selector.
     """
 
     _: KW_ONLY
@@ -72,7 +72,6 @@ class DrafterArgs(BlockArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`."""
         prepare(checkpoint, NAMES, MODEL_TYPE)
         config, shapes = checkpoint.config, checkpoint.shapes
         if "block_size" not in config:
@@ -95,14 +94,12 @@ class DrafterArgs(BlockArgs):
         return cls.from_block(checkpoint, model, own)
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`."""
         return super().said() | {
             "conv_kernel_size": self.conv_kernel_size or 0,
             "selector_rank": self.selector_rank or 0,
         }
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         super().check(where)
         for first, second in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
@@ -115,7 +112,6 @@ class DrafterArgs(BlockArgs):
             raise CheckpointError(f"{where}/config.json: expected selector_top_k {most}, got {got}")
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"{'DFlash 2, ' if self.conv_kernel_size else ''}{super().describe()}"
 
 
@@ -137,7 +133,7 @@ class Convolution(nn.Module):
 
 
 def convolve(rows: mx.array, kernels: mx.array) -> mx.array:
-    """(B, H) each row and those before it, weighted by its own kernels (B, taps, H); zero stands before the first."""
+    """(B, H) each row and those before it, weighted by its kernels (B, taps, H), with zeros before the first row."""
     taps = kernels.shape[1]
     padded = mx.pad(rows, [(taps - 1, 0), (0, 0)])
     moved = [padded[taps - 1 - tap : taps - 1 - tap + len(rows)] for tap in range(taps)]
@@ -152,13 +148,12 @@ class ConvolvedLayer(Layer):
         self.attention_conv, self.mlp_conv = Convolution(args), Convolution(args)
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
-        """See `Layer`."""
         rows = rows + self.attention_conv(self.input_layernorm(rows), attend)
         return rows + self.mlp_conv(self.post_attention_layernorm(rows), self.mlp)
 
 
 class Selector(nn.Module):
-    """Scores of pairs of tokens, of low rank."""
+    """Low-rank scores of pairs of tokens."""
 
     def __init__(self, args: Any) -> None:
         super().__init__()
@@ -167,7 +162,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(args.width, args.selector_rank, bias=False)
 
     def __call__(self, tokens: mx.array, candidates: mx.array, state: mx.array) -> mx.array:
-        """(W, K) float32: of each candidate (K,) after each token (W,), for a row's final state (H,)."""
+        """(W, K) float32 scores of each candidate (K,) after each token (W,), for a row's final state (H,)."""
         scores: mx.array = (self.predecessor(tokens) * self.hidden_projection(state)) @ self.successor(candidates).T
         return scores.astype(mx.float32)
 
@@ -183,11 +178,10 @@ class Drafter(BlockDrafter):
             self.selector = Selector(args)
 
     def make_layer(self) -> Layer:
-        """See `BlockDrafter.make_layer`."""
         return Layer(self.args) if self.args.conv_kernel_size is None else ConvolvedLayer(self.args)
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """See `BlockDrafter.make_guess`; with a selector it depends on the token before."""
+        """The guesses of a block; with a selector they depend on the token before."""
         if "selector" not in self:
             return super().make_guess(states, head)
         logits, count = self.make_logits(states, head), min(self.args.selector_top_k or 1, self.args.vocab_size)
@@ -201,5 +195,4 @@ class Drafter(BlockDrafter):
         return guess
 
     def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
         return "embedding" if name in ("selector.predecessor", "selector.successor") else super().part_of(name)

@@ -1,9 +1,9 @@
 """Any smaller model of mlx-lm as a drafter, as in mlx-lm's own speculation.
 
-It reads the text, over a prompt cache of its own, and no hidden state of the target; it runs unmodified. A draft of K
-tokens is K forwards: the first one reads what was accepted, and after the last one the cache is rolled back to the
-text's end. In a chain the others have one row each. In a tree each of them reads the W hypotheses so far side by side,
-as paths that see the text and themselves: no row of the cache is ever moved.
+The model is unmodified. It reads the text with its own prompt cache, and no hidden state of the target. A draft of K
+tokens is K forwards: the first reads the accepted tokens, and after the last the cache is rolled back to the text's
+end. In a chain the other forwards have one row. In a tree each reads the W hypotheses so far as separate paths that see
+the text and themselves, so no cache row is ever moved.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .protocol import Drafter
 from .source import Adjust, Source, draft
 
 MAX_PADDING = 1024
-"""By how many rows the heads of two models with the same tokenizer may differ, as vocabularies are padded."""
+"""The heads of two models with the same tokenizer may differ by this many rows, as vocabularies are padded."""
 
 MAX_ROWS = 32
-"""The most tokens that are read by the forward whose logits are wanted: of more the last one is read alone."""
+"""The most tokens in the forward that returns the logits; longer texts are read in pieces before it."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,23 @@ class DraftModelArgs(DrafterArgs):
     """The sizes of a draft model: its own hidden size, and the rows of its head.
 
     Attributes:
-        name: of its module in `mlx_lm.models`.
+        name: the name of its module in `mlx_lm.models`.
     """
 
     model_type: str = field(default="draft_model", kw_only=True)
     name: str = field(default="", kw_only=True)
 
     def describe(self) -> str:
-        """See `DrafterArgs.describe`."""
         return f"draft model, {self.name}"
 
     def describe_states(self) -> str:
-        """See `DrafterArgs.describe_states`."""
         return "the text alone, no hidden state"
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """See `DrafterArgs.try_others`: there are none."""
+        """Nothing: it reads no hidden state."""
         return {}
 
     def explain_useless(self) -> str:
-        """See `DrafterArgs.explain_useless`."""
         return "Do the draft model and the model have the same tokenizer, and are its weights sound in this dtype?"
 
 
@@ -85,42 +82,42 @@ class DraftModel(Drafter):
 
     @property
     def weights(self) -> nn.Module:
-        """See `Drafter.weights`."""
         return self.model
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         return compute_dtype(self.model)
 
     def open(self, model: nn.Module) -> DraftModelSource:
-        """See `Drafter.open`."""
         return DraftModelSource(self, model_sizes(model)[1])
 
     def check_fit(self, model: nn.Module, name: str = "the draft model") -> None:
-        """Compares the vocabularies, padding aside; see `Drafter.check_fit`."""
+        """Compares the vocabulary sizes, except padding.
+
+        Raises:
+            CheckpointError: they differ.
+        """
         own, other = self.args.vocab_size, model_sizes(model)[1]
         if abs(own - other) > MAX_PADDING:
             raise CheckpointError(f"{name} cannot draft: it has a vocabulary of {own} tokens, the target of {other}")
 
     def explain_chains(self) -> str | None:
-        """See `Drafter.explain_chains`."""
         return self._chains and f"the draft model takes chains only, {self._chains}"
 
 
 @lru_cache(maxsize=64)
 def path_constants(width: int, length: int) -> tuple[mx.array, mx.array]:
-    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes: W paths of L, one after the other."""
+    """(depths (N,) int32, ancestors (N, N) bool) of N = W * L nodes: W paths of length L, one after the other."""
     nodes = [divmod(node, length) for node in range(width * length)]
     ancestors = [[path == other and place >= at for other, at in nodes] for path, place in nodes]
     return mx.array([place for _, place in nodes], mx.int32), mx.array(ancestors)
 
 
 class DraftModelSource(Source):
-    """What a draft model has read of a text: a prefix of it, which `read` compares with the text before each decode.
+    """The source of a draft model. Its cache holds a prefix of the text, which `read` compares before each decode.
 
-    Nothing is computed before the first draft. With a draft model that takes chains only a wider plan gives the chain
-    of its depth.
+    Nothing is computed before the first draft. If the draft model takes chains only, wider plans become chains of their
+    depth.
 
     Args:
         vocab_size: V, the target's.
@@ -137,7 +134,7 @@ class DraftModelSource(Source):
         self._held = 0  # tokens of the text that are in it
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Goes on from what the text and the cache share."""
+        """Keeps the part of the cache that the new text shares."""
         pairs = zip(self._text[: self._held], tokens, strict=False)
         self._trim(next((at for at, (old, new) in enumerate(pairs) if old != new), len(tokens)))
         self._text = list(tokens)
@@ -147,9 +144,9 @@ class DraftModelSource(Source):
         self._text += tokens
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """See `Source.propose`; the root is the last token of the text."""
+        """As in the base class; the root is the last token of the text."""
         self._trim(len(self._text) - 1)
-        # An error until the end must leave no half-written cache.
+        # An error before the end must not leave a partly written cache.
         cache, self._cache = self._cache or make_prompt_cache(self._model, self.max_kv_size), []
         logits = self._read_text(cache)
         plan = plan if self._takes_trees else chain_plan(plan.depth)
@@ -169,14 +166,12 @@ class DraftModelSource(Source):
         return tree
 
     def fork(self) -> DraftModelSource:
-        """See `Source.fork`."""
         other = copy.copy(self)
         other._text, other._cache = list(self._text), copy.deepcopy(self._cache)
         return other
 
     @property
     def row_bytes(self) -> int:
-        """See `Source.row_bytes`."""
         return kv_cache.row_bytes(self._cache)
 
     @property
@@ -185,7 +180,7 @@ class DraftModelSource(Source):
         return [vars(c) for c in kv_cache.leaves(self._cache)]
 
     def _trim(self, count: int) -> None:
-        """Drops what the cache holds beyond the first `count` tokens, or all of it where that cannot be done."""
+        """Trims the cache to the first `count` tokens, or drops it if it cannot be trimmed."""
         beyond = self._held - count if self._cache else 0
         if beyond > 0 and can_trim_prompt_cache(self._cache):
             trim_prompt_cache(self._cache, beyond)
@@ -194,7 +189,7 @@ class DraftModelSource(Source):
         self._held = min(self._held, count) if self._cache else 0
 
     def _read_text(self, cache: kv_cache.Cache) -> mx.array:
-        """(1, V) the logits after the text, the rest of which is read, in pieces that are evaluated."""
+        """(1, V) the logits after the text; reads its remaining tokens, and evaluates long ones in pieces."""
         tokens = mx.array(self._text[self._held :], mx.int32)
         while tokens.shape[0] > MAX_ROWS:
             size = min(self.prefill_step_size, tokens.shape[0] - 1)
@@ -205,7 +200,7 @@ class DraftModelSource(Source):
         return self._fit(self._run(tokens, cache)[-1:])
 
     def _read_paths(self, paths: mx.array, cache: kv_cache.Cache) -> mx.array:
-        """(W, V') the model's own logits after each of `paths` (W, 1 + L), of which the cache holds the first token."""
+        """(W, V') the model's own logits after each of `paths` (W, 1 + L), whose first token is in the cache."""
         width, length, states = paths.shape[0], paths.shape[1] - 1, kv_cache.snapshot(cache)
         nodes = Nodes(len(self._text), *path_constants(width, length), branched=True)
         tokens = paths[:, 1:].reshape(-1)
@@ -214,14 +209,14 @@ class DraftModelSource(Source):
         return logits.reshape(width, length, -1)[:, -1]
 
     def _run(self, tokens: mx.array, cache: kv_cache.Cache) -> mx.array:
-        """(T, V') the model's own logits after each of `tokens` (T,); of one without a row it reads the last."""
+        """(T, V') the model's own logits after each of `tokens` (T,); ids beyond its embedding use the last row."""
         if self._n_embedded < self._vocab_size:
             tokens = mx.minimum(tokens, self._n_embedded - 1)
         logits: mx.array = self._model(tokens[None], cache=cache)
         return logits[0]
 
     def _fit(self, logits: mx.array) -> mx.array:
-        """(W, V) float32 of (W, V'), cut or filled up with what is impossible."""
+        """(W, V) float32 of (W, V'), cut, or padded with minus infinity."""
         logits = logits[:, : self._vocab_size].astype(mx.float32)
         missing = self._vocab_size - logits.shape[1]
         return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing else logits

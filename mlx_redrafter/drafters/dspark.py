@@ -1,18 +1,19 @@
-"""DSpark heads: every row of a block guesses the next token, and the token drafted before it corrects the guess.
+"""DSpark heads: every row of a block guesses the next token, corrected by the token drafted before it.
 
     h = norm(layers(x))                         see `block`; x as in DFlash
     logits_j = U h_j + W2 W1[e]                 U: an output matrix; e: the token before, of row 0 the root
 
-Row j guesses the token at p + j + 1; where the config says that the root's row is not used, row j >= 1 that at p + j.
+Row j guesses the token at p + j + 1; if the config does not use the root's row, row j >= 1 guesses the token at p + j.
 The correction is added after multiplier and cap. A head without W1 and W2 guesses like DFlash, one position later.
 
-Those for Gemma 4 have its layers: values are the keys before their norm, or have a projection, and are normed without a
-weight; attention and MLP are normed after it, too; embeddings are multiplied by the root of the width.
+Heads for Gemma 4 have its layers: values are the keys before their norm, or have their own projection, and are normed
+without a weight; the outputs of attention and MLP are normed as well; embeddings are multiplied by the square root of
+the width.
 
-Published heads also estimate how likely each row is right, to end a draft early. That is left out: how long a draft is
-follows from the plan, before anything is computed.
+Published heads also estimate how likely each row is right, to end a draft early. That is left out: the plan fixes the
+length of a draft before anything is computed.
 
-Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/; arXiv 2607.05147. Tensors are called as there.
+Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/; arXiv 2607.05147. Tensors are named as there.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MODEL_TYPE = "dspark"
 
 NAMES = (
     (r"(?:logit_head\.)?(?:markov_head\.)?(markov_w[12])\.weight", r"\1.weight"),
-    (r"(?:logit_head\.)?confidence_head\..*", ""),  # which this module leaves out
+    (r"(?:logit_head\.)?confidence_head\..*", ""),  # not used here
     *BLOCK_NAMES,
 )
 """The authors' names, and SpecForge's older ones."""
@@ -66,12 +67,12 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(BlockArgs):
-    """What the `config.json` of a DSpark head says.
+    """The config of a DSpark head.
 
     Attributes:
         markov_rank: of W1 and W2; None without them.
         gemma: whether its layers are Gemma 4's.
-        own_values: whether those have a projection of values; if not, values are made of the keys.
+        own_values: whether Gemma's layers have a projection of values or make them from the keys.
     """
 
     _: KW_ONLY
@@ -82,7 +83,6 @@ class DrafterArgs(BlockArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`."""
         published, where = checkpoint.config, checkpoint.where
         prepare(checkpoint, NAMES, MODEL_TYPE)
         config, shapes = checkpoint.config, checkpoint.shapes
@@ -101,7 +101,6 @@ class DrafterArgs(BlockArgs):
         return cls.from_block(checkpoint, model, own)
 
     def said(self) -> dict[str, Any]:
-        """See `DrafterArgs.said`."""
         return super().said() | {"markov_rank": self.markov_rank or 0}
 
 
@@ -115,7 +114,6 @@ class GemmaAttention(Attention):
         self.scale = 1.0
 
     def make_values(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """See `Attention.make_values`."""
         values = super().make_values(rows, keys) if "v_proj" in self else keys
         return mx.fast.rms_norm(values, None, self.k_norm.eps)
 
@@ -130,7 +128,7 @@ class GemmaMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def __call__(self, rows: mx.array) -> mx.array:
-        """(..., H) of rows (..., H)."""
+        """(..., H) the output for rows (..., H)."""
         return self.down_proj(nn.gelu_approx(self.gate_proj(rows)) * self.up_proj(rows))
 
 
@@ -145,7 +143,6 @@ class GemmaLayer(Layer):
         self.layer_scalar = mx.ones((1,))
 
     def __call__(self, rows: mx.array, attend: Attend) -> mx.array:
-        """See `Layer`."""
         rows = rows + self.post_attention_layernorm(attend(self.input_layernorm(rows)))
         made = self.mlp(self.pre_feedforward_layernorm(rows))
         return self.layer_scalar * (rows + self.post_feedforward_layernorm(made))
@@ -163,11 +160,10 @@ class Drafter(BlockDrafter):
             self.markov_w2 = nn.Linear(args.markov_rank, args.n_guesses, bias=False)
 
     def make_layer(self) -> Layer:
-        """See `BlockDrafter.make_layer`."""
         return GemmaLayer(self.args) if self.args.gemma else Layer(self.args)
 
     def make_guess(self, states: mx.array, head: Head) -> Guess:
-        """See `BlockDrafter.make_guess`: corrected by the token before."""
+        """The guesses of a block, corrected by the token before."""
         guess = super().make_guess(states, head)
         if "markov_w1" not in self:
             return guess
@@ -175,10 +171,8 @@ class Drafter(BlockDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """See `Drafter.output_layers`."""
         own = super().output_layers
         return [*own, self.markov_w2] if own and "markov_w2" in self else own
 
     def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
         return {"markov_w1": "embedding", "markov_w2": "head"}.get(name) or super().part_of(name)

@@ -10,12 +10,12 @@ A pair is the state f_i at a position and the token t_(i+1) after it; e = embedd
               x = f + attention([norm(e) ; norm(f)])
               feature = x + mlp(norm(x))         logits = lm_head(norm(feature))
 
-In a draft the feature stands for the state f of the next position. Norms are RMS norms. Heads of EAGLE-3 differ in what
-is normed: each of a, b, c alone (fc_norm) or side by side (norm_before_fc), queries and keys (qk_norm), what attention
-adds to (norm_before_residual), and the feature that stands for the next state (norm_output).
+In a draft the feature replaces the state f of the next position. Norms are RMS norms. EAGLE-3 heads differ in what is
+normed: a, b and c each (fc_norm) or concatenated (norm_before_fc), queries and keys (qk_norm), the residual that
+attention adds to (norm_before_residual), and the feature that replaces the next state (norm_output).
 
-Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm` and a `head_dim` of
-its own: SpecForge; the other norms: vllm-project/speculators. Tensors are called as there, but for the one layer.
+Source: SafeAILab/EAGLE, eagle/model/cnets1.py and cnets.py; arXiv 2401.15077, 2503.01840. `fc_norm` and a separate
+`head_dim`: SpecForge; the other norms: vllm-project/speculators. Tensors are named as there, except the layer's.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from .trainable import Project, TrainableArgs, TrainableDrafter
 MODEL_TYPE = "eagle"
 
 N_TAPS = 3
-"""How many layers EAGLE-3 reads where its config does not say which."""
+"""How many layers EAGLE-3 reads if its config does not name them."""
 
 NAMES = (
     (r"t2d|(?:.*\.)?rotary_emb\.inv_freq", ""),
     (r"(?:midlayer|layers\.0)\.(.*)", r"layer.\1"),
-    (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # which `from_published` refuses
+    (r"layers\.[1-9]\d{0,2}\..*", r"\g<0>"),  # `from_published` refuses these
     (r"fc\.(?:weight|bias)|(?:input_)?norm\.weight|lm_head\.weight|embed_tokens\.weight|fc_norm\.\d\.weight", r"\g<0>"),
     ("d2t", DRAFT_IDS),
 )
-"""The authors' names, SpecForge's, vLLM's and speculators'."""
+"""The authors' names, and those of SpecForge, vLLM and speculators."""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
@@ -60,17 +60,17 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(LayerArgs, TrainableArgs):
-    """What the `config.json` of an EAGLE head says.
+    """The config of an EAGLE head.
 
     Attributes:
-        version: 1, also for EAGLE-2, whose heads are the same; or 3.
+        version: 3, or 1, also for EAGLE-2, whose heads are the same.
         qkv_bias, o_bias, fc_bias: whether these layers have a bias.
-        own_embedding: whether it has an embedding of its own; if not, it reads the target's.
+        own_embedding: whether it has its own embedding or uses the target's.
         fc_norm: whether each of the states is normed before `fc`.
-        norm_before_fc: whether they are normed together, side by side.
+        norm_before_fc: whether their concatenation is.
         qk_norm: whether each head's queries and keys are normed.
-        norm_before_residual: whether the normed state, not the state, is what attention adds to.
-        norm_output: whether the normed feature stands for the state of the next position.
+        norm_before_residual: whether attention is added to the normed state, not the state.
+        norm_output: whether the normed feature replaces the state of the next position.
     """
 
     version: int = declare(MISSING, lambda value: value in (1, 3), "1 or 3")
@@ -90,12 +90,11 @@ class DrafterArgs(LayerArgs, TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`. Version 3 has norms before its attention; a copy of the target's embedding
-        is left out of version 1."""
+        """As in the base class. Norms before attention mean version 3; in version 1 an embedding is the target's."""
         checkpoint.rename(NAMES, MODEL_TYPE)
         tensors, where = checkpoint.tensors, checkpoint.where
         if others := sorted(name for name in tensors if name.startswith("layers.")):
-            raise CheckpointError(f"{where} has several layers, of an EAGLE head one is supported: {others[0]}")
+            raise CheckpointError(f"{where} has several layers; EAGLE heads of one layer are supported: {others[0]}")
         of_version_3 = {"layer.hidden_norm.weight", "layer.input_layernorm.weight", "lm_head.weight"}
         version = 3 if of_version_3 & tensors.keys() else 1
         config = checkpoint.config = read_config(checkpoint.config, where)
@@ -131,7 +130,11 @@ class DrafterArgs(LayerArgs, TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of an EAGLE-1 head to train, see `TrainableArgs.for_training`."""
+        """The sizes of an EAGLE-1 head to train.
+
+        Raises:
+            RedrafterError: a draft vocabulary is given.
+        """
         if draft_vocab_size is not None:
             raise RedrafterError("an EAGLE-1 head uses the target's output matrix: leave out draft_vocab_size")
         heads = next(count for count in range(max(1, hidden_size // 64), 0, -1) if hidden_size % (2 * count) == 0)
@@ -140,7 +143,6 @@ class DrafterArgs(LayerArgs, TrainableArgs):
         return cls(hidden_size, vocab_size, hidden_size, inner, heads, heads, head_dim, version=1, fc_bias=True)
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         super().check(where)
         if self.version == 1 and self.norm_output:
             raise CheckpointError(
@@ -161,49 +163,45 @@ class DrafterArgs(LayerArgs, TrainableArgs):
 
     @property
     def min_layers(self) -> int:
-        """See `DrafterArgs.min_layers`; where it does not say which it reads, what `default_layers` needs."""
+        """As in the base class; with the default layers, what `default_layers` needs."""
         return 4 if self.version == 3 and self.capture_layers is None else super().min_layers
 
     def describe_states(self) -> str:
-        """See `DrafterArgs.describe_states`."""
         if self.version == 3 and self.capture_layers is None:
-            return f"the outputs of {N_TAPS} layers, at its default places"
+            return f"the outputs of {N_TAPS} layers, the default ones"
         return super().describe_states()
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """See `DrafterArgs.try_others`."""
         if self.version == 3 and self.capture_layers is None:
             return replace(self, capture_layers=default_layers(n_layers)).try_others(n_layers)
         others = super().try_others(n_layers)
-        if self.version == 3:  # what projects read otherwise where a config does not say it
+        if self.version == 3:  # projects have other defaults for these
             for name in ("norm_before_residual", "norm_output"):
                 other: dict[str, Any] = {name: not getattr(self, name)}
                 others[f"{name} {str(other[name]).lower()}"] = replace(self, **other)
         return others
 
     def explain_fixed(self) -> str | None:
-        """See `TrainableArgs.explain_fixed`."""
         if self.version == 3 or self.own_embedding:
             return f"expected an EAGLE-1 head that reads the target's embedding, got {self.describe()}"
         return super().explain_fixed()
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"EAGLE-{self.version}, {super().describe()}"
 
 
 def read_config(config: Config, where: str) -> Config:
-    """A published config, flat, with `capture_layers`: the layers whose outputs it reads, or None.
+    """A flat published config, with `capture_layers`: the layers whose outputs it reads, or None.
 
-    Speculators and NVIDIA count what enters a layer. Of others SGLang takes a list that begins with 1 for outputs, and
-    any other for what enters. What is not said is false, as in the class of speculators' config.
+    Configs of speculators and NVIDIA number layers by their inputs. Of other configs SGLang reads a list that begins
+    with 1 as outputs, any other as inputs. Flags default to false, as in speculators.
 
     Raises:
-        CheckpointError: a kind of head that is not supported.
+        CheckpointError: the head is of a kind that is not supported.
     """
     own, said = get_object(config, "eagle_config", where), flatten(config, "eagle_config", where)
     if (kind := said.get("speculators_model_type", "eagle3")) != "eagle3":
-        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: of speculators' heads EAGLE-3 is read")
+        raise CheckpointError(f"{where} is a {one_line(kind)[:40]}: of speculators' heads only EAGLE-3 is supported")
     for key, expected in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False), ("parallel_draft_step", 1)):
         if said.get(key, expected) != expected:
             got = f"{expected}, got {said[key]!r:.40}"
@@ -218,12 +216,12 @@ def read_config(config: Config, where: str) -> Config:
 
 
 def default_layers(n_layers: int) -> list[int]:
-    """The layers whose outputs EAGLE-3 reads where its config does not say: what enters the layers 2, n / 2, n - 3."""
+    """The layers whose outputs EAGLE-3 reads by default: the inputs of layers 2, n / 2 and n - 3."""
     return [1, n_layers // 2 - 1, n_layers - 4]
 
 
 class Layer(nn.Module):
-    """The one transformer layer; its attention may read more than its own width."""
+    """The transformer layer; the input of its attention may be wider than the layer."""
 
     def __init__(self, args: DrafterArgs) -> None:
         super().__init__()
@@ -245,9 +243,9 @@ class Layer(nn.Module):
 
 
 class Drafter(PairDrafter, TrainableDrafter):
-    """An EAGLE head. Version 1 can be trained, on its own features at each depth as it drafts.
+    """An EAGLE head. Version 1 can be trained, on its own features at each depth, as it drafts.
 
-    Source of that: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1; the loss is that of the tokens alone.
+    Source of training: arXiv 2408.15766 (HASS) and 2503.01840, section 3.1, with the loss of the tokens alone.
     """
 
     args: DrafterArgs
@@ -271,17 +269,14 @@ class Drafter(PairDrafter, TrainableDrafter):
 
     @property
     def n_inputs(self) -> int:
-        """See `PairDrafter.n_inputs`."""
         return self.args.hidden_size * (1 if self.args.version == 1 else self.args.n_taps)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
         if self.args.version == 1:
             return PairSource(self, model, [self.args.state_name])
         return PairSource(self, model, self.args.capture_layers or default_layers(len(model.layers)))
 
     def project(self, states: mx.array) -> mx.array:
-        """See `PairDrafter.project`."""
         states = states.astype(self.dtype)
         if self.args.version == 1:
             return states
@@ -295,7 +290,6 @@ class Drafter(PairDrafter, TrainableDrafter):
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """See `PairDrafter.read_pairs`."""
         embedded = (self.embed_tokens if "embed_tokens" in self else embed)(tokens).astype(self.dtype)
         layer, (cache,) = self.layer, caches
         if self.args.version == 1:
@@ -309,23 +303,21 @@ class Drafter(PairDrafter, TrainableDrafter):
         return self.norm(x) if self.args.norm_output else x
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """See `PairDrafter.guess`."""
         if head is not None:
             return head(features).astype(mx.float32)
         return self.scatter(self.lm_head(features if self.args.norm_output else self.norm(features)))
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         dtype: mx.Dtype = self.layer.post_attention_layernorm.weight.dtype
         return dtype
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """(feature, rows of its cache by depth), of version 1; see `TrainableDrafter.read_token`.
+        """(feature, cache rows by depth), for version 1; see the base class.
 
-        At depth d the token at column c stands in the draft after column c - d. It sees the pairs of the text before
-        that draft, which are the rows of depth 0, and for each depth since the row of the draft's own token: columns
-        that have moved on with the draft, and stand where the token itself does.
+        At depth d the token at column c belongs to the draft after column c - d. It sees the pairs of the text before
+        that draft, the rows of depth 0, and of each later depth the row of its own draft, which is at the token's own
+        column.
 
         Args:
             tokens, hidden: (B, T), (B, T, D).
@@ -343,7 +335,7 @@ class Drafter(PairDrafter, TrainableDrafter):
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x)), rows
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., H) what the target's output matrix is applied to."""
+        """(..., H), the input of the target's output matrix."""
         return cast(mx.array, state[0])
 
     def share(self, model: nn.Module) -> None:
@@ -353,7 +345,7 @@ class Drafter(PairDrafter, TrainableDrafter):
         self._shared = [layer]
 
     def start_from(self, project: Project) -> None:
-        """It begins as the identity on the target's states, which its output matrix reads."""
+        """Initialises it near the identity on the target's states, which the output matrix expects."""
         width, near = self.args.width, 0.1
         weight = mx.eye(width)
         self.fc.weight = mx.concatenate([near * self.fc.weight[:, :width], weight], axis=1)
@@ -362,7 +354,7 @@ class Drafter(PairDrafter, TrainableDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """See `Drafter.output_layers`; while it is trained the target's, see `share`."""
+        """Its output matrix; in training the target's, see `share`."""
         return [self.lm_head] if "lm_head" in self else list(getattr(self, "_shared", []))
 
 
@@ -378,7 +370,7 @@ def attend(queries: mx.array, rows: Sequence[tuple[mx.array, mx.array]], scale: 
     moved = [tuple(mx.repeat(array.swapaxes(1, 2), repeats, axis=1) for array in row) for row in rows]
     (keys, values), own = moved[0], moved[1:]
     column = mx.arange(size)
-    # No state stands before the first column, and the columns that have left the text's end are at its beginning.
+    # The first column has no state before it, and columns beyond the text's end wrap to its beginning.
     sees = (column <= column[:, None]) & ((column > depth) | (column == column[:, None]))
     scores = mx.where(sees, queries @ keys.swapaxes(2, 3), -mx.inf)
     scores = mx.concatenate([scores, *((queries * key).sum(axis=-1, keepdims=True) for key, _ in own)], axis=-1)

@@ -1,4 +1,4 @@
-"""Drafts what a grammar forces, and between that what the context proposes, as far as the grammar allows it."""
+"""Drafts the tokens that a grammar forces, and between them the context's proposals that the grammar allows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .past import PastIndex
 from .source import Forecast
 
 MIN_CHANCE = 0.1
-"""That the last token of a proposal is right, at least."""
+"""The least probability that the last token of a proposal is right."""
 
 
 class GrammarSource(ContextSource):
-    """The tokens that a grammar forces, which are always right, and else those after the context's match, in one chain.
+    """Drafts one chain of the tokens that a grammar forces, which are always right, and the tokens after a match.
 
     Args:
-        grammar: of the text, which takes its tokens before this source is told of them.
-        past: of earlier texts; None for none.
+        grammar: of the text; it takes tokens before this source gets them.
+        past: index of earlier texts; None for none.
     """
 
     def __init__(self, grammar: Grammar, past: PastIndex | None = None) -> None:
@@ -26,32 +26,32 @@ class GrammarSource(ContextSource):
         self._proposal: list[int] = []
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """See `Source.forecast`; before the read that of the context alone."""
+        """The forecast of the proposal; before the read, that of the context alone."""
         if ahead:
             return super().forecast(ahead)
-        reach = self._make_proposal()
-        return Forecast(1.0, reach) if reach else None
+        cumulative = self._make_proposal()
+        return Forecast(1.0, cumulative) if cumulative else None
 
     def find(self, count: int) -> list[int]:
         """The first tokens of the proposal."""
         return self._proposal[:count]
 
     def _make_proposal(self) -> list[float]:
-        """Makes the proposal, each token as if those before it were in the text; its reach."""
+        """Makes the proposal, matching each token as if those before it were text; returns its acceptance."""
         own, size = self._own, len(self)
         key, places = own.key, [(each, each.end, each.match) for each in (own, self._past) if each is not None]
-        grammar, following, chance, reach = self._grammar.fork(), list[int](), 1.0, list[float]()
-        while len(reach) < MAX_PROPOSAL:
+        grammar, following, chance, cumulative = self._grammar.fork(), list[int](), 1.0, list[float]()
+        while len(cumulative) < MAX_PROPOSAL:
             following = following or grammar.find_forced()
             if not following and (found := self._choose()) is not None:
                 following, chance = [found.next_token], chance * found.rate(found.match)
             if not following or chance < MIN_CHANCE or not grammar.take(token := following.pop(0)):
                 break
-            reach.append(chance)
+            cumulative.append(chance)
             self._append(token, is_noted=False)
         self._proposal = own.tokens[size:]
         del own.tokens[size:]
         own.key = key
         for each, end, match in places:
             each.end, each.match = end, match
-        return reach
+        return cumulative

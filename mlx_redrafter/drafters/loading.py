@@ -1,7 +1,7 @@
-"""One way to a drafter, whoever wrote it: which files, which kind, its arguments, its tensors.
+"""Loads any drafter: finds its files and its kind, then reads its arguments and tensors.
 
-Files are those of a directory, a single file or a hub repository, of which only what is needed is downloaded. Of a
-model that has a drafter within it, that alone is read.
+The files are those of a directory, a single file, or a hub repository, of which only what is needed is downloaded. Of a
+model that contains a drafter, only the drafter is read.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .mtp import Layers, find_layers
 from .protocol import Drafter
 
 PACKAGED = {"smollm2": Path(__file__).parents[1] / "demo" / "smollm2"}
-"""Drafters that the package brings along, by name: for SmolLM2-135M-Instruct."""
+"""Packaged drafters by name: for SmolLM2-135M-Instruct."""
 
 INDEX = "model.safetensors.index.json"
-"""Which file holds which tensor."""
+"""The index of tensors and files."""
 
 SIDECAR = "mtp.safetensors"
-"""A file that the index of an MLX folder does not name, with the multi-token-prediction layer."""
+"""A file with the multi-token-prediction layer in an MLX folder, which its index does not name."""
 
 SHARD = re.compile(r"(.*)-\d+-of-(\d+)\.\w+")
 
 LAYOUTS = (r"model.*\.safetensors", r"(?!adapter|optimizer|rank\d).*\.safetensors")
-"""Patterns of the names of files with tensors. The first that fits any is read."""
+"""Name patterns of files with tensors; those of the first pattern with a match are read."""
 
 CONVERTED = r".*\.(bin|pt|pth|engine|plan|distcp)|rank\d+\.safetensors|adapter_model\.safetensors"
-"""Files that `convert` reads, or says what to do with."""
+"""Files that `convert` reads or explains."""
 
 OTHER_KINDS = (
     (
@@ -54,20 +54,20 @@ OTHER_KINDS = (
         "is {model}, not a drafter: a smaller language model is given as --draft-model",
     ),
 )
-"""(a tensor that tells what it is, where no kind recognises it; what to say); the first that fits."""
+"""(pattern of tensors in a checkpoint that no kind recognises; what to say of it); the first match counts."""
 
 Choose = Callable[[Iterable[str], str], list[str]]
-"""(the files of a checkpoint, its name) -> those that hold its tensors, in order."""
+"""(files of a checkpoint, its name) -> those that hold its tensors, in order."""
 
 
 class Source(NamedTuple):
     """The files of a checkpoint.
 
     Attributes:
-        path: the directory or file that was asked for; of a hub repository, its local copy.
+        path: the directory or file; for a hub repository, its local copy.
         files: those with tensors, in order.
         config: the `config.json` in the directory, or beside the file; empty without one.
-        is_base: whether it is a model, of which the multi-token-prediction layer alone is wanted.
+        is_base: whether it is a model of which only the multi-token-prediction layer is read.
     """
 
     path: Path
@@ -90,12 +90,16 @@ def choose_files(present: Iterable[str], name: str) -> list[str]:
     if matches_any(CONVERTED, present):
         advice = ": 'python -m mlx_redrafter.convert' reads other files"
     elif matches_any(r".*/.*\.safetensors", present):
-        advice = ": give the folder that they are in"
+        advice = ": give the folder that contains them"
     raise CheckpointError(f"no safetensors in {name}, got {got}{advice}")
 
 
 def check_shards(files: list[str], name: str) -> list[str]:
-    """The same files; a CheckpointError where a name says that there are more."""
+    """Returns the files.
+
+    Raises:
+        CheckpointError: a name says that there are more shards.
+    """
     for file in files:
         shard = SHARD.fullmatch(file)
         if shard and (count := sum(other.startswith(f"{shard[1]}-") for other in files)) < int(shard[2]):
@@ -104,10 +108,10 @@ def check_shards(files: list[str], name: str) -> list[str]:
 
 
 def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
-    """The files of a directory, of a single file, of a hub id, or of a drafter in `PACKAGED`.
+    """The files of a directory, a hub id or a drafter in `PACKAGED`, or a single file.
 
     Raises:
-        CheckpointError: no such path or repository, no weights in it, or not all of them.
+        CheckpointError: there is no such path or repository, or weights are missing.
     """
     name, path = str(path_or_hf_repo), find_path(path_or_hf_repo)
     if is_file := path.is_file():
@@ -126,7 +130,11 @@ def find_source(path_or_hf_repo: str | Path, revision: str | None = None, choose
 
 
 def find_path(path_or_hf_repo: str | Path) -> Path:
-    """A path, with the user's folder in place of ~; a CheckpointError where there is no such user."""
+    """The path, with ~ expanded.
+
+    Raises:
+        CheckpointError: ~ names a user that does not exist.
+    """
     try:
         return expand_path(path_or_hf_repo)
     except RedrafterError as error:
@@ -134,9 +142,9 @@ def find_path(path_or_hf_repo: str | Path) -> Path:
 
 
 def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: Choose = choose_files) -> Source:
-    """The files of a model that hold its multi-token-prediction layer, of a directory or a hub id.
+    """The files of a model, a directory or hub id, that hold its multi-token-prediction layer.
 
-    Of a hub repository nothing else is downloaded but its config and its index.
+    Of a hub repository only these, the config and the index are downloaded.
 
     Raises:
         CheckpointError: no such directory or repository, no such layer, or a file is missing.
@@ -154,10 +162,10 @@ def find_base(path_or_hf_repo: str | Path, revision: str | None = None, choose: 
 
 
 def choose_base_files(path: Path, present: Iterable[str], name: str, choose: Choose) -> list[str]:
-    """Those of the files of `name` that hold its multi-token-prediction layer: as its index says, or all without one.
+    """The files of `name` that hold its multi-token-prediction layer, by its index; all files without an index.
 
     Args:
-        path: where its index is.
+        path: the directory of the index.
 
     Raises:
         CheckpointError: its index has no such layer.
@@ -173,7 +181,11 @@ def choose_base_files(path: Path, present: Iterable[str], name: str, choose: Cho
 
 
 def read_index(path: Path) -> tuple[Layers | None, dict[str, str]]:
-    """(the multi-token-prediction layers, tensor -> file) of the index in a directory."""
+    """(the multi-token-prediction layers, tensor -> file) from the index in a directory.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
     placed = read_object(path / INDEX).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise CheckpointError(f"{path / INDEX} does not say which file holds which tensor")
@@ -181,7 +193,7 @@ def read_index(path: Path) -> tuple[Layers | None, dict[str, str]]:
 
 
 def describe_missing(name: str) -> str:
-    """What is said of a model without a multi-token-prediction layer."""
+    """The error for a model without a multi-token-prediction layer."""
     advice = "few models have one, and conversions to MLX leave it out; give the repository of such a model's authors"
     return f"{name} has no multi-token-prediction layer: {advice}"
 
@@ -190,16 +202,16 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
     """The local copy of a hub repository: its config and weights.
 
     Args:
-        is_base: whether only the weights of the multi-token-prediction layer are wanted; see `find_base`.
+        is_base: whether only the multi-token-prediction layer's weights are downloaded, see `find_base`.
 
     Raises:
-        CheckpointError: no hub id, the hub does not give it, or a model without a drafter where one is wanted.
+        CheckpointError: not a hub id, the download fails, or the repository holds no drafter.
     """
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"no such file or directory: {name[:200]!r}")
     try:
         present, files = list_files(name, revision), list[str]()
-        if INDEX in present:  # a small file, which says whether the large ones are wanted
+        if INDEX in present:  # a small file that shows whether the large ones are needed
             index = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", INDEX]))
             if is_base:
                 files = choose_base_files(index, present, name, choose)
@@ -213,17 +225,17 @@ def download(name: str, revision: str | None, choose: Choose, *, is_base: bool =
         return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", *files]))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever the network and the hub say
+    except Exception as error:  # of the network or the hub
         raise CheckpointError(
             f"{name!r} is no file or directory, and cannot be downloaded from the hub: {one_line(error)}"
         ) from error
 
 
 def list_files(name: str, revision: str | None) -> list[str]:
-    """The files of a hub repository; those that were downloaded before where the hub cannot be reached."""
-    try:  # which is not tried again and again without a network, as `list_repo_files` is
+    """The files of a hub repository; if the hub cannot be reached, those that were downloaded before."""
+    try:  # unlike `list_repo_files` this does not retry without a network
         return [file.rfilename for file in HfApi().repo_info(name, revision=revision).siblings or []]
-    except HfHubHTTPError:  # what the hub answers
+    except HfHubHTTPError:  # an answer of the hub
         raise
     except Exception:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
@@ -231,10 +243,10 @@ def list_files(name: str, revision: str | None) -> list[str]:
 
 
 def check_names(names: Collection[str], config: dict[str, Any], name: str) -> None:
-    """Refuses what is no drafter by the names of its tensors, before they are downloaded.
+    """Refuses checkpoints of something else by their tensor names, before the download.
 
     Raises:
-        CheckpointError: saying what it is, or which tensor no drafter has.
+        CheckpointError: it is no drafter; the message says what it is, or names a tensor that no drafter has.
     """
     kind = find_kind(names, config, name)
     if not is_ours(config) and not hasattr(kind, "find_layers"):
@@ -252,7 +264,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        CheckpointError: no such file, not JSON, or not an object.
+        CheckpointError: there is no such file, or it is not a JSON object.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -268,14 +280,14 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, none of which is read yet.
+    """The tensors of a file by name, lazily.
 
     Raises:
-        CheckpointError: damaged, or not what its name says.
+        CheckpointError: the file is damaged, or is no safetensors file.
     """
     refuse_pointer(file)
     try:
-        with safe_open(file, framework="numpy"):  # compares the header with the size of the file, as mx.load does not
+        with safe_open(file, framework="numpy"):  # compares the header with the file's size, unlike mx.load
             pass
         found: dict[str, Tensor] = mx.load(str(file))  # type: ignore[assignment]
         return found
@@ -284,10 +296,10 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuses what git-lfs leaves in place of a file.
+    """Refuses a git-lfs pointer.
 
     Raises:
-        CheckpointError: it is that, or cannot be read.
+        CheckpointError: the file is one, or cannot be read.
     """
     try:
         with file.open("rb") as stream:
@@ -302,25 +314,25 @@ def read_checkpoint(source: Source, read: Callable[[Path], dict[str, Tensor]] = 
     """The checkpoint in a source.
 
     Args:
-        read: the tensors of a file.
+        read: returns the tensors of a file.
 
     Raises:
-        CheckpointError: damaged, or two shards have the same tensor.
+        CheckpointError: a file is damaged, or two have the same tensor.
     """
     found: dict[str, Tensor] = {}
     for file in source.files:
         tensors = read(file)
         if both := sorted(found.keys() & tensors.keys()):
-            raise CheckpointError(f"{file} holds {both[0]!r}, which another shard has already")
+            raise CheckpointError(f"{file} holds {both[0]!r}, which another shard also holds")
         found |= tensors
     return make_checkpoint(source, found)
 
 
 def make_checkpoint(source: Source, tensors: Mapping[str, Tensor], n_ranks: int = 0) -> Checkpoint:
-    """A checkpoint of these tensors, by their names in the files.
+    """A checkpoint of tensors, by their names in the files.
 
     Raises:
-        CheckpointError: there are two for one name.
+        CheckpointError: without prefixes, two names are the same.
     """
     names, where = unwrap(tensors), str(source.path)
     stored: dict[str, str] = {}
@@ -333,24 +345,24 @@ def make_checkpoint(source: Source, tensors: Mapping[str, Tensor], n_ranks: int 
 
 
 def is_ours(config: dict[str, Any]) -> bool:
-    """Whether a config is in our format, which of recurrent drafters is their authors'."""
+    """Whether a config is in our format; for recurrent drafters that is the authors' own."""
     return is_converted(config) and config.get("model_type", recurrent.MODEL_TYPE) != recurrent.MODEL_TYPE
 
 
 def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_base: bool = False) -> ModuleType:
-    """The module of the kind of drafter whose tensors have these names in the files.
+    """The module of a drafter's kind, by the tensor names in its files.
 
     Args:
-        is_base: whether they are a model's, of which the multi-token-prediction layer alone is wanted.
+        is_base: whether they are a model's, of which only the multi-token-prediction layer is read.
 
     Raises:
-        CheckpointError: it is something else, as far as that is known.
+        CheckpointError: the checkpoint is known to be something else.
     """
     layers = find_layers(names)
     if is_base and layers is None:
         raise CheckpointError(describe_missing(where))
     if layers is not None and layers.has_model and not is_base:
-        advice = "convert --from-base takes that alone"
+        advice = "convert --from-base reads only that"
         raise CheckpointError(f"{where} is a model that has a multi-token-prediction layer: {advice}")
     if is_ours(config):
         return next(module for module in MODULES if config["model_type"] == module.MODEL_TYPE)
@@ -365,14 +377,14 @@ def find_kind(names: Collection[str], config: dict[str, Any], where: str, *, is_
 
 
 def read_drafter(checkpoint: Checkpoint, model: nn.Module | None = None) -> Drafter:
-    """The drafter in a checkpoint, with its tensors; `checkpoint.notes` says what the user should know.
+    """The drafter in a checkpoint, with its weights; adds to `checkpoint.notes`.
 
     Args:
-        model: the target: sizes are compared with its, some Medusa heads use its output matrix, and some configs do
-            not say its vocabulary.
+        model: the target, to compare sizes. Some Medusa heads use its output matrix, and some configs leave out the
+            vocabulary size.
 
     Raises:
-        CheckpointError: damaged, not one drafter, of shapes that do not fit each other, or for another target.
+        CheckpointError: the checkpoint is damaged, no single drafter, or for another target, or shapes do not fit.
     """
     where, config = checkpoint.where, checkpoint.config
     kind = find_kind(checkpoint.stored.values(), config, where, is_base=checkpoint.is_base)

@@ -1,10 +1,10 @@
-"""Medusa: one head for each depth of a draft. All see the same hidden state, and none sees the tokens before it.
+"""Medusa: one head for each depth of a draft. All see the same hidden state, and no drafted token.
 
     x_0     = h                                     h: the target's hidden state
     x_{j+1} = x_j + SiLU(linear_{k,j}(x_j))         num_layers times, in head k
     logits  = output_k(x)                           head k guesses the token at depth k + 1
 
-The target's own choice comes first, then what head 0 guesses.
+The target's own choice comes first, then the guess of head 0.
 
 Source: FasterDecoding/Medusa, medusa/model/medusa_model.py; arXiv 2401.10774.
 """
@@ -37,23 +37,23 @@ NAMES = (
     (r"lm_heads\.(\d{1,3})\.weight", r"output.\1.weight"),
     ("token_map", DRAFT_IDS),
 )
-"""The authors' names, and vLLM's."""
+"""The authors' names and vLLM's."""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds Medusa heads. One alone has an old recurrent drafter's names: its config tells."""
+    """Whether a checkpoint holds Medusa heads. One alone is named like an old recurrent drafter: the config decides."""
     pattern = r"blocks\.\d+\.layers\..*|[1-9]\d*\.\d+\.(linear\.)?weight"
     return "medusa_num_heads" in config or matches_any(pattern, names)
 
 
 @dataclass(frozen=True)
 class DrafterArgs(TrainableArgs):
-    """What the `config.json` of Medusa heads says.
+    """The config of Medusa heads.
 
     Attributes:
         num_heads: K, how many heads.
         num_layers: how many residual blocks each has.
-        tie_output: whether all heads share one output matrix, as where they use the target's.
+        tie_output: whether all heads share one output matrix, for instance the target's.
     """
 
     num_heads: int = count()
@@ -65,14 +65,13 @@ class DrafterArgs(TrainableArgs):
 
     @property
     def max_depth(self) -> int:
-        """How many tokens it can draft at most."""
         return self.num_heads
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`. Of heads that use the target's output matrix one copy is made of it.
+        """As in the base class. Heads that use the target's output matrix get one copy of it.
 
-        The number of heads in the config is often wrong, and not asked for.
+        The config's number of heads is often wrong, and ignored.
         """
         checkpoint.rename(NAMES, MODEL_TYPE)
         tensors, config, where = checkpoint.tensors, checkpoint.config, checkpoint.where
@@ -103,17 +102,16 @@ class DrafterArgs(TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of heads to train, one for each guess; see `TrainableArgs.for_training`."""
+        """The sizes of heads to train, one for each guess."""
         layers, tied = sizes["num_draft_layers"] or 1, not sizes["untied"]
         return cls(hidden_size, vocab_size, depth, layers, tied, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"heads {self.num_heads}, blocks {self.num_layers}{', one output matrix' if self.tie_output else ''}"
 
 
 class Drafter(TrainableDrafter):
-    """The heads. Deeper than there are heads it repeats the last one: no plan asks for that."""
+    """Medusa heads. Beyond the last depth the last head is repeated, which no plan needs."""
 
     args: DrafterArgs
 
@@ -126,26 +124,24 @@ class Drafter(TrainableDrafter):
         self.hold_draft_ids()
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> State:
-        """Nothing: the tokens before it change no guess."""
+        """None: guesses do not depend on drafted tokens."""
         return ()
 
     def features(self, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., D) what head `depth` makes of hidden states (..., D)."""
+        """(..., D) the output of head `depth` for hidden states (..., D)."""
         hidden = hidden.astype(self.dtype)
         for block in self.blocks[min(depth, len(self.blocks) - 1)]:
             hidden = block(hidden)
         return hidden
 
     def start_from(self, project: Project) -> None:
-        """Its output matrices begin as the target's embedding, made small: hidden states have its coordinates."""
+        """Initialises the output matrices as the scaled target embedding, whose coordinates hidden states have."""
         super().start_from(scale_components(lambda tokens, _: project(tokens, None)))
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices."""
         layers: list[Any] = self.output
         return layers
 
     def part_of(self, name: str) -> str:
-        """Which part the layer of this name is."""
         return "head" if name.startswith("output.") else "blocks"

@@ -1,12 +1,12 @@
-"""The MLP speculator: a stage for each depth of a draft, with token embeddings of its own.
+"""The MLP speculator: a stage for each depth of a draft, with its own token embeddings.
 
     s_0     = h, or R(h) / sqrt(2) with scale_input             R(x) = x / sqrt(mean(x^2) + 1e-6)
     s_{i+1} = GELU(ln_i * R(proj_i(s_i) + a * emb_i[t_i]) + bias_i)       t_0: the root, t_1, ...: the drafted tokens
     logits  = head_i(s_{i+1})                                   of the token after t_i
 
-    a = sqrt((1 - q^2) * inner_dim / 2) / q, q = 2^(-1 / (2 * n_predict)): the state fades over a draft's depth.
+    a = sqrt((1 - q^2) * inner_dim / 2) / q, q = 2^(-1 / (2 * n_predict)): the state decays over a draft's depth.
 
-With tie_weights all stages share one embedding, norm and head, and all but the first one projection.
+With tie_weights all stages share one embedding, norm and head, and all except the first share one projection.
 
 Source: IBM's foundation-model-stack/fms-extras, fms_extras/models/speculator.py; the method "sum_rnn" of Snowflake's
 ArcticTraining, projects/arctic_lstm_speculator, is the same. arXiv 2404.19124.
@@ -34,7 +34,7 @@ MODEL_TYPE = "mlp_speculator"
 NAMES = ((r"(emb|proj|ln|head)\.(\d{1,3})(?:\.0)?\.(weight|bias)", r"\1.\2.\3"),)
 
 TIED_NAMES = ((r"(?:(?:emb|ln|head)\.(?!0\.)|proj\.(?![01]\.))\d{1,3}\..*", ""), *NAMES)
-"""Those of a speculator whose stages share their weights, which may be stored for each."""
+"""Names of tied speculators, which may store the shared weights once for each stage."""
 
 EPS = 1e-6
 
@@ -46,11 +46,11 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(TrainableArgs):
-    """What the `config.json` of an MLP speculator says.
+    """The config of an MLP speculator.
 
     Attributes:
         inner_dim: I, the width of its states.
-        n_predict: N, how many stages, and tokens it was trained to draft.
+        n_predict: N, the number of stages, and of tokens that it was trained to draft.
         tie_weights: whether the stages share their weights.
         scale_input: whether the hidden state is normed and scaled first.
     """
@@ -65,18 +65,21 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`."""
         checkpoint.rename(TIED_NAMES if checkpoint.config.get("tie_weights") is True else NAMES, MODEL_TYPE)
         inner_dim, hidden_size = checkpoint.matrix("proj.0.weight")
         return cls.from_sizes(checkpoint, hidden_size, checkpoint.matrix("emb.0.weight")[0], inner_dim)
 
     @classmethod
     def from_sizes(cls, checkpoint: Checkpoint, hidden_size: int, vocab_size: int, inner_dim: int) -> Self:
-        """The arguments of a published speculator of these sizes, which its config must not contradict."""
+        """The arguments of a published speculator of these sizes.
+
+        Raises:
+            CheckpointError: the config contradicts them.
+        """
         own = {"base_model": checkpoint.config.get("base_model_name_or_path"), "hidden_state": AFTER_NORM}
         sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "inner_dim": inner_dim}
         args = cls.derive(checkpoint.shapes, checkpoint.config | own, checkpoint.where, **sizes)
-        is_ibm = "input_hidden_dim" not in checkpoint.config  # which is Snowflake's
+        is_ibm = "input_hidden_dim" not in checkpoint.config  # Snowflake's key
         if checkpoint.config.get("inner_dim") == 0:  # as wide as the target's hidden state
             sizes["inner_dim"] = 0
         checkpoint.compare(sizes | {"emb_dim" if is_ibm else "input_hidden_dim": hidden_size})
@@ -84,7 +87,6 @@ class DrafterArgs(TrainableArgs):
 
     @property
     def max_depth(self) -> int:
-        """How many tokens it can draft at most."""
         return self.n_predict
 
     @property
@@ -101,16 +103,15 @@ class DrafterArgs(TrainableArgs):
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of stages to train, one for each guess, see `TrainableArgs.for_training`.
+        """The sizes of stages to train, one for each guess.
 
-        Its states are a quarter as wide as the target's when nothing else is asked for.
+        By default the states are a quarter as wide as the target's.
         """
         inner = sizes["inner_dim"] or max(64, hidden_size // 4 // 32 * 32)
         tied = not sizes.get("untied")
         return cls(hidden_size, vocab_size, inner, depth, tied, scale_input=True, draft_vocab_size=draft_vocab_size)
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"inner_dim {self.inner_dim}, stages {self.n_predict}{', tied' if self.tie_weights else ''}"
 
 
@@ -126,7 +127,7 @@ class BiasedRMSNorm(nn.Module):
 
 
 class Drafter(TrainableDrafter):
-    """The stages. Deeper than there are stages it repeats the last one: no plan asks for that."""
+    """An MLP speculator. Beyond the last depth the last stage is repeated, which no plan needs."""
 
     args: DrafterArgs
 
@@ -141,7 +142,7 @@ class Drafter(TrainableDrafter):
         self.hold_draft_ids()
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., I) the state after one more token, see `TrainableDrafter.read_token`."""
+        """(..., I) the state after one more token."""
         state = self.args.start(hidden.astype(self.dtype)) if state is None else state
         embedded = self.args.embedding_weight * _at(self.emb, depth)(tokens)
         return nn.gelu(_at(self.ln, depth)(_at(self.proj, depth)(state) + embedded))
@@ -151,7 +152,7 @@ class Drafter(TrainableDrafter):
         return state
 
     def start_from(self, project: Project) -> None:
-        """Its output matrices and embeddings begin as the principal components of the target's embedding."""
+        """Initialises output matrices and embeddings with the principal components of the target's embedding."""
         project = scale_components(project)
         super().start_from(project)
         for embedding in self.emb:
@@ -160,17 +161,15 @@ class Drafter(TrainableDrafter):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices."""
         layers: list[Any] = self.head
         return layers
 
     def part_of(self, name: str) -> str:
-        """Which part the layer of this name is."""
         return find_part(name)
 
 
 def find_part(name: str) -> str:
-    """`Drafter.part_of`, also of the Arctic LSTM."""
+    """`Drafter.part_of` of MLP speculator and Arctic LSTM."""
     return {"head": "head", "proj": "rnn", "emb": "embedding"}[name.partition(".")[0]]
 
 

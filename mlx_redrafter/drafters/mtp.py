@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers: one more layer of the target's own kind, which its authors publish with it.
+"""Multi-token-prediction layers: an additional layer of the target's kind, published with it.
 
 f is the target's hidden state after the final norm at position i, e the embedding of the token at i + 1::
 
@@ -6,11 +6,11 @@ f is the target's hidden state after the final norm at position i, e the embeddi
     feature = norm(layer(x))              layer: mlx-lm's own class for the target, attention and MLP or experts
     logits = U feature                    U: the target's output matrix
 
-In a draft the feature stands for the state f of the next position, so one layer drafts any number of tokens. Norms are
-RMS norms, whose weights are stored as they multiply. MiMo's fc reads the state first. Nemotron-H's layer is a row of
-its blocks, one of them attention. ERNIE's has no norm of its own at the end: it is the target's, or there is none.
+In a draft the feature replaces the state f of the next position, so one layer drafts any number of tokens. Norms are
+RMS norms, whose weights are stored as they multiply. MiMo's fc reads the state first. Nemotron-H's layer is a sequence
+of its blocks, one of them attention. ERNIE's final norm is the target's, or missing.
 
-Source: arXiv 2412.19437, section 2.2; that order of e and f, and the normed feature: transformers, class MtpLayer; MiMo
+Source: arXiv 2412.19437, section 2.2; the order of e and f, and the normed feature: transformers, class MtpLayer; MiMo
 and Nemotron-H: vLLM, mimo_mtp.py and nemotron_h_mtp.py; ERNIE: PaddlePaddle/FastDeploy, ernie4_5_mtp.py.
 """
 
@@ -40,12 +40,12 @@ MODEL_TYPE = "mtp"
 
 
 class Family(NamedTuple):
-    """What a module of mlx-lm calls its layers.
+    """The layer classes of a module of mlx-lm.
 
     Attributes:
-        layer, args: the names of the layer's class and of its arguments'.
-        is_numbered: whether the class takes the layer's number.
-        absent: what its configs leave out.
+        layer, args: the names of the layer's class and its arguments' class.
+        is_numbered: whether the layer's class takes the layer's number.
+        absent: values that its configs leave out.
     """
 
     layer: str
@@ -66,13 +66,13 @@ LAYERS = {
     "ernie4_5": Family("DecoderLayer", is_numbered=False, absent={"head_dim": None, "use_bias": False}),
     "nemotron_h": Family("NemotronHBlock"),
 }
-"""By module."""
+"""Module of mlx-lm -> its layer classes."""
 
 STATE_FIRST = ("mimo",)
-"""Those whose `fc` reads the state before the embedding: shapes do not tell."""
+"""Models whose `fc` reads the state before the embedding, which shapes do not show."""
 
 ATTENTION = "*"
-"""Of Nemotron-H's kinds of blocks the one with a KV cache."""
+"""Nemotron-H's kind of block with a KV cache."""
 
 PLACE = {
     "full_attention_interval": 1,
@@ -81,11 +81,10 @@ PLACE = {
     "first_k_dense_replace": 0,
     "moe_layer_freq": 1,
 }
-"""What makes layer 0 of a target one of full attention, and of experts where it has some, as these layers are."""
+"""Config values with which layer 0 of a target has full attention, and experts if it has any, like these layers."""
 
 ROUTERS = ("layer.mlp.gate", "layer.mlp.shared_expert_gate")
 """Small layers that choose or weigh experts."""
-
 
 NAMES = (
     (r"(?:layers\.0\.)?(?:fc|eh_proj|input_proj|mtp_linear_proj)\.weight", "fc.weight"),
@@ -99,38 +98,38 @@ NAMES = (
 """Qwen's names, DeepSeek's, mlx-vlm's, MiMo's, ERNIE's and Nemotron-H's."""
 
 SPLIT = re.compile(r"(?:model\.)?(?:pre_fc_norm_hidden|hnorm)\.weight")
-"""What tells a layer that was split off by mlx-vlm: nothing stands before its names."""
+"""A name without a prefix, which shows that mlx-vlm split the layer off."""
 
 FOLLOWS = {
     "norm_embedding.weight": "layer.input_layernorm.weight",
     "norm_hidden.weight": "layer.input_layernorm.weight",
 }
-"""Norms whose own mean does not tell whether their weights are stored less 1 -> the one that does."""
+"""Norms whose own mean does not show whether 1 was subtracted from their weights -> the norm that does."""
 
 OWN_QUANTIZATION = "mtplx_mtp_quantization"
-"""MTPLX's key for how the layer is quantized, where it is another way than the model."""
+"""MTPLX's key for the layer's quantization, if it differs from the model's."""
 
 MIDDLE = 0.5
-"""Weights of norms whose mean is below are stored less 1: those of layers have means near 0 then, else near 1."""
+"""Norm weights with a lower mean were stored after subtracting 1: a layer's then have means near 0, else near 1."""
 
 EXPERTS = {"up_proj": "fc1", "down_proj": "fc2"}
-"""What mlx-lm calls the matrices of Nemotron-H's experts."""
+"""mlx-lm's names of the matrices of Nemotron-H's experts."""
 
 SCALE = "_scale_inv"
-"""What the name of an FP8 tensor's scales ends with."""
+"""The suffix of the name of an FP8 tensor's scales."""
 
 PACKED = r".*\.(scales|biases|qweight|qzeros|g_idx|weight_(packed|shape|scale|scale_2)|input_scale)"
-"""Tensors of weights that are quantized in ways that are not read."""
+"""Tensors of unsupported quantizations."""
 
 
 class Layers(NamedTuple):
     """The multi-token-prediction layers of a checkpoint.
 
     Attributes:
-        names: what the first one's tensors are called, without what stands before all of them -> in the files.
+        names: the first one's tensor names without their common prefix -> their names in the files.
         n_layers: how many there are.
-        has_model: whether layers of the model itself are beside them.
-        is_split: whether it was split off by mlx-vlm.
+        has_model: whether the files also hold layers of the model itself.
+        is_split: whether mlx-vlm split the layer off.
     """
 
     names: dict[str, str]
@@ -140,7 +139,7 @@ class Layers(NamedTuple):
 
 
 def find_layers(names: Collection[str]) -> Layers | None:
-    """The multi-token-prediction layers among tensors of these names; None for none."""
+    """The multi-token-prediction layers among tensors of these names, or None."""
     tails = {name: found[1] for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp\.(.+)", name))}
     numbered = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", name))}
     mimo = {name: found for name in names if (found := re.fullmatch(r"(?:.*\.)?mtp_layers\.(\d+)\.(.+)", name))}
@@ -149,12 +148,12 @@ def find_layers(names: Collection[str]) -> Layers | None:
     if mimo:
         first = {found[2]: name for name, found in mimo.items() if int(found[1]) == 0}
         return Layers(first, 1 + max(int(found[1]) for found in mimo.values()), bool(others))
-    if ernie:  # which ends with the norm of the target
+    if ernie:  # its final norm is the target's
         first = {f"{found[1]}.{found[3]}": name for name, found in ernie.items() if int(found[2]) == 0}
         if norm := next((name for name in names if name.endswith("model.norm.weight")), None):
             first["norm.weight"] = norm
         return Layers(first, 1 + max(int(found[2]) for found in ernie.values()), bool(others))
-    if "layers.0.eh_proj.weight" in tails.values():  # of Nemotron-H's, all of whose blocks are one layer
+    if "layers.0.eh_proj.weight" in tails.values():  # Nemotron-H: all blocks are one layer
         return Layers({tail: name for name, tail in tails.items()}, 1, bool(others))
     if tails:
         later = {name: int(found[1]) for name, tail in tails.items() if (found := re.match(r"layers\.(\d+)\.", tail))}
@@ -176,11 +175,10 @@ def recognises(names: Collection[str], config: Config) -> bool:
 
 @dataclass(frozen=True)
 class DrafterArgs(BaseArgs):
-    """What the `config.json` of a multi-token-prediction layer says.
+    """The config of a multi-token-prediction layer.
 
     Attributes:
-        layer_config: the target's config, as far as mlx-lm's class of the layer asks for it; `model_type` is one of
-            `LAYERS`.
+        layer_config: the part of the target's config that mlx-lm's layer class needs; `model_type` is in `LAYERS`.
         norm_output: whether the feature is normed.
     """
 
@@ -191,11 +189,10 @@ class DrafterArgs(BaseArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`: of several layers the first. Copies of the target's embedding and output
-        matrix are left out."""
+        """As in the base class, for the first of several layers, without copies of the target's matrices."""
         where, places = checkpoint.where, {name: key for key, name in checkpoint.stored.items()}
         layers = find_layers(places)
-        assert layers is not None  # as `recognises` has found
+        assert layers is not None  # see `recognises`
         config = checkpoint.config
         text = get_object(config, "text_config", where) or config
         said = str(text.get("model_type") if layers.is_split else config.get("model_type"))
@@ -214,12 +211,12 @@ class DrafterArgs(BaseArgs):
         checkpoint.pack()
         if packed := next((checkpoint.stored[tail] for tail in checkpoint.tensors if re.fullmatch(PACKED, tail)), None):
             advice = "convert the repository that it was made from, and quantize with -q"
-            raise CheckpointError(f"{where} is quantized, in a form that is not read ({packed}): {advice}")
+            raise CheckpointError(f"{where} has an unsupported quantization ({packed}): {advice}")
         checkpoint.tensors = dict(dequantize_blocks(checkpoint))
         checkpoint.rename(NAMES, "multi-token-prediction layer")
         tensors = stack_experts(checkpoint.tensors, where)
         if model_type == "ernie4_5" and checkpoint.matrix("fc.weight")[0] > checkpoint.matrix("fc.weight")[1]:
-            tensors["fc.weight"] = tensors["fc.weight"].T  # as its first files had it
+            tensors["fc.weight"] = tensors["fc.weight"].T  # as in its first files
         if not model_type.startswith("qwen"):
             tensors = split_latent(tensors, text, where)
         elif not layers.is_split:
@@ -237,7 +234,6 @@ class DrafterArgs(BaseArgs):
         return cls.derive(checkpoint.shapes, own, where)
 
     def check(self, where: str) -> None:
-        """See `DrafterArgs.check`."""
         place, own = f"{where}/config.json", self.layer_config
         if own.get("model_type") not in LAYERS:
             got = own.get("model_type")
@@ -247,16 +243,15 @@ class DrafterArgs(BaseArgs):
             raise CheckpointError(f"{place}: expected hidden_size {self.hidden_size} in layer_config, got {got!r:.40}")
         try:
             make_layer(own)
-        except Exception as error:  # whatever a class makes of sizes that it cannot have
+        except Exception as error:  # classes fail in many ways with impossible sizes
             raise CheckpointError(f"{place}: mlx-lm makes no layer of layer_config: {one_line(error)}") from error
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         experts = self.layer_config.get("num_experts") or self.layer_config.get("n_routed_experts")
         return f"a {self.layer_config['model_type']} layer" + (f" of {experts} experts" if experts else "")
 
     def try_others(self, n_layers: int) -> dict[str, Self]:
-        """See `DrafterArgs.try_others`; of ERNIE's layer projects do not agree on the norm at the end."""
+        """As in the base class; for ERNIE also the final norm, on which projects disagree."""
         others = super().try_others(n_layers)
         if self.layer_config["model_type"] == "ernie4_5":
             others[f"norm_output {str(not self.norm_output).lower()}"] = replace(self, norm_output=not self.norm_output)
@@ -264,12 +259,12 @@ class DrafterArgs(BaseArgs):
 
 
 def is_cpu() -> bool:
-    """Whether arrays are computed on a CPU when nothing else is asked for."""
+    """Whether the default device is a CPU."""
     return mx.default_device().type == mx.cpu
 
 
 def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The keys of a target's config that its layers' arguments have; `model_type` is one of `LAYERS`."""
+    """The part of a target's config that its layer class needs; `model_type` is in `LAYERS`."""
     names, family = {each.name for each in fields(_find_class(model_type, "args"))}, LAYERS[model_type]
     found = family.absent | {key: value for key, value in config.items() if key in names}
     if model_type == "nemotron_h":
@@ -282,9 +277,9 @@ def select_layer_config(config: Mapping[str, Any], model_type: str) -> dict[str,
 
 
 def make_layer(layer_config: Mapping[str, Any]) -> nn.Module:
-    """A layer of mlx-lm's, of full attention, none of whose weights is computed."""
+    """A layer of mlx-lm with full attention, whose weights are not evaluated."""
     model_type = layer_config["model_type"]
-    given = copy.deepcopy({**layer_config, **PLACE})  # which it changes
+    given = copy.deepcopy({**layer_config, **PLACE})  # `from_dict` may change it
     args = _find_class(model_type, "args").from_dict(given)
     if model_type == "nemotron_h":
         return Blocks(args)
@@ -297,7 +292,11 @@ def _find_class(model_type: str, what: str) -> Any:
 
 
 class Blocks(nn.Module):
-    """Nemotron-H's blocks, one after the other."""
+    """Nemotron-H's blocks, one after the other.
+
+    Raises:
+        ValueError: the config does not have exactly one block of attention.
+    """
 
     def __init__(self, args: Any) -> None:
         super().__init__()
@@ -326,41 +325,38 @@ class Drafter(PairDrafter):
         self.layer = make_layer(args.layer_config)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`.
+        """A source for a text.
 
         Raises:
-            RedrafterError: MLX does not compute its experts on this device in their dtype.
+            RedrafterError: MLX cannot compute the experts in their dtype on this device.
         """
         experts = [layer for name, layer in self.layer.named_modules() if "switch_mlp." in name and "weight" in layer]
         if any("scales" not in layer and layer.weight.dtype != mx.float32 for layer in experts) and is_cpu():
-            raise RedrafterError("MLX computes experts on a CPU in float32 only: convert with --dtype float32, or -q")
+            raise RedrafterError("on a CPU MLX computes experts only in float32: convert with --dtype float32, or -q")
         states: list[StateName] = [self.args.state_name]
         return PairSource(self, model, states)
 
     def project(self, states: mx.array) -> mx.array:
-        """See `PairDrafter.project`."""
         return states.astype(self.dtype)
 
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """See `PairDrafter.read_pairs`."""
         embedded, (cache,) = self.norm_embedding(embed(tokens).astype(self.dtype)), caches
         parts = [embedded, self.norm_hidden(features)]
         is_reversed = self.args.layer_config["model_type"] in STATE_FIRST
         x = self.fc(mx.concatenate(parts[::-1] if is_reversed else parts, axis=-1))
-        if isinstance(mask, str) and "embed_q" in self.layer.get("self_attn", {}):  # latent attention takes arrays only
+        if isinstance(mask, str) and "embed_q" in self.layer.get("self_attn", {}):  # latent attention needs an array
             mask = create_causal_mask(len(tokens), cache.n_rows)
         x = self.layer(x[None], mask, cache)[0]
         return self.norm(x) if self.args.norm_output else x
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """See `PairDrafter.guess`."""
         assert head is not None
         return head(features).astype(mx.float32)
 
     def set_dtype(self, dtype: mx.Dtype, *options: Any) -> None:
-        """Casts its weights, but for a router's bias: it ranks experts by small differences, and stays as it is."""
+        """Casts all weights except a router's bias, which ranks experts by small differences."""
         name = "e_score_correction_bias"
         gates = [(gate, gate[name]) for _, gate in self.layer.named_modules() if name in gate]
         super().set_dtype(dtype, *options)
@@ -369,20 +365,18 @@ class Drafter(PairDrafter):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `Drafter.dtype`."""
         dtype: mx.Dtype = self.norm.weight.dtype
         return dtype
 
     def part_of(self, name: str) -> str:
-        """See `Drafter.part_of`."""
         return "router" if name in ROUTERS else "blocks"
 
 
 def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """(name, tensor) of each tensor; one in FP8 as bfloat16, times its blocks' scales.
+    """(name, tensor) of each tensor; FP8 ones are multiplied by their blocks' scales, as bfloat16.
 
     Raises:
-        CheckpointError: scales that do not fit, or without weights.
+        CheckpointError: scales do not fit, or have no weights.
     """
     tensors, where = checkpoint.tensors, checkpoint.where
     block = get_object(checkpoint.config, "quantization_config", where).get("weight_block_size") or [128, 128]
@@ -398,21 +392,21 @@ def dequantize_blocks(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
 
 
 def add_ones(arrays: Mapping[str, Any]) -> dict[str, mx.array]:
-    """The norms of Qwen's layer whose weights are stored less 1, with the 1; in MLX folders some or all have it."""
+    """Adds 1 to the norms of Qwen's layer from which it was subtracted; in MLX folders that may be some or none."""
     norms = {name: array for name, array in arrays.items() if name.endswith("norm.weight") or name in FOLLOWS}
     means = {name: array.astype(mx.float32).mean().item() for name, array in norms.items()}
     return {name: array + 1 for name, array in norms.items() if means.get(FOLLOWS.get(name, name), 0) < MIDDLE}
 
 
 def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], where: str) -> mx.array:
-    """(..., M, N) bfloat16: FP8 numbers of four exponent bits (e4m3), as uint8, times the scale of their block.
+    """(..., M, N) bfloat16: FP8 numbers (e4m3, as uint8), each times its block's scale.
 
     Args:
         scales: (..., ceil(M / block[0]), ceil(N / block[1])).
         where: the tensor's name, for errors.
 
     Raises:
-        CheckpointError: of other dtypes or shapes.
+        CheckpointError: dtypes or shapes do not fit.
     """
     rows, columns = block
     expected = (*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns))
@@ -425,7 +419,7 @@ def multiply_blocks(weight: mx.array, scales: Tensor, block: Sequence[int], wher
 
 
 def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The same, with one array (E, ...) for each matrix of the experts, whether they are stored one by one or fused.
+    """The tensors with one array (E, ...) for each matrix of the experts, which may be stored singly or fused.
 
     Raises:
         CheckpointError: an expert is missing.
@@ -449,10 +443,10 @@ def stack_experts(arrays: Mapping[str, Tensor], where: str) -> dict[str, Tensor]
 
 
 def split_latent(arrays: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The same, with the matrix of latent attention as the two of each head that mlx-lm has.
+    """The tensors with the matrix of latent attention split into mlx-lm's two.
 
     Raises:
-        CheckpointError: it does not have the rows that the config says.
+        CheckpointError: its rows do not fit the config.
     """
     made, at = dict(arrays), "layer.self_attn."
     if (matrix := made.pop(f"{at}kv_b_proj.weight", None)) is None:

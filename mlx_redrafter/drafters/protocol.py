@@ -1,10 +1,10 @@
 """What decoding asks of a drafter.
 
-A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a `DrafterArgs` and a `Drafter`, and a
-place in `MODULES`. Nothing outside this package asks which kind a drafter is.
+A kind is a module of this package with a `MODEL_TYPE`, `recognises`, `NAMES`, a `DrafterArgs` and a `Drafter`, listed
+in `MODULES`. Nothing outside this package asks which kind a drafter is.
 
-Most guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them. One
-that keeps something opens a source of its own, see `Drafter.open`; `PairDrafter` is the base of heads with a KV cache.
+Most kinds guess from one hidden state of the target and keep nothing between drafts: `StepwiseSource` drafts with them.
+Others open a source of their own, see `Drafter.open`; `PairDrafter` is the base of heads with a KV cache.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Drafter(nn.Module):
     """A drafter's weights and how it drafts.
 
     Attributes:
-        args: what its config says.
-        draft_ids: (V',) int32, the token of each row of its head; only where it can guess some tokens alone.
-        takes_float16: whether the range of float16 is enough for what it computes.
-        n_cache_layers: how many of a prompt cache's layers are its own where mlx-lm has made it, after the target's.
+        args: its config.
+        draft_ids: (V',) int32, the token of each row of its head; only if its vocabulary is smaller than the target's.
+        takes_float16: whether the range of float16 suffices for its computation.
+        n_cache_layers: how many of mlx-lm's prompt-cache layers are its own, after the target's.
     """
 
     takes_float16: ClassVar[bool] = True
@@ -51,18 +51,18 @@ class Drafter(nn.Module):
 
     @property
     def weights(self) -> nn.Module:
-        """The module that is the same as long as the drafter is: what was measured of it is found by that."""
+        """The module that identifies the drafter; measurements are stored by it."""
         return self
 
     def open(self, model: nn.Module) -> Source:
-        """A source of drafts for a text of this target's; its weights are shared."""
+        """A source that drafts for one text of a target; it shares the weights."""
         return StepwiseSource(self, model)
 
     def check_fit(self, model: nn.Module, name: str = "the drafter") -> None:
         """Compares its sizes with a target's.
 
         Args:
-            name: its own, for the error.
+            name: the drafter's, for the error.
 
         Raises:
             CheckpointError: they differ.
@@ -77,25 +77,25 @@ class Drafter(nn.Module):
             raise CheckpointError(f"{name} reads {states}: expected a target of at least {least} layers, got {count}")
 
     def explain_chains(self) -> str | None:
-        """Why it drafts chains only; None where it drafts trees."""
+        """Why it drafts chains only; None if it drafts trees."""
         return None
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype its states are computed in."""
+        """The dtype of its computation."""
         raise NotImplementedError
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """Begins a draft: returns what reads one token after the other, and guesses what follows.
+        """Begins a draft: returns the function that reads token by token and guesses the next one.
 
         Args:
-            hidden: (D,) the target's hidden state at the position that chose the first token, or (W, D).
+            hidden: (D,) the target's hidden state from which the first token was chosen, or (W, D).
             embed: the target's embedding.
         """
         raise NotImplementedError
 
     def sample_logits(self) -> mx.array:
-        """(8, V') logits of its guesses at random inputs, always the same, to compare it with a copy of itself."""
+        """(8, V') logits for fixed random inputs, to compare the drafter with a copy."""
         draws = np.random.default_rng(0).normal(size=(2, 8, self.args.hidden_size)).astype(np.float32)
         hidden, embedded = (mx.array(rows).astype(self.dtype) for rows in draws)
         advance, tokens = self.begin(hidden, lambda tokens: embedded[tokens]), mx.arange(8) % self.args.vocab_size
@@ -104,24 +104,24 @@ class Drafter(nn.Module):
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrices, without a bias and of as many rows as it has guesses; none if it uses the target's."""
+        """Its output matrices, without a bias and with a row for each token it can guess; [] for the target's."""
         return [self.lm_head] if "lm_head" in self else []
 
     def part_of(self, name: str) -> str:
-        """Which part the layer of this name is, for other bits: "head", "blocks", "rnn" or "embedding".
+        """The part that a layer belongs to, which has its own bits: "head", "blocks", "rnn" or "embedding".
 
-        A "router" stays as it is.
+        A "router" is not quantized.
         """
         return {"lm_head": "head", "embed_tokens": "embedding"}.get(name, "blocks")
 
     def hold_draft_ids(self) -> None:
-        """Makes room for `draft_ids`, which are not trained, where the args say that it can guess some tokens alone."""
+        """Creates `draft_ids`, which are not trained, if the args have a draft vocabulary."""
         if self.args.draft_vocab_size is not None:
             self.draft_ids = mx.arange(self.args.draft_vocab_size, dtype=mx.int32)
             self.freeze(recurse=False, keys=["draft_ids"])
 
     def scatter(self, guesses: mx.array) -> mx.array:
-        """(..., V) float32 logits from those of its head (..., V'); minus infinity for a token it cannot guess."""
+        """(..., V) float32 logits from its head's (..., V'); minus infinity for tokens it cannot guess."""
         guesses = guesses.astype(mx.float32)
         if "draft_ids" not in self:
             return guesses
@@ -130,44 +130,44 @@ class Drafter(nn.Module):
 
 
 class PairDrafter(Drafter):
-    """A head with a KV cache, which reads pairs: a position's state and the token after it. See `PairSource`.
+    """A head with a KV cache that reads pairs of a position's state and the token after it, see `PairSource`.
 
     Attributes:
         n_layers: how many KV caches it has.
-        needs_head: whether its guesses go through the target's output matrix.
+        needs_head: whether it uses the target's output matrix.
     """
 
     n_layers: int = 1
     needs_head: bool = False
 
     def project(self, states: mx.array) -> mx.array:
-        """(T, H) the target's states (T, X) as the head reads them."""
+        """(T, H) features from the target's states (T, X)."""
         raise NotImplementedError
 
     def read_pairs(
         self, features: mx.array, tokens: mx.array, embed: Embed, caches: Sequence[LayerCache], mask: mx.array | str
     ) -> mx.array:
-        """(T, H) what the head makes of pairs, and the feature that stands for the state of the next position.
+        """(T, H) the head's output for pairs; in a draft it replaces the next position's feature.
 
         Args:
-            features: (T, H) what `project` gives, or in a draft what this has given for the token before.
-            tokens: (T,) the token after each.
+            features: (T, H) from `project`, or in a draft this method's output for the token before.
+            tokens: (T,) the token after each position.
             embed: the target's embedding.
-            caches: for each layer one, which takes the rows.
-            mask: "causal", or (1, 1, T, C) bool, which rows of the cache each sees.
+            caches: one for each layer; the rows are appended.
+            mask: "causal", or (1, 1, T, C) bool, which cache rows each pair sees.
         """
         raise NotImplementedError
 
     def guess(self, features: mx.array, head: Head | None) -> mx.array:
-        """(T, V) float32 logits of the token that follows, from what `read_pairs` gives.
+        """(T, V) float32 logits of the next token, from `read_pairs`' output.
 
         Args:
-            head: the target's output matrix; None where `needs_head` is False.
+            head: the target's output matrix; None if `needs_head` is False.
         """
         raise NotImplementedError
 
     def sample_logits(self) -> mx.array:
-        """See `Drafter.sample_logits`: after eight pairs; features where its output matrix is the target's."""
+        """Logits for fixed random pairs; the features instead if the target's output matrix is used."""
         generator, dtype = np.random.default_rng(0), self.dtype
         embedded = mx.array(generator.normal(size=(8, self.args.hidden_size)).astype(np.float32)).astype(dtype)
         states = mx.array(generator.normal(size=(8, self.n_inputs)).astype(np.float32)).astype(dtype)
@@ -181,5 +181,5 @@ class PairDrafter(Drafter):
 
     @property
     def n_inputs(self) -> int:
-        """X, the width of the states that it reads."""
+        """X, the width of its input states."""
         return self.args.hidden_size

@@ -4,10 +4,10 @@
     y   = concat[h, s_t]                            h: the target's hidden state, the same for the whole draft
     y   = input_proj(y)                             only when exit_dim != 2 * hidden_size
     y   = y + SiLU(linear(y))                       num_draft_layers times
-    logits = head(y)                                of every token, or of those that draft_ids names
+    logits = head(y)                                of all tokens, or of those in draft_ids
 
 Source: Apple's ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py::Drafter; arXiv 2403.09919, section 3.
-Parameter names are those of its checkpoints, so that its files load as they are.
+Parameters are named as in its checkpoints, so that its files load unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .trainable import TrainableArgs, TrainableDrafter
 MODEL_TYPE = "recurrent_drafting_drafter"
 
 HEAD = "lm_head.weight"
-"""TensorRT-LLM's name of the output matrix, which Apple numbers; also that of many base models."""
+"""TensorRT-LLM's name of the output matrix, which has a number in Apple's; also a name in many base models."""
 
 NAMES = (
     (r"rnn_u\.(?:weight|bias)|rnn_w\.weight|draft_ids|lm_head\.weight", r"\g<0>"),
@@ -39,31 +39,31 @@ NAMES = (
     (r"layers\.(\d{1,3}\.linear\.(?:weight|bias))", r"lm_head.\1"),
     (r"emb_norm\.weight", ""),  # of Apple's internal trainer; no forward pass uses it
 )
-"""Apple's names and their older forms, NeMo-Skills', ModelOpt's and TensorRT-LLM's."""
+"""Apple's names and their older forms, and those of NeMo-Skills, ModelOpt and TensorRT-LLM."""
 
 TENSORRT_LLM = {
     "redrafter_exit_dim": "exit_dim",
     "redrafter_num_layers": "num_draft_layers",
     "redrafter_is_rnn": "rnn",
 }
-"""Keys of TensorRT-LLM's config and Apple's."""
+"""Keys of TensorRT-LLM's config -> Apple's."""
 
 PADDING = 64
 """TensorRT-LLM pads a vocabulary by fewer rows than this for each rank; more is an error in the config."""
 
 
 def recognises(names: Collection[str], config: Config) -> bool:
-    """Whether a checkpoint holds such a drafter: one that no other kind recognises is taken for it."""
+    """Always true: what no other kind recognises is read as a recurrent drafter."""
     return True
 
 
 @dataclass(frozen=True)
 class DrafterArgs(TrainableArgs):
-    """What a recurrent drafter's `config.json` says of it, in its names.
+    """The config of a recurrent drafter.
 
     Attributes:
         exit_dim: X, the width of the residual blocks and the head; 2 * D needs no input projection.
-        num_draft_layers: how many residual blocks stand before the head.
+        num_draft_layers: how many residual blocks come before the head.
         rnn: whether the state is gated as above; if not, s_t = e_t + s_{t-1}.
     """
 
@@ -75,14 +75,13 @@ class DrafterArgs(TrainableArgs):
     SIZES, MEASURED = ("exit_dim", "num_draft_layers"), "exit_dim"
 
     def describe(self) -> str:
-        """Its own sizes, in a few words."""
         return f"exit_dim {self.exit_dim}, blocks {self.num_draft_layers}{'' if self.rnn else ', no rnn'}"
 
     @classmethod
     def for_training(
         cls, hidden_size: int, vocab_size: int, *, depth: int, draft_vocab_size: int | None, **sizes: Any
     ) -> Self:
-        """The sizes of a drafter to train, see `TrainableArgs.for_training`; an `exit_dim` must be given."""
+        """The sizes of a drafter to train; `exit_dim` must be given."""
         layers = 1 if sizes["num_draft_layers"] is None else sizes["num_draft_layers"]
         return cls(hidden_size, vocab_size, sizes["exit_dim"], layers, draft_vocab_size=draft_vocab_size)
 
@@ -94,7 +93,7 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def from_published(cls, checkpoint: Checkpoint, model: nn.Module | None) -> Self:
-        """See `DrafterArgs.from_published`; our format is Apple's."""
+        """As in the base class; our format is Apple's."""
         checkpoint.rename(NAMES, MODEL_TYPE)
         if checkpoint.tensors.keys() == {HEAD} and not DRAFTERS.search(checkpoint.stored[HEAD]):
             names = [*checkpoint.stored.values()]
@@ -128,14 +127,14 @@ class DrafterArgs(TrainableArgs):
 
     @classmethod
     def derive(cls, shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], where: str, **sizes: Any) -> Self:
-        """Its sizes, all from the shapes of its tensors.
+        """As in the base class, with all sizes from tensor shapes.
 
         Args:
             config: its sizes are ignored.
             where: the checkpoint's name, for errors.
 
         Raises:
-            CheckpointError: not a recurrent drafter.
+            CheckpointError: it is not a recurrent drafter.
         """
         layers = max((int(found[1]) for name in shapes if (found := re.match(r"lm_head\.(\d+)\.", name))), default=0)
         head = shapes.get(f"lm_head.{layers}.weight")
@@ -149,7 +148,7 @@ class DrafterArgs(TrainableArgs):
         else:
             hidden_size = shapes.get("input_proj.weight", head)[-1] // 2
         vocab_size: Any = head[0]
-        if DRAFT_IDS in shapes:  # the head has fewer rows than the target has tokens: no tensor gives that number
+        if DRAFT_IDS in shapes:  # no tensor shows the target's vocabulary size
             vocab_size = config.get("vocab_size")
             if not is_count(vocab_size) or vocab_size < head[0]:
                 got = f"at least {head[0]}, got {vocab_size!r:.40}"
@@ -176,7 +175,7 @@ class ResidualBlock(nn.Module):
 
 
 class Drafter(TrainableDrafter):
-    """The drafter's weights and its two stages; it keeps nothing between calls."""
+    """A recurrent drafter. It keeps nothing between calls."""
 
     args: DrafterArgs
 
@@ -192,7 +191,7 @@ class Drafter(TrainableDrafter):
         self.hold_draft_ids()
 
     def read_token(self, tokens: mx.array, embed: Embed, hidden: mx.array, state: State, depth: int) -> mx.array:
-        """(..., D) the state after one more token, see `TrainableDrafter.read_token`."""
+        """(..., D) the state after one more token."""
         return self.advance(embed(tokens).astype(self.dtype), state)
 
     def advance(self, embedding: mx.array, state: mx.array | None) -> mx.array:
@@ -207,12 +206,12 @@ class Drafter(TrainableDrafter):
         return nn.silu(self.rnn_w(embedding) + (self.rnn_u.bias if state is None else self.rnn_u(state)))
 
     def features(self, hidden: mx.array, state: mx.array, depth: int = 0) -> mx.array:
-        """(..., X) what the head is applied to.
+        """(..., X) the head's input.
 
         Args:
             hidden: (..., D) the target's hidden state; broadcast against `state`.
             state: (..., D).
-            depth: at which it stands in the draft, which makes no difference.
+            depth: not used.
         """
         hidden = mx.broadcast_to(hidden.astype(state.dtype), state.shape)
         y = mx.concatenate([hidden, state], axis=-1)
@@ -223,16 +222,14 @@ class Drafter(TrainableDrafter):
         return y
 
     def set_axes(self, axes: mx.array) -> None:
-        """In the axes that its output matrix begins with: such features give the target's own choice."""
+        """Uses the axes in which its output matrix is initialised, so that such features give the target's choice."""
         self._axes = axes[:, : self.args.exit_dim]
 
     @property
     def output_layers(self) -> list[nn.Module]:
-        """Its output matrix."""
         return self.lm_head[-1:]
 
     def part_of(self, name: str) -> str:
-        """Which part the layer of this name is."""
         if name.startswith("rnn_"):
             return "rnn"
         return "head" if name == f"lm_head.{self.args.num_draft_layers}" else "blocks"

@@ -1,15 +1,15 @@
-"""A source drafts for one text: what follows it may be a drafter's guess, or what followed the same tokens earlier.
+"""A source drafts for one text, with a drafter or from what followed the same tokens earlier.
 
-It belongs to its text as a KV cache does; the weights that it uses are shared. The order of a text is `keep` for each
-piece of the prompt, `read`, `keep` for the prompt's last token, and then in each round::
+It belongs to its text as a KV cache does; weights are shared. It is called with `keep` for each piece of the prompt,
+`read`, `keep` for the prompt's last token, and then in each round::
 
-    propose     the tree that it drafts below the next round's root, while the round before it is being computed; a
-                source that `waits` is asked after `confirm`
-    confirm     the tokens of the round before, which is read now
-    keep        which positions of the round's forward stay, as arrays: it is enqueued, not read
+    propose     the tree below the next round's root, while the round before is being computed; if the source `waits`,
+                after `confirm`
+    confirm     the tokens of the round before, after its read
+    keep        the positions of the round's forward that stay, as arrays: enqueued, not read
 
-A position that it was never told about, as of a prompt that another text has read, is a hole: it drafts worse, never
-wrongly. No token depends on what a source guesses; the tree's shape must be true, see `propose`.
+Positions it never saw (of a prompt that another text has read) lower acceptance, never change output: no token depends
+on a guess. Only the tree's shape must be right, see `propose`.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from .protocol import Drafter
 
 SHARPNESS = 1.25
-"""What a drafter's logits are multiplied by where no token is sampled: beams are to hold the target's likeliest token,
-which is a sharper question than what the target may say."""
+"""The factor of a drafter's logits if no token is sampled: beams are to hold the target's likeliest token, whose
+distribution is sharper than the target's own."""
 
 
 class Forecast(NamedTuple):
-    """What a source that waits is likely to propose once the tokens that are being computed are known.
+    """What a source that waits will probably propose after the tokens that are being computed.
 
     Attributes:
-        chance: that they are what it expects; without, it has no proposal.
-        reach: for 1, 2, ... tokens of the proposal the estimated probability that all of them are right.
+        chance: the probability that those are the tokens it expects; otherwise it has no proposal.
+        cumulative_acceptance: for 1, 2, ... tokens of the proposal, the probability that all of them are right.
     """
 
     chance: float
-    reach: list[float]
+    cumulative_acceptance: list[float]
 
 
 class Source:
-    """What drafts for one text.
+    """The base of what drafts for one text.
 
     Attributes:
-        waits: whether it proposes only after the round before was read.
-        capture: which of the target's hidden states it reads.
-        reads_all: whether it reads those of every position, the prompt's included; if not, of the last one alone.
-        drafter: the weights that it uses; None for none.
-        max_kv_size: about the most rows of a cache of its own, as far as it is free to choose; None for any number.
+        waits: whether it proposes only after the read of the round before.
+        capture: the target's hidden states that it reads.
+        reads_all: whether it reads those of every position, the prompt's included, or only the last one's.
+        drafter: its weights; None for none.
+        max_kv_size: about the most rows of its own cache, if it can limit them; None for any number.
         prefill_step_size: the most tokens that it reads at once.
     """
 
@@ -69,62 +69,62 @@ class Source:
     prefill_step_size: int = 2048
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Called with the text that decoding goes on from: the prompt, and all that stands before it."""
+        """Called with the whole text before the first decoded token: the prompt, and everything before it."""
 
     def keep(self, kept: Kept) -> None:
-        """Called when a round's forward is enqueued, and for the prompt's forwards as far as `reads_all` asks.
+        """Called when a round's forward is enqueued.
 
-        Plain steps of a pause, in which nothing is drafted, are told only where `reads_all` asks. What it does is paid
-        for whether or not a draft follows: take rows in when they are needed, or many at once.
+        With `reads_all` it is also called for the prompt's forwards and for plain steps during a pause. It costs time
+        even if no draft follows, so take rows in when they are needed, or many at once.
         """
 
     def confirm(self, tokens: Sequence[int]) -> None:
-        """Called with what a round has made, or the first token after the prompt, once it is read."""
+        """Called with a round's tokens, or the first token after the prompt, after their read."""
 
     def forecast(self, ahead: int) -> Forecast | None:
-        """What is to be expected after `ahead` more tokens, of a source that waits; None for nothing."""
+        """The expected proposal after `ahead` more tokens; None if there is none, or the source does not wait."""
         return None
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """The tree that it drafts, root included.
+        """The drafted tree, root included.
 
         Args:
-            root: () int32, the token that is chosen and in no forward yet.
-            plan: how many nodes, in which shape.
-            adjust: applies the target's own logits processors, filters and noise; hypotheses are ranked by what it
-                returns, so that they guess the draw itself rather than the likeliest token. None where there are none.
-            ordered: keep every node and the nodes in level order, so that each node's depth is known beforehand.
+            root: () int32, the last chosen token, which is in no forward yet.
+            plan: the number of nodes and their shape.
+            adjust: applies the target's logits processors, filters and noise; hypotheses are ranked by its result, so
+                that they guess the draw itself rather than the likeliest token. None if the target has none of them.
+            ordered: keep all nodes, in level order, so that each node's depth is known beforehand.
 
         Returns:
-            A tree whose node 0 is the root and whose parents, depths and ancestors fit each other, with ids of the
-            target's vocabulary: `engine.tree` makes such trees. It has the plan's N nodes, or with `ordered` 1 + W * K.
+            A tree from `engine.tree`, with ids of the target's vocabulary: node 0 is the root, and parents, depths and
+            ancestors agree. It has the plan's N nodes, or with `ordered` 1 + W * K.
         """
         raise NotImplementedError
 
     def rewind(self, count: int) -> None:
-        """Called when the caller stops before the token that the last round chose, or a few tokens earlier.
+        """Called when the caller stops at an earlier token than the last round.
 
         Args:
-            count: how many of those that it was told to keep do not stay; it may be 0.
+            count: how many of the kept tokens are dropped; it may be 0, if only the round's last choice is.
         """
 
     def fork(self) -> Self:
-        """The same for a copy of the text; nothing that it changes in place may be shared."""
+        """A copy for a copy of the text; nothing that is changed in place may be shared."""
         return copy.copy(self)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that it keeps for each token of the text, once it has drafted; 0 where that is none to speak of."""
+        """Bytes that it keeps for each token of the text, once it has drafted; 0 if negligible."""
         return 0
 
     @property
     def state(self) -> Any:
-        """The arrays that it keeps, a tree: evaluated with every round, as another thread may take the next one."""
+        """Its arrays, as a tree. They are evaluated with each round, as another thread may run the next one."""
         return None
 
 
 def draft(advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-    """The tree that a beam search over `advance` finds; see `Source.propose`."""
+    """The tree of a beam search over `advance`; arguments as for `Source.propose`."""
     if plan.width == 1:
         return chain(root, beam_search.draft_chain(advance, root, plan.depth, adjust=adjust))
     adjust = adjust or (lambda logits, level, paths: SHARPNESS * logits)
@@ -134,7 +134,7 @@ def draft(advance: beam_search.Advance, root: mx.array, plan: Plan, adjust: Adju
 
 
 class StepwiseSource(Source):
-    """A drafter that reads token by token: beam search over it. Here it begins from the last hidden state alone.
+    """Beam search over a drafter that reads token by token. This one begins from the last hidden state alone.
 
     Args:
         drafter: its weights.
@@ -151,16 +151,15 @@ class StepwiseSource(Source):
         self._hidden = kept.last_hidden(self.capture[0])
 
     def begin(self, root: mx.array, depth: int = 1) -> Advance:
-        """What reads the tokens of a draft, beginning with `root`, and guesses what follows them.
+        """Begins a draft: the function that reads its tokens, `root` first, and returns logits of the next one.
 
         Args:
-            depth: how many tokens are drafted, one after the other; some drafters guess them together.
+            depth: how many tokens are drafted; some drafters guess them together.
         """
         assert self.drafter is not None and self._hidden is not None
         return self.drafter.begin(self._hidden, self._embed)
 
     def propose(self, root: mx.array, plan: Plan, adjust: Adjust | None, *, ordered: bool) -> Tree:
-        """See `Source.propose`."""
         return draft(self.begin(root, plan.depth), root, plan, adjust, ordered=ordered)
 
     @property

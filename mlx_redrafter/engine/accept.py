@@ -10,18 +10,18 @@ from .types import Accepted, Tree
 def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accepted:
     """The path on which the target agrees with the draft.
 
-    The target has chosen a token after every node, without looking at the draft. A node is kept when the choice
-    at its parent is that node's token, and all its ancestors are kept. The path to the deepest kept node, the first
-    one if several sources drafted the same, has the tokens that plain decoding would have made::
+    The target has chosen a token after every node, without looking at the draft. A node is accepted if its token is
+    the choice at its parent, and all its ancestors are accepted. The path to the deepest accepted node, the first one
+    if several sources drafted it, has the tokens that plain decoding would have chosen::
 
-        target says: after the -> cat, after cat -> ran, after ran -> away
-        kept: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
+        target: after the -> cat, after cat -> ran, after ran -> away
+        accepted: the, cat, ran        n_accepted = 2, path = [0, 1, 4], next token "away"
 
     Args:
         tree: N nodes.
         target_tokens: (N,) int32, the target's choice after each node.
         depth: K, the depth of the deepest possible node.
-        limit: the most drafted tokens that may be kept.
+        limit: the most drafted tokens that may be accepted.
 
     Source: Leviathan et al. 2023 for deterministic drafts, with the target's draw fixed by its position.
     """
@@ -35,12 +35,12 @@ def accept(tree: Tree, target_tokens: mx.array, depth: int, limit: int) -> Accep
 
 
 def accept_chain(tree: Tree, target_tokens: mx.array, limit: int) -> Accepted:
-    """The same for a chain, in fewer operations: it is kept up to the first node on which the two disagree.
+    """The same for a chain, in fewer operations: it is accepted up to the first disagreement.
 
     Args:
         tree: 1 + K nodes in a chain.
         target_tokens: (1 + K,) int32, the target's choice after each node.
-        limit: the most drafted tokens that may be kept.
+        limit: the most drafted tokens that may be accepted.
     """
     matched = target_tokens[:-1] == tree.tokens[1:]
     n_accepted = mx.minimum(mx.cumprod(matched.astype(mx.int32)).sum(), limit)

@@ -13,13 +13,13 @@ from .types import Beams
 BLOCK = 128
 
 State = Any
-"""What a draft has read so far: None before its first token, then a tree of arrays, one row for each hypothesis.
+"""The state of a draft: None before its first token, then a tree of arrays with a row for each hypothesis.
 
-Leaves that are no arrays, as the depth of the draft, are the same for all rows.
+Leaves that are no arrays, such as the depth, are shared by all rows.
 """
 
 Advance = Callable[[mx.array, State], tuple[mx.array, State]]
-"""(tokens (W,), state or None) -> (logits (W, V) float32 of what follows them, the state after them)."""
+"""(tokens (W,), state or None) -> (logits (W, V) float32 of the next tokens, the state after `tokens`)."""
 
 Adjust = Callable[[mx.array, int, mx.array], mx.array]
 """(logits (W, V), level 0..K-1, the hypotheses (W, 1 + level) int32 that they follow, the root first) -> logits."""
@@ -43,7 +43,7 @@ def top_w(values: mx.array, width: int) -> mx.array:
     places = (best[:, None] * BLOCK + mx.arange(BLOCK)).reshape(-1)
     entries = blocks[best].reshape(-1)
     if size % BLOCK:
-        # An entry that is impossible, or no number, still stands before the padding.
+        # Minus infinity and NaN still come before the padding.
         least = mx.finfo(values.dtype).min
         entries = mx.where(entries > least, entries, least)
         entries = mx.where(places < size, entries, -mx.inf)
@@ -51,12 +51,12 @@ def top_w(values: mx.array, width: int) -> mx.array:
 
 
 def take_rows(state: State, rows: mx.array) -> State:
-    """The state of these hypotheses."""
+    """The state's rows of some hypotheses."""
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, mx.array) else leaf, state)
 
 
 def draft_chain(advance: Advance, token: mx.array, depth: int, *, adjust: Adjust | None = None) -> mx.array:
-    """(depth,) int32: the likeliest token, over and over; what a beam search of width 1 finds, without its scores."""
+    """(depth,) int32: the likeliest token at each depth, as from a beam search of width 1, without scores."""
     tokens, state = [token.reshape(1).astype(mx.int32)], None
     for level in range(depth):
         logits, state = advance(tokens[-1], state)
@@ -81,7 +81,7 @@ def search(
         token: () the root.
         width: W.
         depth: K.
-        adjust: gives the logits to rank by; None ranks by the drafter's own.
+        adjust: returns the logits to rank by; None ranks by the drafter's own.
 
     Source: arXiv 2403.09919, section 3.2; back-pointers as in EAGLE's cnets.py::topK_genrate.
     """
@@ -98,8 +98,8 @@ def search(
         size = logits.shape[-1]
         tokens, parents = best % size, best // size
         paths = mx.concatenate([paths[parents], tokens[:, None]], axis=1)
-        # Rounding could lift a nearly certain child above its parent, and a drafter may overflow: pruning must never
-        # see a child that is likelier than its parent, nor a score that is not a number.
+        # Rounding could lift a nearly certain child above its parent, and a drafter may overflow. Pruning must not see
+        # a child that is likelier than its parent, or NaN.
         total = mx.minimum(joint[best], total[parents])
         total = mx.where(mx.isnan(total), -mx.inf, total)
         state = take_rows(state, parents)

@@ -1,8 +1,8 @@
 """The BLAS that MLX computes with on a Linux CPU.
 
-MLX's wheels for Linux link the reference BLAS, with which a forward of N rows costs nearly N times one of a row, and
-the row itself more than twice what it could. OpenBLAS is loaded for MLX alone: the pointers through which MLX calls
-BLAS and LAPACK are set to its functions, and no other library sees them.
+MLX's wheels for Linux link the reference BLAS, with which a forward of N rows takes nearly N times as long as one of a
+single row, and that more than twice as long as necessary. OpenBLAS is loaded for MLX alone: the pointers through which
+MLX calls BLAS and LAPACK are set to its functions; other libraries are not affected.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from struct import iter_unpack, unpack, unpack_from
 from ..errors import warn
 
 PACKAGE, LIBRARY = "scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so"
-PREFIX = "scipy_"  # of the names of its functions
+PREFIX = "scipy_"  # of its function names
 MLX_PACKAGE, MLX_LIBRARY = "mlx-cpu", "mlx/lib/libmlx.so"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-# Below it the threads of a multiplication wait for each other longer than they save, above all on a busy machine.
+# For smaller models the threads of a multiplication wait for each other longer than they save.
 MANY_PARAMETERS = 100_000_000
 
-HEADER_SIZE, SECTION_SIZE, SYMBOL_SIZE = 64, 64, 24  # bytes in ELF of 64 bits
+HEADER_SIZE, SECTION_SIZE, SYMBOL_SIZE = 64, 64, 24  # bytes in 64-bit ELF
 RELOCATIONS = 4  # the type of sections that list pointers which the loader sets, SHT_RELA
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _loaded: ctypes.CDLL | None = None
-_problem: tuple[str, str] | None = None  # why OpenBLAS is not used, and what mends it
+_problem: tuple[str, str] | None = None  # why OpenBLAS is not used, and how to fix it
 
 
 def load_openblas() -> None:
     """Makes MLX compute with the OpenBLAS of the package `scipy-openblas32`, on one thread.
 
-    Nothing is done without MLX's CPU wheel (on a GPU, off Linux), or where LD_PRELOAD brought a BLAS. OpenBLAS's own
-    environment variables win. What goes wrong is kept for `warn_of_slow_blas`.
+    Does nothing without MLX's CPU wheel (on a GPU, off Linux), or if LD_PRELOAD loads a BLAS. OpenBLAS's own
+    environment variables take precedence. Problems are kept for `warn_of_slow_blas`.
     """
     global _loaded, _problem
     if sys.platform != "linux":
@@ -61,7 +61,7 @@ def load_openblas() -> None:
 
 
 def _find(package: str) -> Path | None:
-    """The folder that a package is installed in."""
+    """The folder of an installed package."""
     try:
         return Path(str(distribution(package).locate_file("")))
     except PackageNotFoundError:
@@ -69,12 +69,12 @@ def _find(package: str) -> Path | None:
 
 
 def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
-    """Makes the library in a file, which is loaded if it was not, call functions of another one that have its names.
+    """Redirects a library's calls to another one's functions of the same names; loads the first if necessary.
 
     Raises:
-        OSError: it cannot be loaded, or calls no `cblas_sgemm` in a way that can be changed.
+        OSError: it cannot be loaded, or does not call `cblas_sgemm` through a pointer.
     """
-    # The handle of glibc and musl points to where the library is in memory.
+    # The handle of glibc and musl points to the library's address.
     base = ctypes.c_size_t.from_address(ctypes.CDLL(str(file))._handle).value
     libc = ctypes.CDLL(None, use_errno=True)
     names = set[str]()
@@ -88,11 +88,11 @@ def redirect_calls(file: Path, library: ctypes.CDLL) -> None:
         ctypes.c_void_p.from_address(address).value = ctypes.cast(function, ctypes.c_void_p).value
         names.add(name)
     if "cblas_sgemm" not in names:
-        raise OSError(f"{file} calls no cblas_sgemm in a way that can be changed")
+        raise OSError(f"{file} does not call cblas_sgemm through a pointer")
 
 
 def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
-    """(the name of a function of other libraries, where a library keeps the pointer to it, from its beginning).
+    """(a function of other libraries that a library calls, the offset of the pointer to it in the library).
 
     Raises:
         OSError: see `read_sections`.
@@ -109,10 +109,10 @@ def find_pointers(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
-    """(type, place, bytes, number of the section that it belongs to) of each section of a library.
+    """(type, offset, size, number of the linked section) of each section of a library.
 
     Raises:
-        OSError: it is not a whole ELF library of 64 bits; the system's loader ends the process with one that was cut.
+        OSError: it is not a complete 64-bit ELF library; loading a truncated one would end the process.
     """
     with file.open("rb") as opened:
         try:
@@ -121,11 +121,11 @@ def read_sections(file: Path) -> list[tuple[int, int, int, int]]:
             opened.seek(start)
             return [unpack("<4xI16xQQI20x", opened.read(SECTION_SIZE)) for _ in range(count)]
         except (OverflowError, ValueError, StructError) as error:
-            raise OSError(f"{file}: expected a whole ELF library of 64 bits, got {error}") from error
+            raise OSError(f"{file}: expected a complete 64-bit ELF library, got {error}") from error
 
 
 def warn_of_slow_blas() -> None:
-    """Warns, once and where a CPU computes, that OpenBLAS is not used: why, and what mends it."""
+    """Warns once, on a CPU, that OpenBLAS is not used, with the reason and the fix."""
     global _problem
     import mlx.core as mx
 
@@ -136,7 +136,7 @@ def warn_of_slow_blas() -> None:
 
 
 def choose_threads(parameters: int) -> None:
-    """Lets OpenBLAS use all cores from a model of many parameters on, unless the user has said how many."""
+    """Lets OpenBLAS use all cores for large models, unless the user has set the number of threads."""
     if sys.platform == "linux" and _loaded is not None and parameters >= MANY_PARAMETERS:
         _set_threads(_loaded, len(os.sched_getaffinity(0)))
 
@@ -147,5 +147,5 @@ def _set_threads(library: ctypes.CDLL, count: int) -> None:
 
 
 def thread_count() -> int | None:
-    """Threads that OpenBLAS uses; None where it is not used."""
+    """The number of OpenBLAS's threads; None if it is not used."""
     return None if _loaded is None else int(_loaded[f"{PREFIX}openblas_get_num_threads"]())

@@ -1,6 +1,6 @@
-"""Which tokens a prompt cache holds, read off its first layer: mlx-lm's files do not say.
+"""Finds the tokens in a prompt cache from its first layer, as mlx-lm's files do not contain them.
 
-The first layer's values are made of a token alone, before any attention: they are compared with those of every token of
+The first layer's values depend on a single token, before any attention: they are compared with those of all tokens of
 the vocabulary.
 """
 
@@ -17,19 +17,19 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 from . import kv_cache
 
 AT_ONCE = 2048
-"""Tokens of the vocabulary, or of the text, that are in memory at a time."""
+"""Tokens of the vocabulary, or of the text, in memory at a time."""
 
 WIDTH = 64
-"""Values are compared by so many random projections."""
+"""The number of random projections by which values are compared."""
 
 MAX_DISTANCE = 0.25
-"""How far a token's values may be from the cached ones, relative to those: 4 bits move them by 0.1."""
+"""The largest relative distance of a token's values from the cached ones; 4 bits change them by 0.1."""
 
 
 def find_tokens(model: nn.Module, cache: kv_cache.Cache) -> list[int] | None:
-    """The tokens that a prompt cache holds; None where the first layer does not tell.
+    """The tokens in a prompt cache; None if the first layer does not determine them.
 
-    In a quantized cache one may be taken for another: it is for drafts alone, which are verified.
+    In a quantized cache a token may be mistaken: use the result for drafts only, which are verified.
     """
     first = cache[0] if cache else None
     most = first.max_size if isinstance(first, RotatingKVCache) else math.inf

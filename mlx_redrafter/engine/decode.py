@@ -1,6 +1,6 @@
-"""The decode loop: rounds of speculative decoding after a prompt, each read from the device once.
+"""The decode loop: rounds of speculative decoding after a prompt, each with one host read.
 
-What does not depend on a round's read is enqueued before it: the next draft, or in plain decoding the next forward.
+Work that needs no read is enqueued before it: the next draft, or in plain decoding the next forward.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ..drafters.source import Forecast, Source
 
 CLEAR_EVERY = 256
-"""Rounds after which MLX's buffer cache is cleared, as mlx-lm does."""
+"""MLX's buffer cache is cleared after this many rounds, as in mlx-lm."""
 
 
 class Round(NamedTuple):
-    """One forward of the target, read; or a piece of the prompt, which makes no tokens.
+    """One forward of the target that was read, or a piece of the prompt, without tokens.
 
     Attributes:
-        tokens: what it made: the accepted drafted tokens, then one of the target's own.
-        logprobs: for each of them (V,) the target's log-probabilities, evaluated.
-        plan: what was verified; None for a plain step.
+        tokens: the accepted drafted tokens, then one of the target's own.
+        logprobs: for each of them the target's log-probabilities (V,), evaluated.
+        plan: of the draft; None for a plain step.
         tree: the draft, evaluated; None for a plain step.
         path: the accepted nodes from the root down.
         replayed: how many tokens it replayed.
@@ -51,7 +51,7 @@ class Round(NamedTuple):
 
     @property
     def from_context(self) -> bool:
-        """Whether what was accepted had been drafted from the context, not by the drafter."""
+        """Whether the accepted tokens were drafted from the context, not by the drafter."""
         return self.plan is not None and self.path[-1] >= self.plan.size
 
 
@@ -62,12 +62,12 @@ Report = Callable[[int, int], None]
 
 
 class Planner:
-    """Chooses what each round drafts; this one the same for every round, and all of a proposal; the base of others.
+    """Chooses what each round drafts. This base class uses the same plan in every round, and whole proposals.
 
     Args:
-        plan: of the drafter; None without it.
-        can_merge: whether drafter and context can be verified together: the model takes trees, and there are no logits
-            processors. If not, the better one is verified.
+        plan: the drafter's; None without a drafter.
+        can_merge: whether one forward can verify drafter and context: the model takes trees, and there are no logits
+            processors. If not, the better of the two is verified.
     """
 
     def __init__(self, plan: Plan | None, *, can_merge: bool = False) -> None:
@@ -75,39 +75,41 @@ class Planner:
 
     @property
     def may_draft(self) -> bool:
-        """Whether the drafter may be in the next plan; if not, the plain step before it captures no hidden state."""
+        """Whether the next plan may use the drafter; if not, the plain step before it captures no hidden state."""
         return True
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """What the drafter drafts for the next round; the round before it is enqueued, but not read yet.
+        """What the drafter drafts for the next round, while the round before it is enqueued and not read.
 
         Args:
-            length: of the text before that round.
-            replayed: how many tokens that round replays.
+            length: of the text before the enqueued round.
+            replayed: how many tokens the enqueued round replays.
             forecast: of the context; None without a match.
 
         Returns:
-            `CONTEXT_ONLY` where the next round waits for what the context proposes; None for a plain step, which may
-            be enqueued before the round is read.
+            `CONTEXT_ONLY` if the next round waits for the context's proposal; None for a plain step, which may be
+            enqueued before the read.
         """
         return self._plan or (CONTEXT_ONLY if forecast else None)
 
-    def extend_plan(self, plan: Plan | None, reach: Sequence[float], length: int, replayed: int) -> Plan | None:
-        """The plan, with as much of a proposal as is to be verified; without a depth the drafter's draft is discarded.
+    def extend_plan(
+        self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
+    ) -> Plan | None:
+        """The plan with the part of a proposal that is verified; a plan of depth 0 discards the drafter's draft.
 
         Args:
-            plan: what the drafter has drafted; None or `CONTEXT_ONLY` for nothing.
-            reach: of the context's proposal, after the round before was read; see `Forecast`.
+            plan: of the drafter's draft; None or `CONTEXT_ONLY` if there is none.
+            cumulative_acceptance: of the context's proposal, after the round before was read; see `Forecast`.
             length: of the text.
             replayed: how many tokens the next round replays.
         """
-        count = len(reach)
+        count = len(cumulative_acceptance)
         if plan is not None and not self.can_merge and plan.depth >= count:
             return plan
         return (plan if plan and self.can_merge else CONTEXT_ONLY)._replace(context=count)
 
     def drop_drafter(self) -> None:
-        """Called when the drafter has failed: the context alone drafts from then on."""
+        """Called when the drafter has failed; from then on only the context drafts."""
         self._plan = None
 
     def finish(self) -> None:
@@ -127,14 +129,14 @@ class Planner:
         """Called when a round is read.
 
         Args:
-            plan: what was drafted for it; None for a plain step.
-            tokens: how many it made.
+            plan: of its draft; None for a plain step.
+            tokens: how many it added.
             length: of the text before it.
             replayed: how many tokens it replayed.
             milliseconds: from enqueueing to reading it; for a plain step from one read to the next, and None unless
                 it, the one before and the one after were all enqueued ahead. None on several ranks.
-            verified: False where there was no draft after all, or it was discarded, and a plain step taken.
-            from_context: whether the accepted tokens had been drafted from the context.
+            verified: False if a plain step was taken because there was no draft after all, or it was discarded.
+            from_context: whether the accepted tokens were drafted from the context.
         """
 
 
@@ -142,11 +144,11 @@ class Pending(NamedTuple):
     """A round that is enqueued, not read.
 
     Attributes:
-        outcome: what it will have made.
+        outcome: its arrays.
         length: of the text before its root.
         replayed: how many tokens it replays.
-        plan: what was to be drafted for it.
-        draft: what is verified; None for a plain step.
+        plan: that was chosen for it.
+        draft: the draft that it verifies; None for a plain step.
         is_prompt: whether its forward is one of the prompt's.
     """
 
@@ -165,20 +167,20 @@ class Pending(NamedTuple):
 
 
 class Decoder:
-    """Decodes one text: enqueues rounds, reads each of them once, and tells sources and planner what it has made.
+    """Decodes one text: enqueues rounds, reads each once, and passes its result to the sources and the planner.
 
     Args:
-        target: captures what the sources read.
-        sources: what drafts: at most one with a drafter, and one without, which forecasts what it will propose.
-        planner: says what each round drafts.
+        target: captures the hidden states that the sources read.
+        sources: at most one with a drafter, and one without, which forecasts its proposals.
+        planner: chooses what each round drafts.
         history: the tokens that the target's cache holds, for processors and sources.
         on_drafter_failure: see `Options`.
-        may_run_ahead: asked in each round; if not, no plain step is enqueued before it is read, and the cache then ends
-            before the round's last token. None for always.
+        may_run_ahead: called in each round; if False, no plain step is enqueued before the read, and the cache then
+            ends before the round's last token. None for always.
         stops: lengths of the text at which a piece of the prompt ends.
 
     Attributes:
-        target: whose `length` is that of the text in its cache.
+        target: its `length` is that of the text in its cache.
     """
 
     def __init__(
@@ -199,19 +201,19 @@ class Decoder:
         self._context = next((source for source in sources if source.drafter is None), None)
         self._on_drafter_failure = on_drafter_failure
         self._may_run_ahead = may_run_ahead or (lambda: True)
-        self._is_timed = ranks.count() == 1  # each rank would see other times
+        self._is_timed = ranks.count() == 1  # each rank would measure other times
         self._seen: mx.array | None = None  # the text before the next root, for the processors
         self._root = self._vocab_size = 0
         self._plan: Plan | None = None  # of the next round
-        self._draft: Draft | None = None  # for the next round, as far as it needed no read
+        self._draft: Draft | None = None  # for the next round, if it needed no read
         self._ahead: Pending | None = None  # the next round, if it was enqueued before the last one was read
-        self._n_ahead = 0  # how many rounds in a row were
+        self._n_ahead = 0  # consecutive rounds that were enqueued ahead
 
     def decode(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
-        """Yields a round at a time, without end; before the first one an empty one after each piece of the prompt.
+        """Yields an empty round after each piece of the prompt, then rounds without end.
 
-        Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `finish` makes the
-        cache hold what was taken of the last round.
+        Nothing unevaluated is kept across a yield, so each `next` may come from another thread. `finish` trims the
+        cache to the tokens that were taken.
 
         Args:
             prompt: (T,) int32, T >= 1.
@@ -234,10 +236,7 @@ class Decoder:
             self._planner.finish()
 
     def prefill(self, prompt: mx.array, prefill_step_size: int, report: Report) -> Rounds:
-        """Reads the prompt in pieces, its last token alone, and enqueues the step that chooses the first token.
-
-        Yields an empty round after each other piece.
-        """
+        """Reads the prompt in pieces, yields an empty round after each, and enqueues the step on its last token."""
         total, done = prompt.shape[0], 0
         if self._chooser.processors and self._history:
             self._seen = mx.array(list(self._history), mx.int32)
@@ -262,7 +261,7 @@ class Decoder:
                 self._seen = extend(self._seen, prompt[:done])
             self._ahead = self._enqueue_step(prompt[done:])._replace(is_prompt=True)
             text = [*self._history, *cast(list[int], prompt.tolist())]
-            self._tell_drafter("read", text)  # while that is being computed
+            self._tell_drafter("read", text)  # while the step is being computed
             if self._context is not None:
                 self._context.read(text)
             outcome = self._ahead.outcome
@@ -270,9 +269,9 @@ class Decoder:
             report(total, total)
 
     def finish(self, length: int, last_token: int) -> None:
-        """Makes the cache and the drafter hold exactly `length` tokens of the text, see `Target.finish`."""
+        """Makes cache and drafter hold exactly `length` tokens of the text, see `Target.finish`."""
         drafter, held = self._drafter, self.target.length
-        if length <= held:  # also by none: the token after them will be another one
+        if length <= held:  # also by 0 tokens: the next one will differ
             self._tell_drafter("rewind", held - length)
         elif drafter is not None and drafter.reads_all and length > held:
             token = mx.array([last_token])
@@ -294,24 +293,24 @@ class Decoder:
         return Pending(outcome, length, replayed)
 
     def _enqueue_next(self, pending: Pending) -> None:
-        """What needs no read of `pending`: the draft of the round after it, or in plain decoding that round itself."""
+        """Enqueues what needs no read of `pending`: the next round's draft, or in plain decoding the next round."""
         self._plan = self._draft = self._ahead = None
         if self.target.has_room(2) and (self._drafter or self._context):
-            in_flight = pending.plan.context if pending.draft and pending.plan else 0
-            forecast = self._context.forecast(1 + in_flight) if self._context is not None else None
+            n_ahead = pending.plan.context if pending.draft and pending.plan else 0
+            forecast = self._context.forecast(1 + n_ahead) if self._context is not None else None
             self._plan = self._planner.next_plan(pending.length, pending.replayed, forecast)
             if self._plan and self._plan.depth and self._drafter and not self._drafter.waits:
                 self._enqueue_draft(self._plan, pending.outcome.root, pending.next_position)
-        # The prompt's token is there already, and a mask depends on the token.
+        # The first token is available now, and a grammar's mask depends on the token.
         may_run_ahead = not pending.is_prompt and self._chooser.grammar is None and self._may_run_ahead()
         if self._plan is None and pending.draft is None and may_run_ahead:
             self._ahead = self._enqueue_step(pending.outcome.packed)
 
     def _enqueue_draft(self, plan: Plan, root: mx.array, position: mx.array) -> None:
-        """The drafter's tree below `root`, after which the token at `position` is chosen.
+        """Enqueues the drafter's tree below `root`; the token after `root` is at `position`.
 
-        A drafter that waits knows the text, and is a language model: processors change its logits as the target's. Of
-        a head's, whose zero and scale are others, penalties make worse guesses.
+        A drafter that waits is a language model that knows the text: processors apply to its logits as to the target's.
+        A head's logits have another offset and scale, so that penalties would make its guesses worse.
         """
         sampler, drafter = self._chooser.sampler, self._drafter
         assert drafter is not None
@@ -331,15 +330,15 @@ class Decoder:
             self._drop_drafter(error)
 
     def _enqueue_round(self) -> Pending:
-        """The round after all that is known: what was drafted and what had to wait for the read, else a plain step."""
+        """Enqueues the next round, once the one before is read: with its draft if there is one, else a plain step."""
         target, plan = self.target, self._plan
         match = self._context.forecast(0) if self._context is not None else None
         if match is not None:
-            plan = self._planner.extend_plan(plan, match.reach, target.length, target.replayed)
+            plan = self._planner.extend_plan(plan, match.cumulative_acceptance, target.length, target.replayed)
         draft = None
         if plan and target.replayed <= MAX_REPLAY and target.has_room(plan.rows):
             draft = self._make_draft(plan)
-            if plan.depth and self._drafter is None:  # it has failed just now
+            if plan.depth and self._drafter is None:  # it has just failed
                 plan = CONTEXT_ONLY._replace(context=plan.context)
         if not draft or not plan:
             return self._enqueue_step(mx.array([self._root]))._replace(plan=plan)
@@ -351,7 +350,7 @@ class Decoder:
         return Pending(outcome, length, replayed, plan, draft)
 
     def _make_draft(self, plan: Plan) -> Draft | None:
-        """What the plan's sources propose, now that the round before is read."""
+        """The draft of the plan's sources, once the round before is read."""
         root = mx.array(self._root)
         if plan.depth and self._drafter and self._drafter.waits:
             self._enqueue_draft(plan, root, mx.array(self.target.length + 1))
@@ -362,7 +361,7 @@ class Decoder:
         return draft
 
     def _commit(self, pending: Pending, path: list[int], tokens: list[int], milliseconds: float) -> Round:
-        """Keeps what a round has made, now that it is read."""
+        """Commits a round that was read to cache, sources and planner."""
         verified, plan = pending.draft is not None, pending.plan
         if verified:
             accepted = [self._root, *tokens[:-1]]
@@ -415,7 +414,7 @@ class Decoder:
             self._drop_drafter(error)
 
     def _drop_drafter(self, error: Exception) -> None:
-        """Goes on without a drafter that has failed; raises where nobody is to be told of it."""
+        """Continues without a drafter that has failed; without `on_drafter_failure`, raises the error."""
         if self._on_drafter_failure is None:
             raise error
         self._drafter = self._plan = self._draft = None
@@ -424,5 +423,5 @@ class Decoder:
 
 
 def on_stream() -> AbstractContextManager[Any]:
-    """mlx-lm's generation stream, for as long as nothing is yielded to the caller."""
+    """mlx-lm's generation stream, to be left before a value is yielded to the caller."""
     return mx.stream(generation_stream)

@@ -1,4 +1,4 @@
-"""Grammars: what may follow each node of a tree, found on the host while the model computes the logits."""
+"""Grammars: the tokens allowed after each node of a tree, found on the host while the model computes the logits."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from .types import Tree
 
 
 class Grammar(Protocol):
-    """What one answer must follow, after the tokens that it has taken.
+    """The state of one answer's grammar after the tokens it has taken.
 
     Attributes:
-        length: how many tokens these are.
+        length: how many tokens it has taken.
     """
 
     length: int
 
     def fork(self) -> Self:
-        """The same, for tokens that may not stay."""
+        """A copy, to try tokens."""
 
     def take(self, token: int) -> bool:
-        """Takes the next token, any after an end-of-text token; False if it is not allowed."""
+        """Takes the next token; False if it is not allowed. After an end-of-text token any is."""
 
     def find_mask(self) -> NDArray[np.bool_] | None:
-        """(V,) whether each token may come next; None where any may.
+        """(V,) whether each token may come next; None if all may.
 
         Raises:
-            Exception: the answer cannot go on.
+            Exception: the answer cannot continue.
         """
 
     def find_forced(self) -> list[int]:
-        """The tokens that must come next; none where several may."""
+        """The tokens that must come next; [] if there is a choice."""
 
 
 def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
-    """Logits (1, V) after the text, with minus infinity for what may not come next.
+    """Logits (1, V) after the text, with minus infinity for tokens that are not allowed.
 
     Raises:
         Exception: see `Grammar.find_mask`.
@@ -50,14 +50,14 @@ def mask_root(grammar: Grammar, logits: mx.array) -> mx.array:
 
 
 def mask_tree(grammar: Grammar, logits: mx.array, tree: Tree) -> tuple[mx.array, Tree]:
-    """Logits (N, V) with minus infinity for what may not come after each node, and the tree as it is to be accepted.
+    """(logits (N, V) with minus infinity for tokens not allowed after each node, the tree for `accept`).
 
-    There -1 stands for each token that is not allowed, or after which the grammar fails: if the text comes to it, the
-    next round raises what plain decoding does.
+    In that tree -1 replaces each token that is not allowed, or after which the grammar fails: if the text reaches it,
+    the next round raises the same as plain decoding.
 
     Args:
         grammar: after the root.
-        tree: whose tokens and parents were enqueued before the logits.
+        tree: its tokens and parents were enqueued before the logits.
 
     Raises:
         Exception: see `Grammar.find_mask`.

@@ -1,4 +1,4 @@
-"""What a round does to a model's KV cache: keep the accepted rows and drop the rest, or roll back to a snapshot."""
+"""Operations of a round on a model's KV cache: keep the accepted rows and drop the others, or roll back."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mlx_lm.models.cache import (
 )
 
 Cache = list[Any]
-"""What mlx-lm's `make_prompt_cache` returns: one cache a layer, or a `CacheList` of several."""
+"""As from mlx-lm's `make_prompt_cache`: a cache for each layer, or a `CacheList` of several."""
 
 TRIMMABLE = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, RotatingKVCache)
-"""Caches whose last rows can be dropped; a rotating one only those of its last forward, if that had several."""
+"""Caches whose last rows can be dropped; of a rotating one only those of a last forward of several rows."""
 
 UNBOUNDED = (KVCache, QuantizedKVCache)
-"""Caches that keep every row: any number of the last ones can be dropped at any time."""
+"""Caches that keep every row, and can drop any number of the last ones."""
 
 KNOWN = (*TRIMMABLE, ArraysCache)
 
 
 def leaves(cache: Cache) -> Iterator[Any]:
-    """Every single cache, or view of one, those within a `CacheList` too."""
+    """All caches or views, including those in a `CacheList`."""
     for c in cache:
         if (parts := getattr(c, "caches", None)) is not None:
             yield from leaves(list(parts))
@@ -37,18 +37,18 @@ def leaves(cache: Cache) -> Iterator[Any]:
 
 
 def length(cache: Cache) -> int:
-    """How many tokens the cache holds; 0 when none of its layers counts them."""
+    """How many tokens the cache holds; 0 if no layer counts them."""
     counts = (c.offset for c in leaves(cache) if isinstance(getattr(c, "offset", None), int))
     return max(counts, default=0)
 
 
 def counts_tokens(cache: Cache) -> bool:
-    """Whether one of its layers counts its tokens."""
+    """Whether a layer counts its tokens."""
     return any(isinstance(getattr(c, "offset", None), int) for c in leaves(cache))
 
 
 def unknown_types(cache: Cache, known: tuple[type, ...]) -> list[str]:
-    """The names of the classes among a cache's leaves that are not in `known`, sorted."""
+    """The sorted class names of a cache's leaves that are not in `known`."""
     return sorted({type(c).__name__ for c in leaves(cache) if type(c) not in known})
 
 
@@ -58,18 +58,18 @@ def has_ring(cache: Cache) -> bool:
 
 
 def row_bytes(cache: Cache) -> int:
-    """Bytes that a token takes in the leaves that grow with the text; 0 before the first token."""
+    """Bytes per token in the leaves that grow with the text; 0 before the first token."""
     growing = (x for c in leaves(cache) if isinstance(c, KVCache) for x in (c.keys, c.values) if x is not None)
     return sum(int(x.nbytes) // x.shape[-2] for x in growing)
 
 
 def snapshot(cache: Cache) -> list[dict[str, Any]]:
-    """The state of every leaf. No array is copied: a forward of several rows makes new arrays, or writes after them."""
+    """The state of every leaf, without copies: forwards of several rows make new arrays, or write after old rows."""
     return [_copy(vars(c)) for c in leaves(cache)]
 
 
 def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
-    """`snapshot`, safe from forwards of one row too: those overwrite a ring's oldest row, so rings are copied."""
+    """`snapshot` with copied rings, as forwards of one row overwrite a ring's oldest row."""
     states = snapshot(cache)
     for c, state in zip(leaves(cache), states, strict=True):
         if isinstance(c, RotatingKVCache) and c.keys is not None and c.values is not None:
@@ -78,13 +78,13 @@ def snapshot_rows(cache: Cache) -> list[dict[str, Any]]:
 
 
 def restore(cache: Cache, states: list[dict[str, Any]]) -> None:
-    """Rolls every leaf back to a snapshot, which can be used again."""
+    """Rolls every leaf back to a snapshot, which stays valid."""
     for c, state in zip(leaves(cache), states, strict=True):
         vars(c).update(_copy(state))
 
 
 def _copy(tree: Any) -> Any:
-    """Its dictionaries and lists copied, with the same objects in them."""
+    """A copy of dictionaries and lists with the same leaves."""
     if isinstance(tree, dict):
         return {key: _copy(value) for key, value in tree.items()}
     return [_copy(value) for value in tree] if isinstance(tree, list) else tree
@@ -96,7 +96,7 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
         prefix . . .   the  cat  dog  sat  ran        path = [0, 1, 4]
         prefix . . .   the  cat  ran
 
-    Rows that are in place already, as in a chain, are not moved.
+    Rows that are in place, as in a chain, are not moved.
 
     Args:
         cache: its leaves are `TRIMMABLE`.
@@ -106,8 +106,8 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
     in_place = next((i for i, node in enumerate(path) if node != i), len(path))
     for c in leaves(cache):
         if c.keys is None:
-            continue  # a layer that does without
-        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))  # its arrays hold no spare rows
+            continue  # a layer without a cache
+        exact = isinstance(c, (RotatingKVCache, ConcatenateKVCache))  # arrays without spare rows
         first = c.keys.shape[-2] - count if exact else c.offset - getattr(c, "start_position", 0) - count
         end = first + len(path)
         if in_place < len(path):
@@ -122,12 +122,12 @@ def keep_rows(cache: Cache, count: int, path: list[int]) -> None:
 
 
 def _arrays(x: Any) -> tuple[mx.array, ...]:
-    """Keys or values: one array, or three where they are quantized."""
+    """Keys or values: one array, or three if quantized."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
 def rows_in_order(ring: RotatingKVCache) -> int:
-    """How many rows a ring holds in the order of their positions, before it drops some."""
+    """How many rows a ring holds in the order of positions, before it drops some."""
     if ring.keys is None:
         return 0
     count: int = ring.keys.shape[-2]

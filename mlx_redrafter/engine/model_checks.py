@@ -1,4 +1,4 @@
-"""Whether rounds of a model would be exact, and whether they may branch: asked before anything is computed."""
+"""Checks whether a model's rounds are exact, and whether they may branch, before anything is computed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .supported_models import CHAINS, LENGTH_BOUND, REFUSED, REPLAYED, TREES
 from .tree_attention import Nodes, build_with_nodes
 
 ROPE_MARGIN = 256
-"""Some dynamic ropes count a little more than the length of a text: its heads, too."""
+"""Some dynamic ropes count a little more than the length of a text, its heads as well."""
 
 
 def exact_until(model: nn.Module) -> int | None:
-    """The text length up to which several rows in one forward give what they give one by one; None for any.
+    """The text length up to which several rows in one forward equal the same rows one by one; None for any.
 
-    Dynamic ropes turn all tokens of a forward alike, by the length at its end, once that is beyond a bound.
+    Beyond a bound, dynamic ropes rotate all tokens of a forward by the length at its end.
     """
     ropes = (module for _, module in model.named_modules() if type(module).__name__ == "DynamicNTKScalingRoPE")
     return min((rope.max_position_embeddings - ROPE_MARGIN for rope in ropes), default=None)
 
 
 def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> None:
-    """Refuses a model whose rounds could not be exact, whatever drafts.
+    """Refuses a model whose rounds would not be exact.
 
-    What it asks of a caller's rings is looked at on a forward that is built but never computed.
+    A caller's rings are checked on a forward that is built but never computed.
 
     Args:
-        cache: a prompt cache of the caller's, whose rings may differ from the model's own.
+        cache: the caller's prompt cache, whose rings may differ from the model's own.
 
     Raises:
-        UnsupportedModelError: with the reason.
+        UnsupportedModelError: rounds would not be exact; the message says why.
     """
     name = model_name(model)
     if reason := REFUSED.get(name):
@@ -56,15 +56,15 @@ def check_verifiable(model: nn.Module, cache: kv_cache.Cache | None = None) -> N
 def check_draftable(
     model: nn.Module, *, tree: bool, cache: kv_cache.Cache | None = None, states: Sequence[StateName] = (AFTER_NORM,)
 ) -> str | None:
-    """Refuses a model for which no drafter could draft; returns why it takes chains only, None where it takes trees.
+    """Refuses a model for which a drafter cannot draft; returns why it takes chains only, or None.
 
     Args:
-        tree: whether rounds are to branch; without, None is returned.
+        tree: whether rounds should branch; if not, None is returned.
         cache: see `check_verifiable`.
-        states: which hidden states the drafter reads.
+        states: the hidden states that the drafter reads.
 
     Raises:
-        UnsupportedModelError: with the reason.
+        UnsupportedModelError: a drafter cannot draft; the message says why.
     """
     check_verifiable(model, cache)
     check_states(model, states)
@@ -72,7 +72,7 @@ def check_draftable(
 
 
 def explain_chains(model: nn.Module) -> str | None:
-    """Why a model takes chains only; None where it takes trees. See `check_verifiable` for what it takes at all."""
+    """Why a model takes chains only; None if it takes trees. It must be verifiable, see `check_verifiable`."""
     name = model_name(model)
     if reason := CHAINS.get(name):
         return reason

@@ -1,4 +1,4 @@
-"""Where a model has its parts, and which hidden states its forwards pass on: unmodified models of mlx-lm."""
+"""Finds the parts of an unmodified mlx-lm model, and captures hidden states of its forwards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 AFTER_NORM, BEFORE_NORM = "after_norm", "before_norm"
 
 StateName = str | int
-"""A hidden state of the target: `AFTER_NORM` and `BEFORE_NORM`, what its final norm gives and what it is given, or the
-number of a layer, from 0, whose output it is."""
+"""A hidden state of the target: `AFTER_NORM` or `BEFORE_NORM`, the output or input of its final norm, or a layer's
+number from 0 for that layer's output."""
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -31,23 +31,23 @@ def _names(text: str) -> tuple[str, ...]:
 EMBEDDINGS = _names(
     "embed_tokens wte embeddings word_embeddings tok_embeddings token_embeddings embed_in embedding embed"
 )
-"""The names under which mlx-lm's models keep their token embedding."""
+"""Names of the token embedding in mlx-lm's models."""
 
 NORMS = _names("norm final_layernorm final_layer_norm embedding_norm final_norm output_norm norm_f norm_out ln_f")
-"""The names of the norm in front of the head."""
+"""Names of the norm before the head."""
 
 HEADS = _names("lm_head embed_out output")
-"""The names of the matrix that makes logits of hidden states, where it is not the embedding."""
+"""Names of the output matrix, if it is not the embedding."""
 
 LENGTHS = _names("max_position_embeddings max_sequence_length max_seq_len model_max_length n_positions n_ctx")
-"""The names under which configs say how long a text may be."""
+"""Names of the longest text in configs."""
 
 OTHER_MODALITIES = ("vision", "audio", "multi_modal", "mm_")
-"""How the names of modules begin that do not read text."""
+"""Prefixes of the names of modules that do not read text."""
 
 
 SHARDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
-"""Heads of which each rank has a part of the vocabulary."""
+"""Heads that divide the vocabulary among ranks."""
 
 
 class Slot(NamedTuple):
@@ -62,8 +62,8 @@ class ModelParts(NamedTuple):
 
     Attributes:
         embedding: the token embedding.
-        final_norm: the place whose output is the drafter's input: the final norm, or the model without its head where
-            the norm is not a module.
+        final_norm: the place whose output is the drafter's input: the final norm, or the model without its head if the
+            norm is not a module.
     """
 
     embedding: nn.Module
@@ -71,17 +71,17 @@ class ModelParts(NamedTuple):
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """Where `model` has them: read off its modules, nothing is computed.
+    """The parts of `model`, found without computing anything.
 
     Raises:
-        UnsupportedModelError: it has no token embedding where mlx-lm's language models have one.
+        UnsupportedModelError: it has no token embedding at a known place.
     """
     for path in _walk_modules(model):
         holder = path[-1].parent[path[-1].name]
         embedding = next((holder[key] for key in EMBEDDINGS if _is_embedding(holder.get(key))), None)
         if embedding is None:
             continue
-        # The embedding may be a level below the module that has the norm, and the norm may not be a module.
+        # The embedding may be a level below the norm's parent, and the norm may not be a module.
         for slot in reversed(path):
             inner = slot.parent[slot.name]
             if norm := next((key for key in NORMS if isinstance(inner.get(key), nn.Module)), None):
@@ -95,7 +95,7 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def find_output_layer(model: nn.Module) -> nn.Module:
-    """The layer whose (V, D) matrix makes logits of a model's hidden states: its head, or its embedding.
+    """The layer of a model's (V, D) output matrix: its head, or its embedding.
 
     Raises:
         UnsupportedModelError: see `find_parts`.
@@ -110,7 +110,7 @@ def find_output_layer(model: nn.Module) -> nn.Module:
 
 
 def find_output_matrix(model: nn.Module) -> mx.array:
-    """(V, D) the matrix of `find_output_layer`, dequantized."""
+    """(V, D) the dequantized matrix of `find_output_layer`."""
     layer: Any = find_output_layer(model)
     if "scales" not in layer:
         return cast(mx.array, layer.weight)
@@ -119,9 +119,9 @@ def find_output_matrix(model: nn.Module) -> mx.array:
 
 
 def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
-    """What makes logits (..., V) of a model's hidden states (..., D) after its final norm.
+    """The function from hidden states (..., D) after the final norm to logits (..., V).
 
-    What a model does to its logits afterwards, as capping them, is left out: it changes no rank.
+    Later changes of logits, such as a cap, are left out: they do not change ranks.
 
     Raises:
         UnsupportedModelError: see `find_parts`.
@@ -134,7 +134,7 @@ def find_head(model: nn.Module) -> Callable[[mx.array], mx.array]:
 
 
 def _walk_modules(model: nn.Module) -> Iterator[list[Slot]]:
-    """The path from `model` to every module below it, breadth first; not into layers, nor into images or audio."""
+    """The path from `model` to every module below it, breadth first, except in layers and other modalities."""
     level: list[list[Slot]] = [[]]
     while level:
         below = []
@@ -157,9 +157,9 @@ def _is_embedding(module: Any) -> bool:
 
 
 def find_context_length(model: nn.Module) -> int | None:
-    """How many tokens a text may have, as the model's config says, scaled ropes included; None where it does not.
+    """The longest text of a model's config in tokens, with scaled ropes; None if the config does not say.
 
-    Models of states alone have no such limit, whatever mlx-lm's defaults for their configs say.
+    Models with states alone have no limit, even if mlx-lm's default config has one.
     """
     args = getattr(model, "args", None) if kv_cache.counts_tokens(make_prompt_cache(model)) else None
     for config in (args, getattr(args, "text_config", None)):
@@ -175,7 +175,7 @@ def find_context_length(model: nn.Module) -> int | None:
 
 
 def compute_dtype(model: nn.Module) -> mx.Dtype:
-    """What a model computes in: the dtype of its embedding's rows."""
+    """The dtype of a model's computation, that of its embedding's rows."""
     dtype: mx.Dtype = find_parts(model).embedding(mx.zeros((1,), mx.int32)).dtype
     return dtype
 
@@ -191,22 +191,22 @@ def model_sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def model_name(model: nn.Module) -> str:
-    """The name of its module in `mlx_lm.models`."""
+    """The name of a model's module in `mlx_lm.models`."""
     return type(model).__module__.rpartition(".")[2]
 
 
 class Tap(NamedTuple):
-    """Where a hidden state is read: what a module returns, or what it is given."""
+    """A place where a hidden state is read: a module's output or input."""
 
     slot: Slot
     is_input: bool = False
 
 
 def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, Tap]:
-    """Where a model's hidden states are read.
+    """The places where a model's hidden states are read.
 
     Raises:
-        UnsupportedModelError: the model has no module that passes one on.
+        UnsupportedModelError: no module has such an input or output.
     """
     taps: dict[StateName, Tap] = {}
     if not names:
@@ -234,7 +234,7 @@ def find_taps(model: nn.Module, names: Sequence[StateName]) -> dict[StateName, T
 
 
 def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
-    """The place of a module below another, or in lists of modules below it."""
+    """The place of a module below another, or in a list below it."""
     items = parent.items() if isinstance(parent, dict) else enumerate(parent)
     below = []
     for name, value in items:
@@ -246,7 +246,7 @@ def _find_slot(parent: Any, child: nn.Module) -> Slot | None:
 
 
 class Recorder(nn.Module):
-    """Passes its module's output on, and keeps what it is given and returns when the thread that made it calls."""
+    """Calls its module, and keeps input and output of calls from the thread that created it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Recorder(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Its module's: some models ask for the class of a layer."""
+        """Its module's class, as some models check the class of a layer."""
         return type(self["module"]) if "module" in self else Recorder
 
     def __getattr__(self, name: str) -> Any:
@@ -274,9 +274,9 @@ class Recorder(nn.Module):
 
 
 def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx.array]]]:
-    """(what `call` returns, for each tap what passed it meanwhile, call by call).
+    """(the result of `call`, for each tap the arrays of its calls meanwhile).
 
-    Entries of dictionaries and lists are replaced, no attribute is set: a module's order of parameters stays as it was.
+    Replaces entries of dictionaries and lists instead of setting attributes, which would reorder parameters.
     """
     with MODEL_LOCK:
         slots = {(id(tap.slot.parent), tap.slot.name): tap.slot for tap in taps}
@@ -293,10 +293,10 @@ def capture(taps: Sequence[Tap], call: Callable[[], T]) -> tuple[T, list[list[mx
 
 
 def check_states(model: nn.Module, names: Sequence[StateName]) -> None:
-    """Refuses a model that does not pass these hidden states on, one row for each token.
+    """Refuses a model without one of these hidden states, with a row for each token.
 
     Raises:
-        UnsupportedModelError: saying which.
+        UnsupportedModelError: the model does not have one; the message says which.
     """
     taps, token, cache = find_taps(model, names), mx.zeros((1, 1), mx.int32), make_prompt_cache(model)
     _, captured = capture(list(taps.values()), lambda: model(token, cache=cache))  # built, never computed

@@ -10,13 +10,13 @@ MAX_REPLAY = 8
 """The most tokens that a verify forward replays, on a cache that cannot be trimmed; a plain step replays more."""
 
 DRAFT_DEPTH = 3
-"""K, when neither the caller nor the drafter says."""
+"""K if neither the caller nor the drafter's config gives one."""
 
 MAX_DRAFT_DEPTH = 256
-"""The deepest draft: a round's graph grows with it."""
+"""The deepest draft; a round's graph grows with it."""
 
 MAX_NODES = 2048
-"""The largest beam, W * K: the memory of its tree grows with the square."""
+"""The largest W * K; a tree's memory grows with its square."""
 
 
 class Plan(NamedTuple):
@@ -24,8 +24,8 @@ class Plan(NamedTuple):
 
     Attributes:
         width, depth: the drafter's W hypotheses of K tokens; K is 0 without the drafter.
-        size: how many nodes of the drafter's tree are verified, the likeliest first; N, the root included.
-        context: how many tokens of a chain that was found in the context.
+        size: N, how many nodes of the drafter's tree are verified, the likeliest first, root included.
+        context: the length of a chain found in the context.
     """
 
     width: int
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(W, K, N), the drafter's part, as options and records have it."""
+        """(W, K, N), the drafter's part, as in options and records."""
         return self[:3]
 
     @property
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Nodes in the forward: root, drafter's and context's."""
+        """Nodes in the forward: the root, the drafter's and the context's."""
         return self.size + self.context
 
     @property
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 CONTEXT_ONLY = Plan(1, 0, 1)
-"""A round without the drafter, which waits for the text so far to draft from."""
+"""A round without the drafter: it waits for the text so far, to draft from it."""
 
 
 def chain_plan(depth: int) -> Plan:
@@ -69,16 +69,16 @@ def chain_plan(depth: int) -> Plan:
 
 
 def make_plan(beam_width: int, draft_depth: int, tree_size: int | None, vocab_size: int | None = None) -> Plan:
-    """The plan of these options.
+    """The plan for these options.
 
     Args:
         beam_width: W >= 1.
         draft_depth: K drafted tokens, 1 <= K <= MAX_DRAFT_DEPTH.
         tree_size: N, 2 <= N <= 1 + W * K, counting the root; None keeps every node.
-        vocab_size: V, the widest a beam can be; None where it is not known.
+        vocab_size: V, the widest possible beam; None if not known.
 
     Raises:
-        RedrafterError: a number out of its range.
+        RedrafterError: a number is out of its range.
     """
     if beam_width < 1 or (vocab_size is not None and beam_width > vocab_size):
         bounds = "at least 1" if vocab_size is None else f"from 1 to the vocabulary's {vocab_size}"

@@ -1,4 +1,4 @@
-"""What can be refused before a prompt is read: the prompt itself, the prompt cache, its quantization."""
+"""Checks before a prompt is read: of the prompt, the prompt cache and its quantization."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def check_request(
     quantization: KVQuantization,
     max_kv_size: int | None = None,
 ) -> int:
-    """Refuses what would fail, or give wrong tokens, only while the prompt is read; returns the vocabulary's size.
+    """Refuses requests that would fail, or give wrong tokens, during the prompt; returns the vocabulary size.
 
-    What the model's outputs and its cache look like is read off a forward that is built but never computed.
+    Shapes of outputs and cache come from a forward that is built but never computed.
 
     Args:
         tokens: (T,) the prompt.
-        cache: a prompt cache of the caller's.
-        max_kv_size: most rows of a new one.
+        cache: the caller's prompt cache.
+        max_kv_size: the most rows of a new one.
 
     Raises:
-        RedrafterError: rings to be quantized, token ids outside the vocabulary, a cache of another model or of another
-            quantization, or a KV group size that does not divide the head size.
+        RedrafterError: rings are to be quantized, token ids are outside the vocabulary, the cache is of another model
+            or quantization, or the KV group size does not divide the head size.
     """
     probe = make_prompt_cache(model, max_kv_size)
     if quantization.bits is not None and kv_cache.has_ring(probe if cache is None else cache):

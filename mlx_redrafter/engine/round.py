@@ -1,4 +1,4 @@
-"""One round of speculative decoding: verify a draft, accept a path. All is enqueued, only `Outcome.read` waits.
+"""One round of speculative decoding: verify a draft, accept a path. Everything is enqueued; only `Outcome.read` waits.
 
     root --propose--> tree --verify--> logits --choose--> tokens --accept--> path --> next root
 
@@ -25,11 +25,11 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 class Draft(NamedTuple):
-    """What is verified next.
+    """A tree to verify.
 
     Attributes:
         tree: N nodes.
-        draws: the noise of positions after the root, as far as it was needed to draft; None for none.
+        draws: the noise of the positions after the root that drafting used; None for none.
     """
 
     tree: Tree
@@ -40,11 +40,11 @@ class Outcome(NamedTuple):
     """A round that is enqueued but not read.
 
     Attributes:
-        packed: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it.
-            The one array of a round that the host reads. Of a plain step: (1,), the choice.
+        packed: (1 + 2 * (K + 1),) int32: n_accepted, the path, and the target's choice after each node on it; for a
+            plain step (1,), the choice. The only array of a round that the host reads.
         logprobs: K + 1 arrays (V,), the log-probabilities of those choices.
-        root: () int32, the last of those choices, which the next round begins with.
-        kept: what the sources are told of it.
+        root: () int32, the last of those choices, the root of the next round.
+        kept: what the sources' `keep` gets.
     """
 
     packed: mx.array
@@ -53,9 +53,9 @@ class Outcome(NamedTuple):
     kept: Kept
 
     def read(self) -> tuple[list[int], list[int]]:
-        """(the accepted path, the token chosen after each node on it): the host read of a round, which waits for it.
+        """(the accepted path, the token chosen after each node on it), the round's one host read; waits for it.
 
-        A plain step has the path [0] of its one token.
+        The path of a plain step is [0].
         """
         packed = cast(list[int], self.packed.tolist())
         if len(packed) == 1:
@@ -69,8 +69,8 @@ class TokenChooser(NamedTuple):
 
     Attributes:
         sampler: see `Sampler`.
-        processors: mlx-lm logits processors; each is given the history that plain decoding would give it.
-        grammar: what the text must follow, after the processors; None for none.
+        processors: mlx-lm logits processors, called with the history that plain decoding would pass.
+        grammar: what the text must follow, applied after the processors; None for none.
     """
 
     sampler: Sampler
@@ -81,17 +81,17 @@ class TokenChooser(NamedTuple):
 def verify(
     target: Target, draft: Draft, chooser: TokenChooser, history: mx.array | None, plan: Plan, limit: int
 ) -> Outcome:
-    """One target forward over the tree, and which path of it is accepted.
+    """Enqueues one target forward over the tree, and accepts a path.
 
     Args:
         history: (T,) tokens before the root, for the processors.
         plan: of the draft.
-        limit: the most drafted tokens this round may accept.
+        limit: the most drafted tokens that may be accepted.
     """
     tree, depth, position = draft.tree, plan.max_depth, target.length
     judged = tree
     if chooser.grammar is not None:
-        mx.async_eval(tree.tokens, tree.parents)  # on their own: reading them waits for the draft, not for the forward
+        mx.async_eval(tree.tokens, tree.parents)  # reading these waits for the draft alone, not for the forward
     logits, hidden = target.verify(tree, branched=plan.branched)
     if chooser.processors:
         logits = _process_nodes(chooser.processors, history, tree, logits, plan)
@@ -113,7 +113,7 @@ def verify(
 def step(
     target: Target, token: mx.array, chooser: TokenChooser, history: mx.array | None, *, want_hidden: bool = True
 ) -> Outcome:
-    """One step of plain decoding: the target on `token` (1,), and its choice after it.
+    """Enqueues a plain step: the target's forward on `token` (1,), and its choice.
 
     Args:
         history: (T,) tokens before it, for the processors.
@@ -152,7 +152,10 @@ def process_rows(
 
     Args:
         history: (T,) tokens that all rows share; None for none.
-        paths: N times the tokens after them.
+        paths: for each row, the tokens after `history`.
+
+    Raises:
+        RedrafterError: a processor returns something other than logits of the shape it was given.
     """
     rows = [_process(processors, extend(history, path), logits[i : i + 1]) for i, path in enumerate(paths)]
     return mx.concatenate(rows)
@@ -171,7 +174,7 @@ def _process(processors: tuple[Processor, ...], history: mx.array, row: mx.array
 def _process_nodes(
     processors: tuple[Processor, ...], history: mx.array | None, tree: Tree, logits: mx.array, plan: Plan
 ) -> mx.array:
-    """Logits (N, V) after the processors, each node with the tokens on its own path as history."""
+    """Logits (N, V) after the processors; a node's history ends with the tokens on its path."""
     ancestors_first = mx.argsort(mx.where(tree.ancestors, tree.depths[None], plan.max_depth + 1), axis=1)
     paths = []
     for node in range(plan.rows):

@@ -1,4 +1,4 @@
-"""How the target's next token is chosen, and with which randomness.
+"""How the target's next token is chosen, and with what randomness.
 
 Randomness belongs to the position, not to the step: the noise that decides the token at absolute position p is a
 function of (seed, p) alone. All nodes at one depth of a tree therefore share the noise that plain decoding would
@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 from ..errors import RedrafterError
 
 MIN_TOP_P = 1e-30
-"""It keeps the likeliest token alone; far below it mlx-lm's filter would keep none."""
+"""The smallest top-p; it keeps only the likeliest token. Far below, mlx-lm's filter would keep none."""
 
 
 class Draws(NamedTuple):
@@ -32,39 +32,38 @@ class Draws(NamedTuple):
 
 
 class Sampler:
-    """Chooses a token after each of N nodes; this one greedily, the base of the others."""
+    """Chooses a token after each of N nodes. This base class does so greedily."""
 
     def check(self, vocab_size: int) -> None:
-        """Refuses a vocabulary that its options do not fit.
+        """Checks the options against a vocabulary size.
 
         Raises:
-            RedrafterError: naming the option.
+            RedrafterError: an option does not fit; the message names it.
         """
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws | None:
-        """The noise of positions `position` .. `position + count - 1`; None when there is none to share."""
+        """The noise of positions `position` .. `position + count - 1`; None without shared noise."""
         return None
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """(N,) integer tokens, for logprobs (N, V) and each node's row (N,) in `draws`."""
+        """(N,) integer tokens, from logprobs (N, V) and each node's row (N,) of `draws`."""
         return mx.argmax(logprobs, axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """The drafter's logits (W, V) as this sampler would rank them with the noise of `row`."""
+        """The drafter's logits (W, V), to be ranked as this sampler would with the noise of `row`."""
         return logits
 
 
 class PerNode(Sampler):
     """A user's own mlx-lm sampler, called once for each node with a (1, V) array.
 
-    Exact in distribution when the sampler is a function of that row (and of randomness of its own).
+    Exact in distribution if the sampler is a function of that row and its own randomness.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
         self._sampler = sampler
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """See `Sampler.choose`."""
         return mx.concatenate([self._sampler(logprobs[i : i + 1]).reshape(1) for i in range(logprobs.shape[0])])
 
 
@@ -93,7 +92,7 @@ class PositionSampler(Sampler):
         if min_p:
             self._filters.append(lambda x, coin: apply_min_p(x, min_p, min_tokens_to_keep))
         if xtc_probability > 0:
-            # With probability 1, mlx-lm's XTC leaves the coin to us. (It still draws one from mx.random.)
+            # With probability 1, mlx-lm's XTC always applies: the coin decides here. (It still draws from mx.random.)
             self._filters.append(
                 lambda x, coin: mx.where(coin > xtc_probability, x, apply_xtc(x, 1.0, xtc_threshold, special))
             )
@@ -101,7 +100,6 @@ class PositionSampler(Sampler):
             self._filters.append(lambda x, coin: apply_top_k(x, top_k))
 
     def check(self, vocab_size: int) -> None:
-        """See `Sampler.check`."""
         for name, value in self._limits.items():
             if value > vocab_size:
                 below, got = (" below", value - 1) if name == "top_k" else (" at most", value)
@@ -110,7 +108,7 @@ class PositionSampler(Sampler):
             raise RedrafterError(f"xtc_special_tokens must be token ids from 0 to {vocab_size - 1}, got {odd[0]}")
 
     def draws(self, position: mx.array, count: int, vocab_size: int) -> Draws:
-        """See `Sampler.draws`. The key of a position is (a word of the seed, another word + the position)."""
+        """The noise of positions. A position's key is (a word of the seed, another word + the position)."""
         low, high = self._words
         positions = position.astype(mx.uint32) + mx.arange(count, dtype=mx.uint32)
         keys = mx.stack([mx.full((count,), low, mx.uint32), positions + mx.array(high, mx.uint32)], axis=1)
@@ -118,14 +116,12 @@ class PositionSampler(Sampler):
         return Draws(-mx.log(-mx.log(noise[:, 1:])), noise[:, :1])
 
     def choose(self, logprobs: mx.array, draws: Draws | None, rows: mx.array) -> mx.array:
-        """See `Sampler.choose`."""
         assert draws is not None
         scaled = self._filter_and_scale(logprobs.astype(mx.float32), draws.coin[rows])
         return mx.argmax(scaled + draws.gumbel[rows], axis=-1)
 
     def adjust(self, logits: mx.array, draws: Draws, row: int) -> mx.array:
-        """See `Sampler.adjust`."""
-        if self._filters:  # they want log-probabilities; a rank does not
+        if self._filters:  # they need log-probabilities; ranking does not
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return self._filter_and_scale(logits, draws.coin[row]) + draws.gumbel[row]
 
@@ -157,11 +153,11 @@ def make_sampler(
     xtc_special_tokens: Sequence[int] = (),
     sampler: Callable[[mx.array], mx.array] | Sampler | None = None,
 ) -> Sampler:
-    """The sampler of these options, in the names and meanings of `mlx_lm.sample_utils.make_sampler`.
+    """The sampler for options with the names and meanings of `mlx_lm.sample_utils.make_sampler`.
 
     Args:
         seed: any integer; equal seeds give equal tokens.
-        sampler: a sampler of the caller's own instead, of mlx-lm's kind or a `Sampler`.
+        sampler: the caller's own sampler instead, an mlx-lm one or a `Sampler`.
     """
     if sampler is not None:
         return PerNode(sampler) if callable(sampler) else sampler

@@ -1,4 +1,4 @@
-"""Counts of what speculative decoding has done."""
+"""Speculative-decoding statistics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .plan import Plan
 
 USAGE_FIELDS = ("rounds", "drafted", "accepted", "context_drafted", "context_accepted", "tokens_per_round")
-"""What the usage of an answer has of the rounds, in the server's replies and in those of `stdio`."""
+"""The statistics in an answer's usage, in the server's replies and in those of `stdio`."""
 
 
 class Stats(NamedTuple):
@@ -19,11 +19,11 @@ class Stats(NamedTuple):
         rounds: forwards of the target after the prompt's, plain steps included.
         drafted: drafted nodes that were verified, roots not counted.
         accepted: drafted tokens that were accepted.
-        reached: `reached[d]` rounds accepted more than d drafted tokens.
+        reached: `reached[d]` is the number of rounds that accepted more than d drafted tokens.
         plain_steps: rounds that drafted nothing.
-        replayed: tokens that rounds replayed, because the model's cache cannot be trimmed.
-        context_drafted, context_accepted: how many of `drafted` and `accepted` came from the context.
-        drafter_rounds: rounds that the drafter drafted for and in which the context got no further than it.
+        replayed: replayed tokens, on a cache that cannot be trimmed.
+        context_drafted, context_accepted: the part of `drafted` and `accepted` that came from the context.
+        drafter_rounds: rounds with a draft of the drafter in which the context was not accepted further.
     """
 
     rounds: int = 0

@@ -1,6 +1,6 @@
 """Which of mlx-lm's models draft, in trees or chains.
 
-A module that is in none of the lists drafts chains, if its cache is one of mlx-lm's own. tests/engine covers each.
+A module in none of the lists drafts chains, if its cache is one of mlx-lm's own. tests/engine covers each module.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CHAINS = {
     "gpt_bigcode": "its learned positions are counted on from the first one",
     "internlm2": LENGTH_BOUND,
     "internlm3": LENGTH_BOUND,
-    "minimax_m3_vl": "it cuts its blocks over the rows of the cache, where nodes stand beside each other",
+    "minimax_m3_vl": "it divides cache rows into blocks, in which nodes are siblings",
 }
-"""Modules whose cache can be trimmed but that verify a chain only, and why."""
+"""Modules with a trimmable cache that verify chains only, and why."""
 
 REPLAYED = _names(
     """
@@ -42,13 +42,13 @@ REPLAYED = _names(
     plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv7
     """
 )
-"""Modules with states that cannot be trimmed: chains, and accepted tokens are replayed."""
+"""Modules with states that cannot be trimmed: they verify chains, and replay accepted tokens."""
 
 REFUSED = {
     "olmo": "it cannot read several tokens at once: it adds the name of the mask to the scores",
     "phi3small": "its block-sparse layers let a token see those after it in the same forward",
 }
-"""Modules whose rounds would not decode what plain decoding does, and why."""
+"""Modules whose rounds would differ from plain decoding, and why."""
 
 METAL_ONLY = ("bitnet", "muse_spark")
-"""Modules that run on Metal kernels alone, where they were never tested: chains, untested."""
+"""Modules that only run on Metal, where they were never tested; they verify chains."""

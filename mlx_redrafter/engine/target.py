@@ -22,11 +22,11 @@ from .tree_attention import Nodes, build_with_nodes
 from .types import Tree
 
 MIN_RING_SIZE = 8
-"""Rows of the smallest rotating cache: 4 that stay, a token, and some after it."""
+"""Rows of the smallest rotating cache: 4 that stay, a token, and a few more."""
 
 
 class KVQuantization(NamedTuple):
-    """When and how the KV cache is quantized, in mlx-lm's names; never when `bits` is None."""
+    """When and how the KV cache is quantized, as in mlx-lm; never if `bits` is None."""
 
     bits: int | None = None
     group_size: int = 64
@@ -38,7 +38,7 @@ class Forward(NamedTuple):
 
     Attributes:
         logits: (T, V) as the model computes them.
-        hidden: (T, D) each of the hidden states that are captured, by name; none when they were not asked for.
+        hidden: the captured hidden states (T, D) by name; empty if they were not requested.
     """
 
     logits: mx.array
@@ -48,17 +48,16 @@ class Forward(NamedTuple):
 class Target:
     """A model, its KV cache, and the rows of the last verify forward, of which a path is kept.
 
-    Where every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled back to a
-    snapshot from before the round, and the accepted tokens are replayed: they stand in front of the next forward's
-    input. A round that is accepted whole needs neither. All that, and the quantization of the cache, happens when the
-    next forward begins.
+    If every layer's cache can be trimmed, rejected rows are dropped. Otherwise the cache is rolled back to a snapshot
+    from before the round, and the accepted tokens are replayed at the start of the next forward's input. A round that
+    is accepted whole needs neither. This, and the quantization of the cache, happens when the next forward begins.
 
     Args:
-        model: a model object as `mlx_lm.load` returns it.
+        model: as `mlx_lm.load` returns it.
         cache: its prompt cache; None makes a new one.
         quantization: of the KV cache.
-        max_kv_size: most rows of a new cache, where the model does not make its own.
-        capture: which hidden states forwards return, see `StateName`.
+        max_kv_size: the most rows of a new cache, unless the model makes its own.
+        capture: the hidden states that forwards return, see `StateName`.
 
     Attributes:
         cache: the prompt cache.
@@ -83,7 +82,7 @@ class Target:
         self._has_ring = kv_cache.has_ring(self.cache)
         self._keeps_first = any(isinstance(c, RotatingKVCache) and c.keep for c in kv_cache.leaves(self.cache))
         self._feeds_logits = self._trimmable and not any(hasattr(c, "caches") for c in self.cache)
-        self._rows = 0  # of a verify forward whose path is not in place yet
+        self._rows = 0  # of a verify forward whose path is not settled
         self._path: list[int] = []
         self._path_tokens: list[int] = []
         self._snapshot: list[dict[str, Any]] | None = None
@@ -98,14 +97,14 @@ class Target:
         return 0 if len(self._path) == self._rows else len(self._replay) + len(self._path)
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` rows in one forward give what they give one by one; see `exact_until`."""
+        """Whether `count` rows in one forward equal the same rows one by one, see `exact_until`."""
         return self._exact_until is None or self.length + count <= self._exact_until
 
     def forward(self, tokens: mx.array, *, want_hidden: bool = True) -> Forward:
-        """The model on `tokens` (T,) after the text, all of whose rows are kept.
+        """Runs the model on `tokens` (T,) after the text, and keeps all rows.
 
         Args:
-            want_hidden: whether the hidden states are wanted.
+            want_hidden: whether to capture hidden states.
         """
         self._settle()
         count = tokens.shape[0]
@@ -118,7 +117,7 @@ class Target:
         return self._run(tokens, self.cache, count, want_hidden)
 
     def verify(self, tree: Tree, *, branched: bool) -> Forward:
-        """The model on every node of `tree`, each seeing the text and its ancestors. `keep_path` decides what stays.
+        """Runs the model on all nodes of `tree`, each seeing the text and its ancestors; `keep_path` selects some.
 
         Args:
             tree: N >= 2 nodes.
@@ -152,7 +151,7 @@ class Target:
         return Forward(logits[0, -count:], states)
 
     def _compare_ranks(self, tokens: mx.array) -> None:
-        """Raises a RedrafterError where other ranks read other tokens, or have read another number of them."""
+        """Raises a RedrafterError if ranks read different tokens, or texts of different lengths."""
         places = [f"{ids} at length {length}" for length, ids in ranks.gather([self.length, tokens.tolist()])]
         for rank, place in enumerate(places):
             if place != places[0]:
@@ -160,12 +159,12 @@ class Target:
                 raise RedrafterError(f"the ranks decode different texts: {both}")
 
     def keep_path(self, path: list[int], tokens: list[int]) -> None:
-        """Accepts these nodes of the last `verify`, from the root down, with their tokens; the others are rejected."""
+        """Keeps these nodes of the last `verify`, from the root down, with their tokens, and rejects the others."""
         self.length += len(path) - len(self._path)
         self._path, self._path_tokens = path, tokens
 
     def rewind(self, count: int) -> None:
-        """Rejects the last `count` tokens of the path that was kept last, before any other forward."""
+        """Rejects the last `count` tokens of the last kept path; no forward may have come after it."""
         stop = len(self._path) - count
         self.keep_path(self._path[:stop], self._path_tokens[:stop])
 
@@ -173,7 +172,7 @@ class Target:
         """Makes the cache hold exactly `length` tokens of the text, and evaluates it.
 
         Args:
-            length: at least what it held before the last round.
+            length: at least the length before the last round.
             last_token: the last of those tokens, which may not have been in a forward yet.
         """
         if length < self.length:
@@ -185,7 +184,7 @@ class Target:
         self.evaluate()
 
     def _settle(self) -> None:
-        """Puts the accepted rows in place, or rolls the cache back; then quantizes it if it is long enough."""
+        """Moves the accepted rows into place, or rolls the cache back; then quantizes it if it is long enough."""
         if self._rows and self._trimmable:
             kv_cache.keep_rows(self.cache, self._rows, self._path)
         elif self._rows and len(self._path) < self._rows:
@@ -201,20 +200,20 @@ class Target:
             maybe_quantize_kv_cache(self.cache, start, group_size, bits)
 
     def _flush_replay(self) -> None:
-        """Replays now: one token at a time where rings keep their first rows, since mlx-lm's mask for several is not
-        what each alone would see."""
+        """Replays now: one token at a time if rings keep their first rows, as mlx-lm's mask for several tokens differs
+        from what each would see alone."""
         tokens, self._replay, self._snapshot = self._replay, [], None
         for piece in [[token] for token in tokens] if self._keeps_first else [tokens] if tokens else []:
             self._model(mx.array(piece)[None], cache=self.cache)
 
     def until_quantized(self) -> int | None:
-        """How many more rows may be kept in one piece before the cache is quantized; None for any number."""
+        """How many more rows one round may keep before the cache is quantized; None for any number."""
         if self._quantization.bits is None or self.length >= self._quantization.start:
             return None
         return self._quantization.start - self.length
 
     def pending(self) -> list[Any]:
-        """What a forward may leave unevaluated beside its logits: states that only the next one reads."""
+        """States that a forward may leave unevaluated, as only the next one reads them."""
         return [] if self._feeds_logits else [c.state for c in self.cache]
 
     def evaluate(self) -> None:

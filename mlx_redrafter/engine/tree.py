@@ -12,7 +12,7 @@ from .types import Beams, Tree
 
 @lru_cache(maxsize=256)
 def tree_constants(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array]:
-    """What all trees of one shape share, made once: no operations in a round's graph, and safe in any thread.
+    """The constants of all trees of one shape, computed once: no operations in a round's graph, and safe in any thread.
 
     Returns:
         (nodes, depths, first): (N,) int32, their numbers; (N,) int32, see `Tree`; (K, 1) int32, the first node of the
@@ -26,7 +26,7 @@ def tree_constants(width: int, depth: int) -> tuple[mx.array, mx.array, mx.array
 
 @lru_cache(maxsize=256)
 def chain_constants(count: int) -> tuple[mx.array, mx.array, mx.array]:
-    """(parents, depths, ancestors) of `count` nodes, each the child of the one before; see `tree_constants`."""
+    """(parents, depths, ancestors) of a chain of `count` nodes, see `tree_constants`."""
     nodes = list(range(count))
     parents = mx.array([max(0, node - 1) for node in nodes], mx.int32)
     return parents, mx.array(nodes, mx.int32), mx.array([[other <= node for other in nodes] for node in nodes])
@@ -37,7 +37,7 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
 
     Args:
         token: () the root.
-        tokens: (K,) int32, what follows it.
+        tokens: (K,) int32, the continuation.
     """
     tokens = mx.concatenate([token.reshape(1).astype(mx.int32), tokens])
     return Tree(tokens, *chain_constants(tokens.shape[0]))
@@ -45,8 +45,8 @@ def chain(token: mx.array, tokens: mx.array) -> Tree:
 
 @lru_cache(maxsize=256)
 def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Of a chain of `count` nodes after `size` others: (parents, depths, ancestors (count, size + count), the columns
-    (size, count) of those others); see `tree_constants`."""
+    """For a chain of `count` nodes after `size` others, (parents, depths, ancestors (count, size + count), the columns
+    (size, count) of the others); see `tree_constants`."""
     nodes = list(range(count))
     parents = mx.array([0] + [size + node for node in nodes[:-1]], mx.int32)
     depths = mx.array([1 + node for node in nodes], mx.int32)
@@ -55,13 +55,12 @@ def merge_constants(size: int, count: int) -> tuple[mx.array, mx.array, mx.array
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
-    """All nodes of several trees below one root, each tree's after those of the trees before it. What several of them
-    have is verified more than once::
+    """All nodes of several trees below one root, tree after tree. Shared prefixes are verified more than once::
 
         the  cat  dog  sat  ran | cat  ran  off          parents of the chain  0  5  6
 
     Args:
-        trees: at least one, with the same token as their root.
+        trees: at least one, all with the same root token.
     """
     merged = trees[0]
     for tree in trees[1:]:
@@ -86,7 +85,7 @@ def merge(trees: Sequence[Tree]) -> Tree:
 def grow(token: mx.array, beams: Beams) -> Tree:
     """The whole tree, level by level: N = 1 + W * K nodes, node 1 + (d - 1) * W + r of rank r at depth d.
 
-    Hypotheses of one level are distinct (parent, token) pairs, so no prefix is ever verified twice::
+    Hypotheses of one level are distinct (parent, token) pairs, so no prefix is verified twice::
 
         the  cat  dog  sat  ran          ancestors:  the 1 . . . .
         0    1    2    3    4                        cat 1 1 . . .
@@ -106,7 +105,7 @@ def grow(token: mx.array, beams: Beams) -> Tree:
     parents = mx.concatenate([nodes[:1], (first + beams.parents).reshape(-1)])
     above, ancestors = parents, nodes[:, None] == nodes
     for turn in range(depth.bit_length()):
-        # So far those fewer than 2 ** turn levels above a node; `above` is the one 2 ** turn levels above it.
+        # So far the ancestors less than 2 ** turn levels above a node; `above` is the one 2 ** turn levels above.
         above = above[above] if turn else above
         ancestors = ancestors | ancestors[above]
     return Tree(tokens, parents, depths, ancestors)
@@ -115,11 +114,11 @@ def grow(token: mx.array, beams: Beams) -> Tree:
 def prune(tree: Tree, beams: Beams, count: int) -> Tree:
     """The `count` nodes of highest joint probability, the leading hypothesis first, the rest by probability.
 
-    A parent never scores below its child and, at equal scores, stands before it: so the nodes that are kept form
-    a tree. With the leading path in front, accepting it moves nothing in the cache.
+    A parent never scores below its child and, at equal scores, comes before it, so the kept nodes form a tree. With the
+    leading path first, accepting it moves nothing in the cache.
 
     Args:
-        tree: what `grow` made of `beams`, N = 1 + W * K nodes.
+        tree: from `grow(token, beams)`, N = 1 + W * K nodes.
         count: how many nodes to keep, the root included, 1 <= count <= N.
     """
     size = tree.tokens.shape[0]

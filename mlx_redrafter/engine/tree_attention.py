@@ -1,9 +1,9 @@
 """Tree attention on an unmodified model: each node of a tree gets its own position and sees only its ancestors.
 
-mlx-lm's models ask their cache for a mask and an offset. What they do with the offset ends in `mx.fast.rope`, in
-`mx.arange`, or is added to one; a mask that they make themselves ends in `mx.fast.scaled_dot_product_attention`.
-While a forward is being built, the model's cache is a `View` of the real one and those three functions answer per
-node. That lasts only as long as the Python call: what remains is an ordinary lazy graph, and everything is as before.
+mlx-lm's models get a mask and an offset from their cache. The offset ends in `mx.fast.rope` or `mx.arange`, or is added
+to a result of it; a mask that they make themselves ends in `mx.fast.scaled_dot_product_attention`. While a forward is
+being built, the model's cache is a `View` of the real one, and those three functions compute per node. Both are undone
+after the Python call, which leaves an ordinary lazy graph.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ T = TypeVar("T")
 Function = Callable[..., mx.array]
 
 MODEL_LOCK = threading.RLock()
-"""Held while a forward is built on a wrapped model, so that two threads may decode with one model."""
+"""Held while a forward is built, so that several threads may decode with one model."""
 
 REPLACED: tuple[tuple[Any, str], ...] = (
     (mx.fast, "rope"),
     (mx, "arange"),
     (mx.fast, "scaled_dot_product_attention"),
 )
-"""The functions that answer per node: (owner, name)."""
+"""The replaced functions: (owner, name)."""
 
 
 class Nodes(NamedTuple):
     """Several tokens that one forward reads after a prefix, each with its own history.
 
     Attributes:
-        prefix: S, how many tokens stand before them.
-        depths: (N,) int32, how far after the prefix each stands.
-        ancestors: (N, N) bool, who attends to whom among them, itself included.
+        prefix: S, how many tokens come before them.
+        depths: (N,) int32, how far after the prefix each is.
+        ancestors: (N, N) bool, which of them each one attends to, itself included.
         branched: whether they are more than a chain.
     """
 
@@ -49,7 +49,7 @@ class Nodes(NamedTuple):
     branched: bool
 
     def mask(self, columns: mx.array, window: int | None = None, kept: int = 0) -> mx.array:
-        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, as far back as the window goes::
+        """(N, C + N) bool: every node sees the prefix rows, its ancestors and itself, within the window::
 
                    prefix . . .   the  cat  dog  sat  ran
             the      1  1  1  1    1    .    .    .    .
@@ -59,7 +59,7 @@ class Nodes(NamedTuple):
         Args:
             columns: (C,) int32, the positions of the prefix rows.
             window: how many positions a node sees, its own included; None for all.
-            kept: positions below this are seen whatever the window.
+            kept: positions below this are always seen.
         """
         before = mx.ones((self.depths.shape[0], columns.shape[0]), mx.bool_)
         among = self.ancestors
@@ -71,13 +71,13 @@ class Nodes(NamedTuple):
 
 
 class Offsets:
-    """The first of the nodes' positions, and what it was added up to, as a number that knows where each node stands.
+    """The position of the first node, plus what the model added, as a number that knows all nodes' positions.
 
-    As an array it is the row of what a chain's first position would have to be for each node: added to `arange(N)` it
-    gives their positions.
+    As an array it has, for each node, the first position of a chain with that node in its place: `arange(N)` added to
+    it gives the nodes' positions.
 
     Args:
-        nodes: those of the forward.
+        nodes: of the forward.
         added: to the first position.
     """
 
@@ -86,7 +86,7 @@ class Offsets:
 
     @cached_property
     def positions(self) -> mx.array:
-        """(N,) int32, the nodes' positions and what was added."""
+        """(N,) int32, the nodes' positions plus what was added."""
         return self._nodes.depths + (self._nodes.prefix + self._added)
 
     def __add__(self, other: int) -> Offsets:
@@ -98,28 +98,28 @@ class Offsets:
         return self.positions - mx.arange(self.positions.shape[0])
 
     def columns(self, first: int) -> mx.array:
-        """(C + N,) int32: the positions of the rows from `first` on, then the nodes' own.
+        """(C + N,) int32: the positions from `first` to the prefix's end, then the nodes' own.
 
         Raises:
             UnsupportedModelError: this is not the position after the last node.
         """
         nodes = self._nodes
         if self._added != nodes.depths.shape[0]:
-            raise UnsupportedModelError(f"it counts to {self._added} beyond its cache, not to the last node")
+            raise UnsupportedModelError(f"its positions end {self._added} after its cache, not at the last node")
         return mx.concatenate([mx.arange(first, nodes.prefix), nodes.depths + nodes.prefix])
 
 
 class View:
     """A cache as the model sees it while one forward of several nodes is built.
 
-    It answers the three questions that mlx-lm's models ask of a cache: the mask, the offset, and keys and values; the
-    last by the real cache, which receives those of the nodes after its own, in node order.
+    It provides what mlx-lm's models read from a cache: the mask, the offset, and keys and values, which the real cache
+    takes in node order.
 
     Args:
         cache: the real cache.
-        nodes: those of the forward.
+        nodes: of the forward.
         offsets: their positions, if they are branched.
-        masks: receives the masks that are made of them.
+        masks: the masks are appended to it.
     """
 
     def __init__(self, cache: Any, nodes: Nodes, offsets: Offsets, masks: list[mx.array]) -> None:
@@ -127,7 +127,7 @@ class View:
 
     @property
     def offset(self) -> Any:
-        """The first position; in a tree one that knows each node's."""
+        """The first position; for a tree `Offsets`."""
         self.offsets_read += 1
         return self._offsets if self._nodes.branched else self._cache.offset
 
@@ -156,7 +156,7 @@ class ListView:
 
     Args:
         cache: the real one.
-        caches: a view of each of its parts.
+        caches: views of its parts.
     """
 
     def __init__(self, cache: CacheList, caches: Sequence[Any]) -> None:
@@ -173,10 +173,10 @@ class Built(NamedTuple, Generic[T]):
     """A forward that was built with `build_with_nodes`.
 
     Attributes:
-        result: what the call returned.
+        result: the call's result.
         views: the cache as the model saw it.
-        masks: those that the views made.
-        calls: what was answered per node: "rope", "arange" or "mask" for each time.
+        masks: made by the views.
+        calls: "rope", "arange" or "mask" for each call that was computed per node.
     """
 
     result: T
@@ -188,13 +188,13 @@ class Built(NamedTuple, Generic[T]):
 def build_with_nodes(cache: kv_cache.Cache, nodes: Nodes, call: Callable[[list[Any]], T]) -> Built[T]:
     """Builds a forward in which the model sees `nodes`.
 
-    What other threads ask of the replaced functions meanwhile passes through.
+    Calls of the replaced functions from other threads are not affected.
 
     Args:
-        call: runs the model; is given the cache as the model should see it.
+        call: runs the model on the views of its cache that it is given.
 
     Raises:
-        UnsupportedModelError: from within the model, when a layer needs its tokens in a chain.
+        UnsupportedModelError: from within the model, if a layer needs its tokens in a chain.
     """
     masks: list[mx.array] = []
     calls: list[str] = []
@@ -225,8 +225,8 @@ def _replace(functions: Sequence[Function]) -> None:
 def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, int, int]:
     """(positions of the rows that a ring will hold before the nodes', the window, how many first positions it keeps).
 
-    A ring of M rows that receives several more keeps M - 1 of its own. One by one it would have dropped the oldest for
-    each, except for the first ones that it always keeps: so the window is what it would have left.
+    A ring of M rows that gets several more keeps M - 1 of its own. One by one, it would drop the oldest row for each,
+    except the first ones that it always keeps; the window hides the rows that it would have dropped.
     """
     if ring.keep and window is not None and window < ring.max_size:
         raise UnsupportedModelError(
@@ -242,11 +242,11 @@ def _ring_columns(ring: RotatingKVCache, window: int | None) -> tuple[mx.array, 
 def _functions_per_node(
     nodes: Nodes, own_masks: Sequence[mx.array], calls: list[str], rope: Function, arange: Function, attention: Function
 ) -> list[Function]:
-    """The functions that replace the three of `REPLACED` in this thread.
+    """The functions that replace those of `REPLACED` in this thread.
 
-    `mx.fast.rope` takes a vector of positions only along the batch, so the nodes go there and come back: the same
-    arithmetic, to the bit. A number that it is given is the root's position. A mask that the model makes for a chain is
-    cut down to each node's ancestors.
+    `mx.fast.rope` takes a vector of positions only along the batch axis, so nodes are moved there and back: the same
+    arithmetic, to the bit. A plain number is the root's position. A mask that the model makes for a chain is reduced to
+    each node's ancestors.
     """
     thread, count = threading.get_ident(), nodes.depths.shape[0]
     cut: dict[int, tuple[mx.array, mx.array]] = {}
@@ -257,7 +257,7 @@ def _functions_per_node(
         calls.append("rope")
         if isinstance(offset, Offsets):
             positions = offset.positions
-        elif isinstance(offset, mx.array) and offset.ndim:  # it was an `Offsets`
+        elif isinstance(offset, mx.array) and offset.ndim:  # from `Offsets`
             positions = offset + mx.arange(count)
         else:
             positions = offset + nodes.depths
@@ -280,7 +280,7 @@ def _functions_per_node(
         return attention(*args, mask=mask, **kwargs)
 
     def mask_ancestors(mask: mx.array) -> mx.array:
-        if any(mask is own for own in own_masks):  # which are so already
+        if any(mask is own for own in own_masks):  # already reduced
             return mask
         calls.append("mask")
         if id(mask) not in cut:

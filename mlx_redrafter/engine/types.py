@@ -1,9 +1,9 @@
 """The arrays that pass between the stages of a round.
 
 Shape letters: W beam width, K draft depth, N tree nodes, D hidden size, V vocabulary size.
-They are `NamedTuple`s because MLX evaluates, compiles and transforms those as it does any tuple.
+They are `NamedTuple`s because MLX evaluates, compiles and transforms those like any tuple.
 
-One running example, everywhere (W = 2, K = 2; the words are tokens)::
+The running example of all files (W = 2, K = 2; the words are tokens)::
 
     root "the" --- "cat" --- "sat"        beams.tokens  = [[cat, dog], [sat, ran]]
              |         `---- "ran"        beams.parents = [[0,   0  ], [0,   0  ]]
@@ -20,7 +20,7 @@ from .model_parts import StateName
 
 
 class Beams(NamedTuple):
-    """What beam search found, level by level, best hypothesis first within each level.
+    """The result of a beam search, level by level, best hypothesis first within each level.
 
     Attributes:
         tokens: (K, W) int32; `tokens[d, r]` is drafted token d + 1 of the hypothesis of rank r at that level.
@@ -34,13 +34,13 @@ class Beams(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Drafted tokens as a tree. Node 0 is the root, and every parent stands before its children.
+    """Drafted tokens as a tree. Node 0 is the root, and parents come before their children.
 
     Attributes:
         tokens: (N,) int32.
         parents: (N,) int32; the root is its own parent.
         depths: (N,) int32; 0 for the root.
-        ancestors: (N, N) bool; `ancestors[i, j]` says that j lies on the path from the root to i, i included.
+        ancestors: (N, N) bool; `ancestors[i, j]` if j is on the path from the root to i, i included.
     """
 
     tokens: mx.array
@@ -50,11 +50,11 @@ class Tree(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What the target kept of a tree.
+    """The accepted part of a tree.
 
     Attributes:
-        n_accepted: () int32; drafted tokens kept, 0..K.
-        path: (K + 1,) int32; the kept nodes from the root down, the tip repeated to the end.
+        n_accepted: () int32; accepted drafted tokens, 0..K.
+        path: (K + 1,) int32; the accepted nodes from the root down, the last one repeated to the end.
     """
 
     n_accepted: mx.array
@@ -62,14 +62,14 @@ class Accepted(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The positions of a forward that stay in the text; enqueued, so that not even their number is known.
+    """The positions of a forward that stay in the text. They are enqueued; even their number may not be known yet.
 
     Attributes:
-        tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's one, or a piece of the prompt.
+        tokens: (N,) int32, the tokens of the forward: nodes of a tree, a plain step's token, or a piece of the prompt.
         hidden: the captured hidden states, each (N, D).
         path: (R,) int32, the rows of those positions in `tokens` and `hidden`, in order; None for all of them.
-        n_kept: () int32 or a number, how many of the R rows stay: the first ones. The other R - n_kept repeat the last.
-        position: of the first of them in the text. It may leave out positions, and it may go back.
+        n_kept: () int32 or a number: the first n_kept of the R rows stay, the others repeat the last one.
+        position: of the first of them in the text. It may skip positions, and it may go back.
     """
 
     tokens: mx.array
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
     position: int
 
     def last_hidden(self, name: StateName) -> mx.array:
-        """(D,) the state at the last position that stays, after which a draft begins."""
+        """(D,) the state at the last position that stays, from which a draft begins."""
         states = self.hidden[name]
         return states[-1] if self.path is None else states[self.path[-1]]
 

@@ -1,4 +1,4 @@
-"""The wired memory limit that mlx-lm decodes under, shared by all threads that decode at the same time."""
+"""mlx-lm's wired memory limit, shared by all threads that decode at the same time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _limit = ExitStack()
 
 @contextmanager
 def wired_limit(model: nn.Module) -> Iterator[None]:
-    """Lets a GPU keep the weights wired meanwhile, as mlx-lm's `stream_generate` does.
+    """Keeps the weights wired on a GPU within the context, as mlx-lm's `stream_generate` does.
 
-    The limit is the process's: the first user raises it, the last one restores it. With mlx-lm's context manager alone
-    each of two threads would restore what it found. Its warning of a large model goes to stderr.
+    The limit belongs to the process: the first user raises it, the last restores it. With mlx-lm's context manager
+    alone, each of two threads would restore the limit that it found. The warning about large models goes to stderr.
     """
     global _users
     with _lock:

@@ -1,6 +1,6 @@
-"""How often a drafter's guesses are right: what its config says of its training, corrected by what texts show.
+"""How often a drafter's guesses are right: its config's table from training, corrected by the texts it drafts.
 
-A *table* has a row for each depth: how often the guess of rank 1, 2, ... is right, given that everything before it was.
+A *table* has a row for each depth: how often the guess of rank 1, 2, ... is right if everything before it was.
 """
 
 from __future__ import annotations
@@ -15,111 +15,113 @@ from ..engine.plan import Plan
 AcceptanceTable = Sequence[Sequence[float]]
 """(K, R): at depth d + 1, how often the guess of rank r is right."""
 
-Reach = tuple[float, ...]
+Cumulative = tuple[float, ...]
 """(1 + K,): how often a round accepts at least 0, 1, ..., K drafted tokens."""
 
-NOTHING: Reach = (1.0,)  # without a draft
+NOTHING: Cumulative = (1.0,)  # without a draft
 
 Count = tuple[float, float]
 """(hits, expected hits)."""
 
 UNKNOWN_ACCEPTANCE: AcceptanceTable = ((0.6, 0.1, 0.05, 0.03),)
-"""The table of a drafter that does not say."""
+"""The table of a drafter whose config has none."""
 
-MAX_RATE = 0.98  # the most often that any guess at a depth is thought to be right
-STEPS = 20  # a table is corrected in steps of a twentieth: one that hardly moves stays the same
+MAX_RATE = 0.98  # the highest rate that is expected of a guess
+STEPS = 20  # tables are corrected in steps of 1 / STEPS, so that small changes keep a table the same
 
-DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's scale: what a round weighs a round later, and what the prior weighs first
-SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same of the counts that are kept from text to text
-DEPTH_PRIOR = 25.0  # expected hits at a depth that weigh as much as those of all depths
-OVERTAKEN_WEIGHT = 0.5  # how much of a wrong first guess it is to have been right for fewer tokens than the context
+DECAY, PRIOR_HITS = 0.96, 2.5  # of a text's acceptance scale: decay per round, and weight of the prior in hits
+SLOW_DECAY, PRIOR_COUNT = 0.998, 25.0  # the same for the counts that are kept from text to text
+DEPTH_PRIOR = 25.0  # weight of the prior at one depth, in expected hits
+CONTEXT_WON_WEIGHT = 0.5  # of a miss when the context was accepted further
 
 
 def find_acceptance(drafter: Drafter) -> AcceptanceTable:
-    """What a drafter's config says, or is assumed; nothing is right deeper than it can draft."""
+    """The table of a drafter's config, or an assumed one; 0 below the drafter's greatest depth."""
     rows, most = drafter.args.acceptance or UNKNOWN_ACCEPTANCE, drafter.args.max_depth
     if most is None:
         return rows
     return [*(rows[min(depth, len(rows) - 1)] for depth in range(most)), (0.0,)]
 
 
-def scale_row(row: Sequence[float], scale: float) -> list[float]:
-    """A row whose first guess is right `scale` times as often, at most `MAX_RATE`; the others of what that leaves."""
-    first = min(scale * row[0], max(MAX_RATE, row[0]))
-    others = min(scale, (1 - first) / (1 - row[0])) if row[0] < 1 else 0.0
+def scale_row(row: Sequence[float], acceptance_scale: float) -> list[float]:
+    """The row with its first rate scaled, up to `MAX_RATE`; the other rates share what that leaves."""
+    first = min(acceptance_scale * row[0], max(MAX_RATE, row[0]))
+    others = min(acceptance_scale, (1 - first) / (1 - row[0])) if row[0] < 1 else 0.0
     return [first, *(others * rate for rate in row[1:])]
 
 
-def expected_reach(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> Reach:
-    """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens; deeper than the table, as at its end."""
-    return expected_reaches(table, plan, scale)[plan.depth][-1]
+def cumulative_acceptance(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> Cumulative:
+    """(1 + K,) how often a round keeps at least 0, 1, ..., K drafted tokens. Below the table its last row counts."""
+    return cumulative_acceptances(table, plan, acceptance_scale)[plan.depth][-1]
 
 
-def expected_reaches(table: AcceptanceTable, largest: Plan, scale: float = 1.0) -> list[list[Reach]]:
-    """The same of every plan of the largest one's width, by depth, then by size from 1; fewer where no more can be."""
-    reaches, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
-    rows = [scale_row(row, scale) for row in table[: largest.depth]]
+def cumulative_acceptances(
+    table: AcceptanceTable, largest: Plan, acceptance_scale: float = 1.0
+) -> list[list[Cumulative]]:
+    """The same for all plans of the largest one's width, by depth, then by size from 1 to the largest tree."""
+    found, nodes, above = [[NOTHING]], list[tuple[float, int]](), [1.0]
+    rows = [scale_row(row, acceptance_scale) for row in table[: largest.depth]]
     for depth in range(1, largest.depth + 1):
         row = rows[min(depth, len(rows)) - 1]
         above = sorted((chance * rate for chance in above for rate in row), reverse=True)[: largest.width]
         nodes = sorted([*nodes, *((chance, -depth) for chance in above)], reverse=True)[: largest.size - 1]
-        reach = [1.0] + [0.0] * depth
-        reaches.append([tuple(reach)])
+        cumulative = [1.0] + [0.0] * depth
+        found.append([tuple(cumulative)])
         for chance, level in nodes:
-            reach[-level] += chance
-            reaches[-1].append(tuple(reach))
-    return reaches
+            cumulative[-level] += chance
+            found[-1].append(tuple(cumulative))
+    return found
 
 
-def expected_tokens(table: AcceptanceTable, plan: Plan, scale: float = 1.0) -> float:
-    """Tokens per round on average, root included: 1 and the chances of the nodes of the plan's pruned tree."""
-    return sum(expected_reach(table, plan, scale))
+def expected_tokens(table: AcceptanceTable, plan: Plan, acceptance_scale: float = 1.0) -> float:
+    """Mean tokens per round, root included: 1 plus the chances of the nodes of the plan's pruned tree."""
+    return sum(cumulative_acceptance(table, plan, acceptance_scale))
 
 
 class Counts:
-    """What all texts have shown of a drafter, as decayed numbers of rounds.
+    """How often a drafter was right in all texts, as decayed counts.
 
     Attributes:
-        overall: (how often it was right, how often its table said it would be).
-        by_depth: (K,) the same for each depth, where its table is scaled as the text's rounds before were.
-        n_new: how many rounds were counted since they were kept.
+        overall: (hits, hits expected from its table).
+        by_depth: (K,) the same for each depth, with its table scaled by the text's acceptance before the round.
+        n_new: rounds counted since the counts were last written.
 
-    The two are replaced, never changed: several texts may share them.
+    `overall` and `by_depth` are replaced, never changed in place: several texts may share them.
     """
 
     def __init__(self, overall: Count = (0.0, 0.0), by_depth: Sequence[Count] = ()) -> None:
         self.overall, self.by_depth, self.n_new = overall, tuple(by_depth), 0
 
     @property
-    def scale(self) -> float:
-        """How many times as often as its table says it is right; near 1 while there are few counts."""
+    def acceptance_scale(self) -> float:
+        """Hits over expected hits; near 1 while counts are few."""
         return (self.overall[0] + PRIOR_COUNT) / (self.overall[1] + PRIOR_COUNT)
 
     @property
     def shape(self) -> list[float]:
-        """(K,) how many times as often as that it is right at each depth, as far as there are counts."""
+        """(K,) hits over expected hits at each depth that has counts, relative to `acceptance_scale`."""
         return [(hits + DEPTH_PRIOR) / (expected + DEPTH_PRIOR) for hits, expected in self.by_depth]
 
     def correct(self, table: AcceptanceTable) -> AcceptanceTable:
-        """The table that they show, in rough steps."""
+        """The table, corrected by the counts in steps of 1 / `STEPS`."""
         shape = [*self.shape, *[1.0] * (len(table) - len(self.by_depth))]
         rows = (table[min(depth, len(table) - 1)] for depth in range(len(shape)))
-        return [
-            scale_row(row, round(STEPS * self.scale * times) / STEPS) for row, times in zip(rows, shape, strict=True)
-        ]
+        scales = (round(STEPS * self.acceptance_scale * times) / STEPS for times in shape)
+        return list(map(scale_row, rows, scales))
 
-    def add(self, rates: Sequence[float], scale: float, n_accepted: int) -> None:
+    def add(self, rates: Sequence[float], acceptance_scale: float, n_accepted: int) -> None:
         """Counts a round.
 
         Args:
-            rates: how often its plan is right at depth 1, 2, ... where everything before was, by the table.
-            scale: how many times as often the text was, before it.
+            rates: the table's rates of its plan at depth 1, 2, ...
+            acceptance_scale: of the text before the round.
+            n_accepted: drafted tokens that were accepted.
         """
         reached = range(min(n_accepted + 1, len(rates)))
         self.overall = _add(self.overall, n_accepted, sum(rates[: n_accepted + 1]))
         missing = [(0.0, 0.0)] * (len(rates) - len(self.by_depth))
         self.by_depth = tuple(
-            _add(count, depth < n_accepted, scale * rates[depth]) if depth in reached else count
+            _add(count, depth < n_accepted, acceptance_scale * rates[depth]) if depth in reached else count
             for depth, count in enumerate((*self.by_depth, *missing))
         )
         self.n_new += 1
@@ -130,47 +132,48 @@ def _add(count: Count, hits: float, expected: float) -> Count:
 
 
 class Acceptance:
-    """How often one drafter is right in one text: its table by depth, corrected by `Counts` and by the text so far.
+    """How often a drafter is right in one text: its table, corrected by `Counts` and by the text so far.
 
     Args:
         table: of the drafter.
-        plans: that are asked for.
-        counts: of earlier texts; this one is added to them.
+        plans: those that `cumulative` is asked for.
+        counts: of earlier texts; this text is added.
     """
 
     def __init__(self, table: AcceptanceTable, plans: Sequence[Plan], counts: Counts | None = None) -> None:
-        reaches = {plan: expected_reach(table, plan) for plan in plans}
-        self._rates = {plan: [now / (last or 1.0) for last, now in pairwise(reach)] for plan, reach in reaches.items()}
+        self._rates = {
+            plan: [now / (last or 1.0) for last, now in pairwise(cumulative_acceptance(table, plan))] for plan in plans
+        }
         self._counts = counts or Counts()
-        self._hits, self._expected = PRIOR_HITS * self._counts.scale, PRIOR_HITS
-        self._reaches: dict[Plan, Reach] = {}
+        self._hits, self._expected = PRIOR_HITS * self._counts.acceptance_scale, PRIOR_HITS
+        self._cumulative: dict[Plan, Cumulative] = {}
 
-    def reach(self, plan: Plan) -> Reach:
-        """What rounds of a plan are expected to reach next, see `expected_reach`."""
-        if plan not in self._reaches:
+    def cumulative(self, plan: Plan) -> Cumulative:
+        """The expected cumulative acceptance of the next rounds of a plan."""
+        if plan not in self._cumulative:
             scale = round(50 * self._hits / self._expected) / 50
             chances = (min(MAX_RATE, scale * rate) for rate in self._correct(plan))
-            self._reaches[plan] = tuple(accumulate(chances, mul, initial=1.0))
-        return self._reaches[plan]
+            self._cumulative[plan] = tuple(accumulate(chances, mul, initial=1.0))
+        return self._cumulative[plan]
 
-    def observe(self, plan: Plan, n_accepted: int, *, overtaken: bool = False) -> None:
-        """Called with what a round has accepted.
+    def observe(self, plan: Plan, n_accepted: int, *, context_won: bool = False) -> None:
+        """Called with the number of drafted tokens that a round has accepted.
 
         Args:
-            overtaken: whether the context was right for longer: how far the drafter was is not known then.
+            context_won: whether the context was accepted further, which hides how far the drafter was right.
         """
         rates, scale = self._correct(plan), self._hits / self._expected
         self._hits, self._expected = DECAY * self._hits, DECAY * self._expected
-        if overtaken:
-            self._expected += OVERTAKEN_WEIGHT * rates[0]
+        if context_won:
+            self._expected += CONTEXT_WON_WEIGHT * rates[0]
         else:
             self._hits += n_accepted
             self._expected += sum(rates[: n_accepted + 1])
             self._counts.add(self._rates[plan], scale, n_accepted)
-        self._reaches.clear()
+        self._cumulative.clear()
 
     def _correct(self, plan: Plan) -> list[float]:
-        """The plan's rates by depth, as the counts correct them beside each other."""
+        """The plan's rates by depth, corrected by the counts of each depth."""
         rates = self._rates[plan]
         corrected = [rate * times for rate, times in zip(rates, self._counts.shape, strict=False)]
         return corrected + rates[len(corrected) :]

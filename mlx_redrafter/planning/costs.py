@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from ..engine.plan import Plan
 from ..errors import RedrafterError
 
-MEASURED_NODES = 16  # of a forward
-ASSUMED_ROW, ASSUMED_REST = 0.15, 0.1  # of a forward's row and of a round, in plain steps, before any was measured
+MEASURED_NODES = 16  # the most nodes of a measured forward
+ASSUMED_ROW, ASSUMED_OVERHEAD = 0.15, 0.1  # plain steps for a row of a forward and for a round, if not measured
+OLD_NAMES = {"rest": "overhead_ms", "again": "replay_row_ms"}  # in records of earlier versions
 
 
 class CostTable(NamedTuple):
@@ -24,10 +25,10 @@ class CostTable(NamedTuple):
         verify: C rows of M, a forward of the target over that many nodes.
         plain: (C,) a plain step, with the next one enqueued before this one is read.
         widths: (B,) ascending from 1, beam widths.
-        level: (B,) each level of a draft of that width but its first.
-        rest: what else a round takes, with a chain and with a tree; negative where parts of it overlap.
-        again: for each row beyond `counts`, of a model that must replay tokens after a rejection; 0 where none must.
-        first: (B,) the first level, which takes in the round before it; empty where it is as the others.
+        level: (B,) each level of a draft of that width after the first.
+        overhead_ms: the rest of a round, with a chain and with a tree; negative if its parts overlap.
+        replay_row_ms: each row beyond `counts`, for a model that replays tokens after a rejection; 0 for others.
+        first: (B,) the first level, including the round before that it takes in; empty if it is like the others.
     """
 
     contexts: tuple[int, ...]
@@ -36,16 +37,20 @@ class CostTable(NamedTuple):
     plain: tuple[float, ...]
     widths: tuple[int, ...]
     level: tuple[float, ...]
-    rest: tuple[float, float]
-    again: float = 0.0
+    overhead_ms: tuple[float, float]
+    replay_row_ms: float = 0.0
     first: tuple[float, ...] = ()
 
     def check(self) -> CostTable:
-        """Returns itself; a RedrafterError where parts do not fit together or a time is not a positive number."""
+        """Returns itself.
+
+        Raises:
+            RedrafterError: parts do not fit together, or a time is not a positive number.
+        """
         fits = (
             len(self.contexts) == len(self.verify) == len(self.plain)
             and {len(row) for row in self.verify} == {len(self.counts)}
-            and (len(self.level), len(self.rest)) == (len(self.widths), 2)
+            and (len(self.level), len(self.overhead_ms)) == (len(self.widths), 2)
             and len(self.first) in (0, len(self.widths))
             and self.counts[0] == self.widths[0] == 1
             and all(0 < ms < math.inf for row in (self.plain, self.level, self.first, *self.verify) for ms in row)
@@ -59,46 +64,48 @@ class CostTable(NamedTuple):
         return self._replace(widths=self.widths[:1], level=self.level[:1], first=self.first[:1])
 
     def has(self, plan: Plan) -> bool:
-        """Whether the parts of such a round were measured."""
+        """Whether the parts of the plan's rounds were measured."""
         return plan.size in self.counts and plan.width in self.widths
 
     def plain_ms(self, length: int) -> float:
-        """A plain step at context length `length`."""
+        """The time of a plain step at context length `length`."""
         return interpolate(self.contexts, self.plain, length)
 
     def step_ms(self, length: int, replayed: float = 0.0) -> float:
-        """A plain step that replays tokens."""
+        """The time of a plain step that replays tokens."""
         return self.plain_ms(length) + self._replay_ms(1, length, replayed)
 
     def draft_ms(self, plan: Plan) -> float:
-        """A draft of that plan, whose width was measured."""
+        """The time of a draft of a plan of a measured width."""
         at = self.widths.index(plan.width)
         return (self.first or self.level)[at] + (plan.depth - 1) * self.level[at] if plan.depth else 0.0
 
     def round_ms(self, plan: Plan, length: int, replayed: float = 0.0) -> float:
-        """A round of a measured plan that replays tokens; at least a plain step, as a forward cannot overlap itself."""
-        rest = self.rest[plan.branched] if plan.depth else max(0.0, self.rest[0])  # without a draft nothing overlaps
-        parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + rest
+        """The time of a measured plan's round that replays tokens: at least that of a plain step."""
+        overhead = self.overhead_ms[plan.branched]
+        if not plan.depth:  # without a draft nothing overlaps
+            overhead = max(0.0, self.overhead_ms[0])
+        parts = self._verify_ms(plan.rows, length) + self.draft_ms(plan) + overhead
         return max(parts, self.plain_ms(length)) + self._replay_ms(plan.rows, length, replayed)
 
     def _replay_ms(self, nodes: int, length: int, rows: float) -> float:
-        """What replayed rows add to a forward; between two whole numbers of rows a share of both."""
-        if not self.again or not rows:
+        """What replayed rows add to a forward; a fraction of a row is interpolated."""
+        if not self.replay_row_ms or not rows:
             return 0.0
         lower, upper = (self._verify_ms(nodes + count, length) for count in (math.floor(rows), math.ceil(rows)))
         return max(0.0, lower + rows % 1 * (upper - lower) - self._verify_ms(nodes, length))
 
     def _verify_ms(self, nodes: int, length: int) -> float:
-        """A forward of the next larger number of nodes that was measured; beyond the largest a share for each."""
+        """The time of a forward of the next larger measured number of nodes; beyond the largest, extrapolated."""
         column = min(bisect_left(self.counts, nodes), len(self.counts) - 1)
         first, last = self.verify[0][0], self.verify[0][-1]
-        per_row = max(self.again, (last - first) / max(1, self.counts[-1] - 1))
+        per_row = max(self.replay_row_ms, (last - first) / max(1, self.counts[-1] - 1))
         beyond = max(0, nodes - self.counts[-1]) * per_row
         return interpolate(self.contexts, [row[column] for row in self.verify], length) + beyond
 
 
 def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -> float:
-    """On the line through two neighbours, after the last one never falling; the first value before the first one."""
+    """Linear interpolation; constant before the first context, and never falling after the last."""
     if length <= contexts[0] or len(contexts) == 1:
         return values[0]
     right = min(bisect_left(contexts, length), len(contexts) - 1)
@@ -107,32 +114,37 @@ def interpolate(contexts: Sequence[int], values: Sequence[float], length: int) -
 
 
 def assume_costs(*, replays: bool) -> CostTable:
-    """Costs in plain steps before anything was measured, on the expensive side.
+    """Costs in plain steps, assumed on the expensive side.
 
     Args:
         replays: whether the model must replay tokens after a rejection.
     """
     counts = tuple(range(1, MEASURED_NODES + 1))
     verify_steps = tuple(1 + ASSUMED_ROW * (count - 1) for count in counts)
-    again = ASSUMED_ROW if replays else 0.0
-    return CostTable((1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), (ASSUMED_REST, ASSUMED_REST), again)
+    replay_row = ASSUMED_ROW if replays else 0.0
+    overhead = (ASSUMED_OVERHEAD, ASSUMED_OVERHEAD)
+    return CostTable((1,), counts, (verify_steps,), (1.0,), (1,), (ASSUMED_ROW,), overhead, replay_row)
 
 
 def parse_costs(fields: dict[str, Any]) -> CostTable:
-    """The table of `CostTable._asdict()`, back from JSON; KeyError, TypeError or RedrafterError for anything else."""
+    """The table of `CostTable._asdict()`, read from JSON, also under the names of older records.
+
+    Raises:
+        KeyError, TypeError, ValueError: the fields are no cost table.
+    """
 
     def freeze(value: Any) -> Any:
         return tuple(map(freeze, value)) if isinstance(value, list) else value
 
-    known = {name: freeze(fields[name]) for name in CostTable._fields if name != "first"}
-    return CostTable(**known, first=freeze(fields.get("first", []))).check()
+    fields = {"first": [], **{OLD_NAMES.get(name, name): value for name, value in dict(fields).items()}}
+    return CostTable(**{name: freeze(fields[name]) for name in CostTable._fields}).check()
 
 
 def is_disturbed(costs: CostTable) -> bool:
-    """Whether something took less than 0.9 times what does less, as on a machine that is busy with something else.
+    """Whether something took less than 0.9 of the time of something that does less, as on a busy machine.
 
-    A forward of one node that is read at once does what a plain step does, a longer context is more to read, a wider
-    level more to compute. More nodes may really take less than fewer, where kernels change.
+    A forward of one node that is read at once does at least a plain step's work; longer contexts and wider levels are
+    more work. Numbers of nodes are not compared: more may take less time when another kernel is chosen.
     """
     single = zip(costs.plain, (row[0] for row in costs.verify), strict=True)
     contexts = [pair for column in (costs.plain, *zip(*costs.verify, strict=True)) for pair in pairwise(column)]
@@ -141,6 +153,6 @@ def is_disturbed(costs: CostTable) -> bool:
 
 
 def lower_quartile(values: Iterable[float]) -> float:
-    """Of times: whatever else a machine does makes a time longer and never shorter."""
+    """The lower quartile, for times: whatever else a machine does only makes them longer."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4]

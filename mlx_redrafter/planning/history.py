@@ -1,4 +1,4 @@
-"""What the texts of a pair have shown, for the next one to begin with: most answers are too short to learn it anew."""
+"""What a pair's texts have shown, as a start for the next one: most answers are too short to learn it themselves."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import deque
 from .acceptance import Counts
 from .costs import lower_quartile
 
-MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; of how many rounds and plain steps it is
+MAX_SLOWDOWN, WINDOW = 4.0, 16  # the largest slowdown; the last rounds and plain steps that it is computed from
 
 
 class Slowdown:
-    """How many times as long as in the cost table rounds take, where plain steps take as long as there.
+    """How many times as long as in the cost table rounds take, relative to plain steps.
 
     Args:
-        least: the smallest; 1 where costs were measured, as a busy machine must not make rounds look cheap.
-        earlier: of an earlier text, which this one goes on from.
+        least: the smallest value; 1 if costs were measured, as a busy machine must not make rounds look cheap.
+        earlier: the slowdown of an earlier text to start from.
     """
 
     def __init__(self, least: float, earlier: Slowdown | None = None) -> None:
@@ -33,19 +33,18 @@ class Slowdown:
 
 
 class History:
-    """What earlier texts of a target and its drafter have shown, or of a target and its context alone.
+    """What earlier texts have shown of a target with its drafter, or with its context alone.
 
     Attributes:
-        counts: how often the drafter was right, in earlier processes as well.
-        slowdown: of this process, as the rest is; None before there is a text.
+        counts: how often the drafter was right, earlier processes included; the others are this process's.
+        slowdown: of the last text; None before the first.
         pause: plain steps until the drafter is tried again, if the last text had given it up; the next text waits for
             at most `PROBE_EVERY`.
-        next_pause: how many there are after the next try that fails.
-        debts: by whether the drafter took part, what rounds have lost and later texts have to make good, in plain
-            steps.
+        next_pause: the pause after the next try that fails.
+        debts: lost time in plain steps that later texts must make up for; True for rounds with the drafter.
         n_texts: how many texts there were.
 
-    Texts may share it: numbers are replaced, and what two of them learn at a time may be learned once.
+    Texts that run at the same time may share it: values are replaced, and one text's may overwrite another's.
     """
 
     def __init__(self, counts: Counts | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The properties of this machine that speed depends on, and where its measurements are kept."""
+"""The properties of this machine that affect speed, and the folder of its measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from platformdirs import user_cache_path
 from ..engine.blas import LIBRARY, thread_count
 
 PACKAGES = ("mlx", "mlx-lm")
-FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows cost less than each alone
+FAST_BLAS = r"openblas|mkl_|blis|[st]?atlas|armpl|nvpl_blas"  # several rows at once cost less than one by one
 
 
 def describe_machine() -> dict[str, Any]:
@@ -41,22 +41,22 @@ def describe_machine() -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Bytes of the device's memory, or of the system's where MLX does not report it."""
+    """Bytes of the device's memory, or of the system's if MLX does not report it."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     size = info.get("memory_size") or info.get("total_memory")
     return int(size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def usable_bytes() -> int:
-    """Bytes that MLX may use without slowing down: Metal's recommended working set, or else `memory_bytes`."""
+    """Bytes that MLX can use without slowing down: Metal's recommended working set, or else `memory_bytes`."""
     info: dict[str, Any] = dict(mx.device_info(mx.default_device()))
     return int(info.get("max_recommended_working_set_size") or memory_bytes())
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """File names of the BLAS libraries in this process that MLX may call where OpenBLAS is not loaded for it.
+    """File names of this process's BLAS libraries that MLX may call unless OpenBLAS is loaded for it.
 
-    [] where the system does not report them.
+    [] if the system does not report them.
     """
     if not maps.exists():
         return []
@@ -67,10 +67,14 @@ def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
 
 
 def has_fast_blas(libraries: str) -> bool:
-    """Whether several rows cost less than each alone with these, the "blas" entry of `describe_machine`."""
+    """Whether several rows at once cost less than one by one; `libraries` is "blas" of `describe_machine`."""
     return re.search(FAST_BLAS, libraries) is not None
 
 
 def cache_directory() -> Path:
-    """The folder of this package's caches; a RuntimeError where the user has no home directory."""
+    """The folder of this package's caches.
+
+    Raises:
+        RuntimeError: the user has no home directory.
+    """
     return user_cache_path("mlx_redrafter")

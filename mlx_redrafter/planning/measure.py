@@ -1,6 +1,6 @@
-"""Measures the cost table of a pair of models, and the time of any calls.
+"""Measures the cost table of a pair of models, and times any calls.
 
-A cache filled with zeros stands for the text: a forward takes as long as after a real one.
+The cache is filled with zeros: a forward takes as long as after a real text.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .costs import MEASURED_NODES, CostTable, lower_quartile
 K = TypeVar("K", bound=Hashable)
 _log = logging.getLogger(__name__)
 
-CONTEXTS = (64, 1024)  # context lengths at which is measured
-WIDTHS = (1, 2, 4)  # beam widths of a draft
-SECONDS, MAX_TURNS = 4.0, 20  # a measurement ends after this time, but for one turn of everything, or these turns
-IN_A_ROW = 4  # plain steps, rounds and draft levels that are timed as one call
-SLOW_STEP = 0.1  # seconds of a plain step from which on everything is run once, and after the first context alone
-SLOW_STEPS = 36  # plain steps that this takes, at most: where a forward of N nodes costs N of them
+CONTEXTS = (64, 1024)  # measured context lengths
+WIDTHS = (1, 2, 4)  # measured beam widths
+SECONDS, MAX_TURNS = 4.0, 20  # measuring stops after SECONDS or MAX_TURNS, but finishes one pass
+IN_A_ROW = 4  # plain steps, rounds or draft levels in one timed call
+SLOW_STEP = 0.1  # seconds of a plain step from which everything is run once, at the first context length
+SLOW_STEPS = 36  # the most plain steps that this takes, if a forward of N nodes costs N of them
 
 
 def time_calls(
@@ -50,13 +50,13 @@ def time_calls(
     max_turns: int | None = None,
     before: Callable[[K], object] = lambda key: None,
 ) -> dict[K, list[float]]:
-    """Milliseconds of every call, which take turns: a slow moment of the machine is one of them all.
+    """Milliseconds of every call. The calls alternate, so that a slow moment of the machine affects all of them.
 
     Args:
-        calls: each returns when its work is done, evaluated. They should have run once before.
-        seconds: no turn begins later.
-        min_turns, max_turns: at least and at most this many turns, whatever the time.
-        before: is called with its key before each call, untimed.
+        calls: each returns when its work is evaluated. They should have run once before.
+        seconds: no pass over the calls begins later.
+        min_turns, max_turns: the least and the most passes, whatever the time.
+        before: called untimed before each call, with its key.
     """
     times: dict[K, list[float]] = {key: [] for key in calls}
     end, turn = time.perf_counter() + seconds, 0
@@ -71,12 +71,12 @@ def time_calls(
 
 
 def seconds_until(end: float) -> float:
-    """How long it is until `end` of `time.perf_counter()`; the same on all ranks."""
+    """Seconds until `time.perf_counter()` is `end`; the same on all ranks."""
     return float(max(ranks.gather(end - time.perf_counter())))
 
 
 def time_step(model: nn.Module) -> float:
-    """Seconds of a plain step, the second of two: the first compiles kernels."""
+    """Seconds of the second of two plain steps: the first compiles kernels."""
     target, chooser = Target(model), TokenChooser(make_sampler(seed=0))
     calls = {1: lambda: step(target, mx.zeros((1,), mx.int32), chooser, None).read()}
     return time_calls(calls, 0.0, min_turns=2)[1][-1] / 1e3
@@ -85,14 +85,14 @@ def time_step(model: nn.Module) -> float:
 def time_parts(
     model: nn.Module, drafter: Drafter, context: int, widths: Sequence[int], seconds: float, *, slow: bool
 ) -> dict[tuple[str, int], float]:
-    """Milliseconds of the parts of decoding at a context length, each found by its name and a number.
+    """Milliseconds of the parts of decoding at a context length, by name and a number.
 
-    ("plain", 1) is a plain step and ("round", width) a round of depth 2, both of a decoder, ("first", width) a draft of
-    one level, after a plain step that it takes in, ("level", width) each level more, ("verify", nodes) a forward, of
-    fewer nodes where models are slow.
+    ("plain", 1) is a plain step and ("round", width) a round of depth 2, both of a decoder; ("first", width) is a draft
+    of one level that takes in a plain step, ("level", width) each further level, and ("verify", nodes) a forward. Slow
+    models are measured up to fewer nodes.
 
     Args:
-        slow: one run of a part may be enough, as what its kernels take to compile is little beside it.
+        slow: one run of a part may be enough, as compiling its kernels takes little time beside it.
     """
     in_a_row = 1 if slow else IN_A_ROW
     after_text, chooser = drafter.open(model), TokenChooser(make_sampler(seed=0))
@@ -103,7 +103,7 @@ def time_parts(
         after_text.keep(Kept(mx.zeros((context - 1,), mx.int32), states, None, context - 1, 0))
     text = [0] * context
     after_text.read([*text, 0])
-    if after_text.waits:  # it has read the text when it drafts
+    if after_text.waits:  # it reads the text in its first draft
         mx.eval(after_text.propose(mx.array(0), chain_plan(1), None, ordered=False))
     mx.eval(after_text.state)
     for c in kv_cache.leaves(target.cache):
@@ -118,7 +118,7 @@ def time_parts(
     source = after_text
 
     def prepare(key: tuple[str, int]) -> None:
-        """Rewinds the target; decoding goes on until its rounds overlap."""
+        """Rewinds the target, and decodes until rounds overlap."""
         nonlocal rounds, source
         (name, number), source = key, after_text.fork()
         target.finish(target.length, 0)
@@ -130,11 +130,11 @@ def time_parts(
             decoder = Decoder(target, chooser, Planner(plan), sources, history=text, may_run_ahead=lambda: not slow)
             rounds = decoder.decode(tokens[:1], 1, lambda done, total: None)
             next(rounds)
-            if not slow:  # the first one that another overlaps takes up to twice as long as those after it
+            if not slow:  # the first of two overlapping rounds takes up to twice as long as later ones
                 next(rounds)
         elif name != "verify":
             source.keep(step(target, tokens[:1], chooser, None).kept)
-            if source.waits:  # what a fork shares is copied by its first draft
+            if source.waits:  # a fork's first draft copies what it shares
                 source.confirm([0])
                 mx.eval(source.propose(tokens[0], chain_plan(1), None, ordered=False))
             source.confirm([0])
@@ -174,7 +174,7 @@ def time_parts(
             first |= time_calls({key: calls[key]}, 0.0, before=prepare)
     times = time_calls(calls, seconds_until(end), min_turns=0 if slow else 1, max_turns=MAX_TURNS, before=prepare)
     own = [lower_quartile(ms or first[key]) for key, ms in times.items()]
-    found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # the slowest rank's
+    found = dict(zip(times, map(max, zip(*ranks.gather(own), strict=True)), strict=True))  # of the slowest rank
     for name, number in found:
         if name in ("plain", "round"):
             found[name, number] /= in_a_row
@@ -187,12 +187,12 @@ def time_parts(
 def measure_costs(
     model: nn.Module, drafter: Drafter, *, trees: bool, contexts: tuple[int, ...] | None = None
 ) -> CostTable:
-    """Measures a pair of models, in `SECONDS`; where they are slow, fewer nodes, and in about `SLOW_STEPS`.
+    """Measures a pair of models in `SECONDS`; slow ones in about `SLOW_STEPS`, with fewer nodes.
 
     Args:
         trees: whether the model takes trees.
-        contexts: ascending context lengths, None for `CONTEXTS`, of which slow models get the first one; those that
-            the model has no positions for are left out.
+        contexts: ascending context lengths; None for `CONTEXTS`, or the first of them if models are slow. Lengths
+            beyond the model's positions are left out.
     """
     with wired_limit(model), mx.stream(generation_stream):
         step_seconds = max(ranks.gather(time_step(model)))
@@ -212,7 +212,7 @@ def measure_costs(
     first, last = times[0], times[-1]
     counts = tuple(number for name, number in last if name == "verify" and (name, number) in first)
     depth = min(2, drafter.args.max_depth or 2)
-    rest = [
+    overhead = [
         first["round", width]
         - first["verify", 1 + depth * width]
         - first["first", width]
@@ -228,7 +228,7 @@ def measure_costs(
         plain=tuple(ms["plain", 1] for ms in times),
         widths=widths,
         level=tuple(first["level", width] for width in widths),
-        rest=(rest[0], rest[-1]),
-        again=per_row if must_replay else 0.0,
+        overhead_ms=(overhead[0], overhead[-1]),
+        replay_row_ms=per_row if must_replay else 0.0,
         first=tuple(first["first", width] for width in widths),
     ).check()

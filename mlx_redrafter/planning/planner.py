@@ -1,7 +1,7 @@
 """Chooses the plan of every round: the one that makes the most tokens in a millisecond, or plain decoding.
 
-What a plan makes follows from how often its sources are right (`acceptance.py`), what it costs from the cost table
-(`costs.py`) and from how far this text's rounds are from it. A budget bounds what bad rounds may cost.
+The tokens of a plan follow from how often its sources are right (`acceptance.py`), its time from the cost table
+(`costs.py`) and from how much longer this text's rounds take. A budget bounds the cost of bad rounds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .acceptance import (
     UNKNOWN_ACCEPTANCE,
     Acceptance,
     AcceptanceTable,
-    Reach,
-    expected_reaches,
+    Cumulative,
+    cumulative_acceptances,
 )
 from .costs import CostTable, assume_costs
 from .history import History, Slowdown
@@ -28,18 +28,18 @@ from .history import History, Slowdown
 if TYPE_CHECKING:
     from ..drafters.source import Forecast
 
-SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # for which candidate plans are found
-HYSTERESIS = 0.02  # by how much a plan must be faster than the one in use, plain decoding included
-MAX_LOSS, MIN_TOKENS = 0.01, 512  # each source may lose this part of plain decoding's time, of at least these tokens
-WARM_UP = 4  # plain steps that a text begins with, to compare rounds with
+SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # acceptance scales for which candidate plans are found
+HYSTERESIS = 0.02  # a plan replaces the one in use, or plain decoding, if it is this much faster
+MAX_LOSS, MIN_TOKENS = 0.01, 512  # each source may lose this share of the plain time of at least this many tokens
+WARM_UP = 4  # plain steps at the start of a text, to compare rounds with
 WARM_UP_EVERY = 8  # texts
 PROBE_EVERY = 16  # plain steps before a probe round while no plan pays; doubled by each rejected one, up to 256
-CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # besides its whole, how much of a proposal may be verified
-MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown where costs are assumed
+CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8, 11)  # tokens of a proposal that may be verified, besides all of them
+MIN_ASSUMED_SLOWDOWN = 0.3  # the smallest slowdown if costs are assumed
 
 
 class Prediction(NamedTuple):
-    """What the rounds of a plan are expected to be.
+    """The expected rounds of a plan.
 
     Attributes:
         plan: (W, K, N).
@@ -57,32 +57,32 @@ class Prediction(NamedTuple):
         return self.tokens / self.steps
 
 
-def unite(own: Reach, copied: Sequence[float]) -> Reach:
-    """What rounds reach that accept the longer one of two drafts.
+def unite(own: Cumulative, copied: Sequence[float]) -> Cumulative:
+    """The cumulative acceptance of rounds that keep the longer of two drafts.
 
     Args:
-        own: of the one.
-        copied: of the other, from depth 1.
+        own: of the drafter's draft.
+        copied: of the context's, from depth 1.
     """
     both = [one + other - one * other for one, other in zip(own[1:], copied, strict=False)]
     return (1.0, *both, *own[1 + len(both) :], *copied[len(both) :])
 
 
-def predict(costs: CostTable, plan: Plan, length: int, reach: Reach, slowdown: float = 1.0) -> Prediction:
-    """What the rounds of a plan are expected to be at context length `length`."""
-    ms = costs.round_ms(plan, length, expected_replay(reach) if costs.again else 0.0)
-    return Prediction(plan, sum(reach), max(1.0, slowdown * ms / costs.plain_ms(length)))
+def predict(costs: CostTable, plan: Plan, length: int, cumulative: Cumulative, slowdown: float = 1.0) -> Prediction:
+    """The expected rounds of a plan at context length `length`."""
+    ms = costs.round_ms(plan, length, expected_replay(cumulative) if costs.replay_row_ms else 0.0)
+    return Prediction(plan, sum(cumulative), max(1.0, slowdown * ms / costs.plain_ms(length)))
 
 
 @lru_cache(maxsize=4096)
-def expected_replay(reach: Reach) -> float:
-    """Tokens that are replayed for each round on average, on a cache that cannot be trimmed.
+def expected_replay(cumulative: Cumulative) -> float:
+    """The mean number of replayed tokens per round, on a cache that cannot be trimmed.
 
-    A round that is not accepted whole leaves what it has made, and what it has replayed itself, to the next one. More
-    than `MAX_REPLAY` are replayed by a plain step: apart from that it costs what its token is worth.
+    After a rejection the next round replays the round's tokens and those that the round itself replayed. More than
+    `MAX_REPLAY` tokens are replayed by a plain step, which otherwise costs what its token is worth.
     """
-    ends = [before - after for before, after in pairwise(reach)]
-    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, for each time that there are none
+    ends = [before - after for before, after in pairwise(cumulative)]
+    visits = [1.0] + [0.0] * (MAX_REPLAY + len(ends))  # by tokens to replay, per visit to 0
     for replayed in range(MAX_REPLAY + 1):
         for made, chance in enumerate(ends, 1):
             visits[replayed + made] += visits[replayed] * chance
@@ -96,25 +96,30 @@ def measured_plans(costs: CostTable) -> list[Plan]:
     return chains + [plan for plan in trees if max(plan[:2]) < plan.size <= 1 + plan.width * plan.depth]
 
 
-def find_reaches(costs: CostTable, table: AcceptanceTable, scale: float = 1.0) -> dict[Plan, Reach]:
-    """What the rounds of every measured plan are expected to reach."""
-    found: dict[Plan, Reach] = {}
+def find_cumulative(costs: CostTable, table: AcceptanceTable, acceptance_scale: float = 1.0) -> dict[Plan, Cumulative]:
+    """The expected cumulative acceptance of every measured plan."""
+    found: dict[Plan, Cumulative] = {}
     for width, group in groupby(sorted(measured_plans(costs)), itemgetter(0)):
         plans = list(group)
-        reaches = expected_reaches(table, Plan(width, plans[-1].depth, costs.counts[-1]), scale)
-        found |= {plan: reaches[plan.depth][: plan.size][-1] for plan in plans}
+        largest = Plan(width, plans[-1].depth, costs.counts[-1])
+        by_depth = cumulative_acceptances(table, largest, acceptance_scale)
+        found |= {plan: by_depth[plan.depth][: plan.size][-1] for plan in plans}
     return found
 
 
-def predict_all(costs: CostTable, table: AcceptanceTable, length: int, scale: float = 1.0) -> Iterator[Prediction]:
-    """What the rounds of every measured plan are expected to be."""
-    for plan, reach in find_reaches(costs, table, scale).items():
-        yield predict(costs, plan, length, reach)
+def predict_all(
+    costs: CostTable, table: AcceptanceTable, length: int, acceptance_scale: float = 1.0
+) -> Iterator[Prediction]:
+    """The expected rounds of every measured plan."""
+    for plan, cumulative in find_cumulative(costs, table, acceptance_scale).items():
+        yield predict(costs, plan, length, cumulative)
 
 
 def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
-    """The plans that beat plain decoding and all others for some scale and context length: few, so that what is built
-    for one is used again."""
+    """The plans that beat plain decoding and all others at some acceptance scale and context length.
+
+    They are few, so graphs and kernels are reused.
+    """
     return _candidate_plans(costs, tuple(map(tuple, table)))
 
 
@@ -122,9 +127,9 @@ def candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...
 def _candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ...]:
     best = set[Plan]()
     for scale in SCALES:
-        reaches = {plan: reach for plan, reach in find_reaches(costs, table, scale).items() if reach[-1] > 0}
+        found = [(plan, each) for plan, each in find_cumulative(costs, table, scale).items() if each[-1] > 0]
         for length in (*costs.contexts, 2 * costs.contexts[-1]):
-            predictions = (predict(costs, plan, length, reach) for plan, reach in reaches.items())
+            predictions = (predict(costs, plan, length, cumulative) for plan, cumulative in found)
             fastest = max(predictions, key=attrgetter("speedup"), default=None)
             if fastest is not None and fastest.speedup > 1:
                 best.add(fastest.plan)
@@ -132,16 +137,16 @@ def _candidate_plans(costs: CostTable, table: AcceptanceTable) -> tuple[Plan, ..
 
 
 class AutoPlanner(Planner):
-    """Chooses the plans of one text, from what was read so far.
+    """Chooses the plans of one text from its rounds so far.
 
     Args:
         costs: of this machine and pair of models.
-        table: of the drafter.
-        plans: of the drafter to choose from; None for `candidate_plans`.
+        table: the drafter's acceptance.
+        plans: the drafter's plans to choose from; None for `candidate_plans`.
         can_merge: see the base class.
         least_slowdown: see `Slowdown`.
-        history: of earlier texts; this one is added.
-        keep: is called when decoding ends.
+        history: of earlier texts; this text is added.
+        keep: called when decoding ends.
     """
 
     def __init__(
@@ -162,7 +167,7 @@ class AutoPlanner(Planner):
         self._costs, self._acceptance = costs, Acceptance(table, self.plans, history.counts)
         self._slowdown = Slowdown(least_slowdown, history.slowdown)
         self._steps: dict[tuple[Plan, int], float] = {}  # of a round in plain steps, by plan and context length
-        self._in_flight: Plan | None = None
+        self._pending: Plan | None = None
         self._pause = min(history.pause, PROBE_EVERY)  # another text may be easier to draft
         if history.n_texts % WARM_UP_EVERY == 0:
             self._pause = max(self._pause, WARM_UP)
@@ -173,37 +178,36 @@ class AutoPlanner(Planner):
 
     @property
     def slowdown(self) -> float:
-        """See `Slowdown`."""
+        """How many times as long as in the cost table this text's rounds take."""
         return self._slowdown.value
 
     @property
     def may_draft(self) -> bool:
-        """See the base class: not before a pause ends."""
-        return bool(self.plans) and (self._pause <= 0 or self._in_flight is not None)
+        """Whether the drafter may draft: there are plans and no pause."""
+        return bool(self.plans) and (self._pause <= 0 or self._pending is not None)
 
     def next_plan(self, length: int, replayed: int = 0, forecast: Forecast | None = None) -> Plan | None:
-        """See the base class; None is returned at once during a pause without a forecast, else in about 0.1 ms."""
-        in_flight, self._in_flight = self._in_flight, None
-        plan = self._choose_drafter_plan(in_flight, length, replayed)
-        if forecast is not None and self._is_context_faster(plan, in_flight, forecast, length, replayed):
+        """The next plan, in about 0.1 ms; at once during a pause without a forecast."""
+        pending, self._pending = self._pending, None
+        plan = self._choose_drafter_plan(pending, length, replayed)
+        if forecast is not None and self._is_context_faster(plan, pending, forecast, length, replayed):
             plan = CONTEXT_ONLY
-        self._in_flight = plan
+        self._pending = plan
         return plan
 
-    def extend_plan(self, plan: Plan | None, reach: Sequence[float], length: int, replayed: int) -> Plan | None:
-        """See the base class."""
-        best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, reach, length)
+    def extend_plan(
+        self, plan: Plan | None, cumulative_acceptance: Sequence[float], length: int, replayed: int
+    ) -> Plan | None:
+        best = self._add_context(plan if plan and self.can_merge else CONTEXT_ONLY, cumulative_acceptance, length)
         current = self._predict(plan, length).speedup if plan and plan.depth else 1.0
         if best.speedup > current and self._can_afford(best.plan, None, length, replayed):
-            plan = self._in_flight = best.plan
+            plan = self._pending = best.plan
         return plan
 
     def drop_drafter(self) -> None:
-        """See the base class."""
-        self.plans, self._in_flight = (), None
+        self.plans, self._pending = (), None
 
     def finish(self) -> None:
-        """See the base class."""
         history = self._history
         history.slowdown, history.n_texts = self._slowdown, history.n_texts + 1
         history.pause, history.next_pause = max(0, self._pause), self._next_pause
@@ -224,29 +228,28 @@ class AutoPlanner(Planner):
         verified: bool = True,
         from_context: bool = False,
     ) -> None:
-        """See the base class."""
         costs, plain = self._costs, self._costs.plain_ms(length)
         is_round = plan is not None and verified
         if plan is not None and verified:
             predicted = costs.round_ms(plan, length, replayed)
             if plan.depth:
-                self._acceptance.observe(plan._replace(context=0), tokens - 1, overtaken=from_context)
+                self._acceptance.observe(plan._replace(context=0), tokens - 1, context_won=from_context)
                 if tokens > 1 and not from_context:  # a probe that was right is followed by another
                     self._pause, self._next_pause = 0, PROBE_EVERY
         else:
             predicted = costs.step_ms(length, replayed)
-            if plan is not None:  # what was to be verified came to nothing
-                predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.rest[0])
+            if plan is not None:  # the draft was not verified
+                predicted += costs.draft_ms(plan) if plan.depth else max(0.0, costs.overhead_ms[0])
         if milliseconds is not None and (is_round or not (plan or replayed)):
             self._slowdown.observe(milliseconds / predicted, is_round=is_round)
         self._n_tokens += tokens
-        if plan is not None:  # what a plain step replays belongs to the round before it
+        if plan is not None:  # a plain step's replay counts for the round before it
             self._drafter_was_last = plan.depth > 0
         steps = predicted / plain * (self.slowdown if plan or replayed else 1.0)
         self._saved[self._drafter_was_last] += tokens - steps
 
-    def _choose_drafter_plan(self, in_flight: Plan | None, length: int, replayed: int) -> Plan | None:
-        current = in_flight._replace(context=0) if in_flight and in_flight.depth else None
+    def _choose_drafter_plan(self, pending: Plan | None, length: int, replayed: int) -> Plan | None:
+        current = pending._replace(context=0) if pending and pending.depth else None
         if current is None and (self._pause > 0 or not self.plans):
             self._pause -= 1
             return None
@@ -255,11 +258,11 @@ class AutoPlanner(Planner):
         speedups[current] *= 1 + HYSTERESIS
         ranked = sorted(self.plans, key=speedups.__getitem__, reverse=True)
         wanted = [plan for plan in ranked if speedups[plan] > speedups[None]]
-        # A probe has the table's price: one slow round must not end drafting.
+        # A probe costs what the table says: one slow round must not end drafting.
         is_probe = not current and not wanted
         slowdown = 1.0 if is_probe else self.slowdown
         choices = ranked if is_probe else wanted
-        affordable = (each for each in choices if self._can_afford(each, in_flight, length, replayed, slowdown))
+        affordable = (each for each in choices if self._can_afford(each, pending, length, replayed, slowdown))
         plan = next(affordable, None)
         if plan is None or is_probe:
             self._pause = self._next_pause
@@ -268,72 +271,74 @@ class AutoPlanner(Planner):
         return plan
 
     def _is_context_faster(
-        self, plan: Plan | None, in_flight: Plan | None, forecast: Forecast, length: int, replayed: int
+        self, plan: Plan | None, pending: Plan | None, forecast: Forecast, length: int, replayed: int
     ) -> bool:
-        """Whether waiting for a proposal beats what is planned otherwise, to which a proposal may be added."""
-        chance, reach = forecast
-        hit = self._add_context(CONTEXT_ONLY, reach, length)
+        """Whether waiting for a proposal beats the drafter's plan, to which a proposal may be added."""
+        chance, cumulative = forecast
+        hit = self._add_context(CONTEXT_ONLY, cumulative, length)
         waiting = _mix(chance, hit, predict(self._costs, CONTEXT_ONLY, length, NOTHING))
         otherwise = 1.0
         if plan is not None:
             miss = self._predict(plan, length)
-            otherwise = _mix(chance, self._add_context(plan, reach, length) if self.can_merge else miss, miss)
+            otherwise = _mix(chance, self._add_context(plan, cumulative, length) if self.can_merge else miss, miss)
         is_faster = waiting > (1 + HYSTERESIS) * otherwise
-        return is_faster and self._can_afford(hit.plan, in_flight, length, replayed)
+        return is_faster and self._can_afford(hit.plan, pending, length, replayed)
 
-    def _add_context(self, plan: Plan, reach: Sequence[float], length: int) -> Prediction:
-        """The fastest of the rounds that add some of a proposal to a plan."""
-        counts = {count for count in CONTEXT_LENGTHS if count < len(reach)} | {len(reach)}
-        extended = (self._predict(plan._replace(context=count), length, reach) for count in counts)
+    def _add_context(self, plan: Plan, cumulative: Sequence[float], length: int) -> Prediction:
+        """The fastest rounds that add some of a proposal to a plan."""
+        counts = {count for count in CONTEXT_LENGTHS if count < len(cumulative)} | {len(cumulative)}
+        extended = (self._predict(plan._replace(context=count), length, cumulative) for count in counts)
         return max(extended, key=attrgetter("speedup"))
 
     def _predict(self, plan: Plan, length: int, copied: Sequence[float] = ()) -> Prediction:
-        reach = self._acceptance.reach(plan._replace(context=0)) if plan.depth else NOTHING
+        cumulative = self._acceptance.cumulative(plan._replace(context=0)) if plan.depth else NOTHING
         if not plan.context:
-            return predict(self._costs, plan, length, reach, self.slowdown)
-        reach, key = unite(reach, copied[: plan.context]), (plan, length // 128)
+            return predict(self._costs, plan, length, cumulative, self.slowdown)
+        cumulative, key = unite(cumulative, copied[: plan.context]), (plan, length // 128)
         if key not in self._steps:
             self._steps[key] = predict(self._costs, plan, length, NOTHING).steps
-        tokens, replayed = sum(reach), 0.0
-        if self._costs.again:  # by the round after it alone, as matches do not follow each other
-            replayed = (tokens - len(reach) * reach[-1]) * self._costs.again / self._costs.plain_ms(length)
+        tokens, replayed = sum(cumulative), 0.0
+        if row_ms := self._costs.replay_row_ms:  # in the next round alone, as matches do not follow each other
+            replayed = (tokens - len(cumulative) * cumulative[-1]) * row_ms / self._costs.plain_ms(length)
         return Prediction(plan, tokens, max(1.0, self.slowdown * (self._steps[key] + replayed)))
 
     def _can_afford(
-        self, plan: Plan, in_flight: Plan | None, length: int, replayed: int, slowdown: float | None = None
+        self, plan: Plan, pending: Plan | None, length: int, replayed: int, slowdown: float | None = None
     ) -> bool:
-        """Whether the budget of the plan's source, the drafter or the context alone, covers the plan and the round in
-        flight, when both are rejected and the text ends there."""
+        """Whether the budget of the plan's source covers the plan and the pending round.
+
+        It must do so even if both are rejected and the text ends there. Drafter and context have a budget each.
+        """
         costs, plain = self._costs, self._costs.plain_ms(length)
         slowdown = self.slowdown if slowdown is None else slowdown
         source = plan.depth > 0
         budget = MAX_LOSS * max(self._n_tokens, MIN_TOKENS) + self._saved[source] - self._history.debts[source]
-        loss = slowdown * costs.round_ms(in_flight, length, replayed) - plain if in_flight else 0.0
-        left = replayed + 1 if in_flight else 0
+        loss = slowdown * costs.round_ms(pending, length, replayed) - plain if pending else 0.0
+        left = replayed + 1 if pending else 0
         loss += slowdown * costs.round_ms(plan, length, left) - plain
         loss += slowdown * (costs.step_ms(length, left + 1) - plain)
         return budget >= loss / plain
 
 
 def _mix(chance: float, hit: Prediction, miss: Prediction) -> float:
-    """The speedup of rounds that are like `hit` at this chance, and else like `miss`."""
+    """The speedup of rounds that are `hit` with this chance, and otherwise `miss`."""
     tokens = chance * hit.tokens + (1 - chance) * miss.tokens
     return tokens / (chance * hit.steps + (1 - chance) * miss.steps)
 
 
 def starting_plan(costs: CostTable, table: AcceptanceTable, length: int) -> Plan | None:
-    """The first plan of a text whose prompt has `length` tokens, after its `WARM_UP`; None: plain decoding."""
+    """The first plan after the `WARM_UP` of a text with a prompt of `length` tokens; None for plain decoding."""
     planner = AutoPlanner(costs, table)
     return [planner.next_plan(length) for _ in range(WARM_UP + 1)][-1]
 
 
 def make_context_planner(history: History | None, *, replays: bool) -> AutoPlanner:
-    """A planner for a text that is drafted from its context alone: it measures nothing.
+    """A planner for a text that is drafted from its context alone, without a measured cost table.
 
-    It starts from assumed costs, corrected by what rounds took in this process's earlier texts of the model.
+    Assumed costs are corrected by the round times of the model's earlier texts in this process.
 
     Args:
-        history: None for a simulation, which has no earlier texts.
+        history: of the earlier texts; None for a simulation.
         replays: whether the model must replay tokens after a rejection.
     """
     costs = assume_costs(replays=replays)

@@ -1,6 +1,6 @@
-"""The decode loop without a model: planner, context and cost table over a text that is known beforehand.
+"""The decode loop without a model: planner, context and cost table over a known text.
 
-Rounds take what the cost table says; how many drafted tokens are right is given.
+Round times come from the cost table; how many drafted tokens are right is given.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from statistics import fmean
 from ..drafters.context import ContextSource
 from ..engine.decode import Planner
 from ..engine.plan import MAX_REPLAY, Plan
-from .acceptance import AcceptanceTable, expected_reach
+from .acceptance import AcceptanceTable, cumulative_acceptance
 from .costs import CostTable
 from .planner import AutoPlanner, make_context_planner
 
 TOKENS = 256
-"""Of a simulated prompt, and of the text after it."""
+"""Length of a simulated prompt, and of the text after it."""
 
 CHANGED_EVERY = 20
-"""Copied text is its prompt but for every token at a multiple of this, which is new."""
+"""Copied text is its prompt with every token at a multiple of this replaced by a new one."""
 
 SEEDS = 8
-"""How often a text is decoded with a drafter, whose guesses are drawn."""
+"""How often a text is decoded with a drafter, whose hits are random."""
 
 
 def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bool) -> dict[str, float]:
-    """Speed over plain decoding with the default options: of "fresh" text, which repeats nothing, and of "copied" text.
+    """Speed over plain decoding with the default options, for "fresh" text without repeats and for "copied" text.
 
     Args:
         costs: of this machine and the models.
@@ -39,12 +39,12 @@ def predict_speeds(costs: CostTable, table: AcceptanceTable | None, *, trees: bo
 
     def predict_speed(text: Sequence[int], seed: int) -> float:
         if table is None:
-            return simulate(costs, make_context_planner(None, replays=costs.again > 0), prompt, text)
+            return simulate(costs, make_context_planner(None, replays=costs.replay_row_ms > 0), prompt, text)
         generator = random.Random(seed)
 
         def draw(plan: Plan, made: int) -> int:
             drawn = generator.random()
-            return sum(drawn < chance for chance in expected_reach(table, plan)[1:])
+            return sum(drawn < chance for chance in cumulative_acceptance(table, plan)[1:])
 
         return simulate(costs, AutoPlanner(costs, table, can_merge=trees), prompt, text, draw)
 
@@ -63,10 +63,10 @@ def simulate(
     *,
     disturb: Callable[[float], float] = lambda milliseconds: milliseconds,
 ) -> float:
-    """Speed over plain decoding where a model continues `prompt` with `text`, both token ids.
+    """Speed over plain decoding for a model that continues `prompt` with `text`, both token ids.
 
     Args:
-        costs: what everything really takes.
+        costs: the true times.
         count_right: (a plan of the drafter, tokens of `text` made so far) -> how many tokens of its draft are right.
         disturb: milliseconds -> what the clock shows.
     """
@@ -78,7 +78,7 @@ def simulate(
     while made < len(text):
         length, match = len(prompt) + made - 1, None if is_ahead else index.forecast(0)
         if match is not None:
-            plan = planner.extend_plan(plan, match.reach, length, replayed)
+            plan = planner.extend_plan(plan, match.cumulative_acceptance, length, replayed)
         current = plan
         verified = current is not None and current.rows > 1 and replayed <= MAX_REPLAY
         plan = planner.next_plan(length, replayed, index.forecast(1 + (current.context if current and verified else 0)))
@@ -89,12 +89,12 @@ def simulate(
             ahead = zip(text[made:], index.find(current.context) if current.context else (), strict=False)
             copied = next((at for at, (right, guess) in enumerate(ahead) if right != guess), current.context)
             ms = costs.round_ms(current, length, replayed)
-            if costs.again and max(own, copied) < current.max_depth:
+            if costs.replay_row_ms and max(own, copied) < current.max_depth:
                 left = replayed + 1 + max(own, copied)
         else:
             ms = costs.step_ms(length, replayed)
             if current is not None:  # the context had no proposal, or the draft is discarded
-                ms += costs.draft_ms(current) if current.depth else max(0.0, costs.rest[0])
+                ms += costs.draft_ms(current) if current.depth else max(0.0, costs.overhead_ms[0])
         tokens = text[made : made + 1 + max(own, copied)]
         planner.observe(
             current, len(tokens), length, replayed, disturb(ms), verified=verified, from_context=copied > own

@@ -1,4 +1,4 @@
-"""How large a drafter should be: its draft step should stay a small share of a plain step of the target."""
+"""How large a drafter should be: a draft step should cost a small share of the target's plain step."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ VOCABULARIES = (65536, 32768, 16384, 8192)
 """Draft vocabularies that are tried below the target's own."""
 
 WHOLE = 32768
-"""The largest vocabulary of which a drafter may guess every token; of a larger one it guesses a third at most."""
+"""The largest vocabulary that a drafter may guess in full; of a larger one it guesses at most a third."""
 
 SMALL = 16384
-"""The largest of those that lose acceptance; beyond larger ones are only tokens that are rare in any text."""
+"""Draft vocabularies up to this size lose acceptance; larger ones leave out only tokens that are rare in any text."""
 
-REPEATS, SECONDS = 7, 1.0  # a draft or plain step is run so often, but no longer than that
+REPEATS, SECONDS = 7, 1.0  # the most runs of a draft or plain step, and their time limit
 
 
 class Choice(NamedTuple):
-    """A size, and why.
+    """A drafter's size, and why it was chosen.
 
     Attributes:
         args: the drafter's sizes.
-        reason: a sentence.
+        reason: in words.
     """
 
     args: DrafterArgs
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 def candidates(
     hidden_size: int, vocab_size: int, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> list[DrafterArgs]:
-    """Sizes worth trying, best first: the largest first, and after all others those of a small vocabulary."""
+    """Sizes worth trying, best first: by number of weights, those with a small vocabulary last."""
     most = vocab_size - 1 if vocab_size <= WHOLE else max(VOCABULARIES[-1], vocab_size // 3)
     smaller: list[int | None] = [count for count in VOCABULARIES if count <= most]
     if not smaller and vocab_size >= 1024:
@@ -64,20 +64,20 @@ def candidates(
 
 
 def n_weights(args: DrafterArgs) -> int:
-    """How many numbers a drafter has, of any kind."""
+    """How many weights a drafter of any kind has."""
     return sum(array.size for _, array in cast(Any, tree_flatten(make_drafter(args).parameters())))  # never evaluated
 
 
 def choose_size(
     model: nn.Module, dtype: mx.Dtype, kind: type[TrainableArgs] = TRAINABLE[DEFAULT], depth: int = DRAFT_DEPTH
 ) -> Choice:
-    """The best of `candidates` one step of which costs less than `CHEAP` of a plain step of `model` on this machine.
+    """The best of `candidates` with a draft step below `CHEAP` of the model's plain step, both measured here.
 
-    Both are measured. Only sizes whose bytes are in proportion are measured at all: decoding is bound by memory.
+    Sizes with too many bytes are not measured: decoding is bound by memory.
 
     Args:
         dtype: the drafter's.
-        kind, depth: what is to be trained, and how many guesses.
+        kind, depth: of the drafter to train, and how many tokens it drafts.
     """
     plain = plain_milliseconds(model)
     sizes = candidates(*model_sizes(model), kind, depth)

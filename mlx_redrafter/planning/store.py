@@ -1,4 +1,4 @@
-"""What is kept on disk of a pair of models: their cost table, and what texts have shown of the drafter."""
+"""A pair of models on disk: their cost table, and how often the drafter was right."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .machine import cache_directory, describe_machine
 from .measure import measure_costs
 
 MIN_NEW = 32
-"""Rounds whose counts are worth keeping."""
+"""Counts are written after at least this many new rounds."""
 
 
 def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool) -> CostTable:
-    """The cost table of a pair of models: of the disk, else measured now and kept.
+    """The cost table of a pair of models: from disk, or else measured now and written.
 
     Args:
         trees: whether both take trees.
         refresh: measure again.
     """
-    described = {"format": 6, "machine": describe_machine(), "model": model_name(model), "trees": trees}
+    described = {"format": 7, "machine": describe_machine(), "model": model_name(model), "trees": trees}
     described |= {"model_tensors": digest_tensors(model), "drafter_tensors": digest_tensors(drafter)}
     if ranks.count() > 1:
         described["ranks"] = ranks.gather(describe_machine())
@@ -59,7 +59,7 @@ def load_table(model: nn.Module, drafter: Drafter, *, trees: bool, refresh: bool
 
 
 def digest_tensors(module: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of its tensors."""
+    """A digest of a module's tensor names, shapes and dtypes."""
     flat = cast(list[tuple[str, mx.array]], tree_flatten(module.parameters()))
     described = sorted((name, list(array.shape), str(array.dtype)) for name, array in flat)
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
@@ -73,7 +73,7 @@ def sample_tensors(module: Any) -> bytes:
 
 
 def read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
-    """How often the drafter was right in texts of earlier processes; None where that is not known."""
+    """How often the drafter was right in earlier processes; None if that is not known."""
     kept = ranks.share(_read_object(lambda: _find_file(model, drafter)))
     with suppress(ValueError, TypeError, KeyError):  # none yet, or damaged
         return Counts(_parse(kept["overall"]), [_parse(pair) for pair in kept["by_depth"]])
@@ -81,7 +81,7 @@ def read_counts(model: nn.Module, drafter: Drafter) -> Counts | None:
 
 
 def _read_object(find_file: Callable[[], Path]) -> Any:
-    """What the JSON in a file says; an empty object where there is no such file, or none that can be read."""
+    """The JSON in a file; an empty object if it cannot be read."""
     try:
         return json.loads(find_file().read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):
@@ -96,7 +96,7 @@ def _parse(pair: list[float]) -> Count:
 
 
 def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
-    """Keeps them on disk for the next process, once there are enough new ones; where it cannot, it does not."""
+    """Writes the counts for the next process, once there are enough new ones; does nothing if it cannot."""
     if counts.n_new >= MIN_NEW and ranks.index() == 0:
         counts.n_new = 0
         with suppress(OSError, RuntimeError):
@@ -106,7 +106,7 @@ def keep_counts(model: nn.Module, drafter: Drafter, counts: Counts) -> None:
 
 
 def _find_file(model: nn.Module, drafter: Drafter) -> Path:
-    """Beside the cost tables, by what both are: a sample of every tensor, as fine-tuned models have the same shapes."""
+    """The counts' file, named by both models and a sample of every drafter tensor: fine-tuned ones share shapes."""
     described = [model_name(model), digest_tensors(model), digest_tensors(drafter), drafter.args.to_dict()]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode() + sample_tensors(drafter))
     return cache_directory() / "acceptance" / f"{digest.hexdigest()[:24]}.json"

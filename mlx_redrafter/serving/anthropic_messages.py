@@ -59,6 +59,10 @@ class Messages(Completion[CountTokensBody]):
         yield {"type": "message_delta", "delta": ended, "usage": self.reply["usage"]}
         yield {"type": "message_stop"}
 
+    def make_empty_event(self, answer: Answer) -> Event:
+        ended = {"stop_reason": None, "stop_sequence": None}
+        return {"type": "message_delta", "delta": ended, "usage": {"output_tokens": 0}}
+
     def _block_event(self, what: str, **fields: Any) -> Event:
         return {"type": f"content_block_{what}", "index": len(self._content) - 1, **fields}
 

@@ -8,7 +8,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -45,8 +46,9 @@ LOOPBACK_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d*)?", re.IGNORE
 """Host headers that can only mean this machine. starlette's `TrustedHostMiddleware` refuses others with plain text,
 which the APIs' clients cannot read."""
 
-PING_SECONDS = 10.0
-"""How often a stream sends a comment, so that clients and proxies wait for a first token."""
+PROGRESS_SECONDS = 3.0
+"""How often a silent stream sends a comment and an event, and how often the log shows how much of a prompt was read.
+Clients and proxies abort silent streams: some after 60 seconds, and some do not count comments."""
 
 
 def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | None = None) -> Starlette:
@@ -117,14 +119,21 @@ async def answer_request(service: Service, api: type[Completion[Any]], request: 
     answer = Answer(completion, prompt, "" if request.client is None else request.client.host)
     if body.stream:
         return EventStream(completion, answer)
-    watching = asyncio.create_task(cancel_on_disconnect(request, answer))
-    try:
+    with running(cancel_on_disconnect(request, answer), log_progress(answer)), closing(answer):
         async for _ in completion.events(answer):
             pass
         return JSONResponse(completion.reply)
+
+
+@contextmanager
+def running(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Runs coroutines as tasks until the context ends."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        yield
     finally:
-        watching.cancel()
-        answer.close()
+        for task in tasks:
+            task.cancel()
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -149,6 +158,18 @@ async def cancel_on_disconnect(request: Request, answer: Answer) -> None:
     answer.cancel()
 
 
+async def log_progress(answer: Answer) -> None:
+    """Logs how much of the prompt was read, in the words of mlx-lm's server, until the answer begins."""
+    logged = ""
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        if answer.requests[0].time_to_first_token is not None:
+            return
+        if answer.progress != logged:
+            logged = answer.progress
+            logging.info("Prompt processing progress: %s", logged)
+
+
 async def stream_events(completion: Completion[Any], answer: Answer) -> AsyncIterator[str]:
     """The reply as server-sent events, which end with an error if the engine has one."""
     try:
@@ -170,22 +191,28 @@ class EventStream(StreamingResponse):
     """A reply as server-sent events; the answer is closed however it ends."""
 
     def __init__(self, completion: Completion[Any], answer: Answer) -> None:
-        self._answer, events = answer, stream_events(completion, answer)
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._completion, self._answer, self._is_silent = completion, answer, True
+        events, headers = stream_events(completion, answer), {"Cache-Control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the last one, or until the client disconnects."""
-        pinging = asyncio.create_task(self._ping(send))
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            pinging.cancel()
-            self._answer.close()
 
-    async def _ping(self, send: Send) -> None:
+        async def send_event(message: Message) -> None:
+            self._is_silent = False
+            await send(message)
+
+        with running(self._keep_alive(send), log_progress(self._answer)), closing(self._answer):
+            await super().__call__(scope, receive, send_event)
+
+    async def _keep_alive(self, send: Send) -> None:
         while True:
-            await asyncio.sleep(PING_SECONDS)
-            await send({"type": "http.response.body", "body": b": keepalive\n\n", "more_body": True})
+            self._is_silent = True
+            await asyncio.sleep(PROGRESS_SECONDS)
+            if self._is_silent:
+                event = format_event(self._completion.make_empty_event(self._answer))
+                text = f": keepalive {self._answer.progress}\n\n{event}"
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

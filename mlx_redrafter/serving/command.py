@@ -49,9 +49,10 @@ def make_parser() -> Parser:
     add("--use-default-chat-template", action="store_true", help="the tokenizer's default template where it has none")
     add("--chat-template-args", type=json_object, default={}, help="JSON object of more arguments for it")
     group = parser.add_argument_group("decoding, where a request says nothing else")
-    add_options(group, without=OF_REQUESTS)
+    add_options(group, without=(*OF_REQUESTS, "max_tokens"))
+    group.add_argument("--max-tokens", "-m", type=int, default=-1,
+        help="tokens of an answer (default: -1, as many as the prompt leaves of the context)")  # fmt: skip
     group.add_argument("--num-draft-tokens", type=int, dest="draft_depth", help="mlx-lm's name of --draft-depth")
-    parser.set_defaults(max_tokens=512)  # as mlx-lm's server
     add = parser.add_argument_group("service").add_argument
     add("--host", default="127.0.0.1", help="where to listen; others than loopback need a key (default: %(default)s)")
     add("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")

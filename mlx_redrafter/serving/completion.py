@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +21,7 @@ from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, Tool, Tools, arrange, relax
 from .engine import Engine
+from .json_schemas import find_violation
 from .metrics import Metrics
 from .prefixes import find_prefix_lengths
 from .request import Request
@@ -154,6 +156,10 @@ class Completion(ABC, Generic[AnyBody]):
     def events(self, answer: Answer) -> AsyncIterator[Event]:
         """The data of the server-sent events."""
 
+    @abstractmethod
+    def make_empty_event(self, answer: Answer) -> Event:
+        """An event that keeps a silent stream alive: the API's official clients pass it on without showing it."""
+
     @staticmethod
     def describe_error(error: ApiError) -> Event:
         """An error as OpenAI's clients read it."""
@@ -203,6 +209,7 @@ class Answer:
 
     Attributes:
         n_tokens, n_reasoning: how many tokens were read so far, and how many of them are reasoning.
+        choice: the one that `pieces` is at.
         finish_reason: "stop", "length" or "tool_calls" after the last token of a choice, None before.
 
     Raises:
@@ -224,10 +231,10 @@ class Answer:
         }
         if limit is not None and not 0 < asked.get("max_tokens", service.args.options.max_tokens) <= limit:
             asked["max_tokens"] = limit
-        self._metrics = service.metrics
+        self._completion, self._metrics = completion, service.metrics
         self.requests: list[Request] = []
         self.texts: list[TextStream] = []
-        self.n_tokens = self.n_reasoning = 0
+        self.choice = self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         functions, is_call = describe_tools(completion.tools), bool(completion.forced)
         try:
@@ -242,6 +249,7 @@ class Answer:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yields the tokens, one choice after the other; raises `GenerationFailed`. A stop string ends a choice."""
         for choice, (request, text) in enumerate(zip(self.requests, self.texts, strict=True)):
+            self.choice, said = choice, list[Segment]()
             async for event in request.events():
                 self.n_tokens += 1
                 self.n_reasoning += text.is_reasoning
@@ -250,6 +258,9 @@ class Answer:
                 if text.stopped_by is not None:
                     reason = "stop"
                     request.cancel()
+                said += segments
+                if event.finish_reason == "stop" and text.stopped_by is None:
+                    self._completion.service.prompt_thread.submit(log_violations, self._completion, said)
                 self.finish_reason = "tool_calls" if reason == "stop" and text.has_tool_calls else reason
                 yield Piece(choice, event, shown, segments, self.finish_reason)
                 if reason is not None:
@@ -268,6 +279,12 @@ class Answer:
                 last = segment
         if last is not None:
             yield "end", last
+
+    @property
+    def progress(self) -> str:
+        """How many tokens of the prompt were read, as READ/TOTAL."""
+        request = self.requests[self.choice]
+        return f"{request.read}/{request.prompt_tokens}"
 
     def describe_usage(self, read: str, made: str) -> dict[str, Any]:
         """The token counts so far, as in OpenAI's APIs, whose words for `read` and `made` differ."""
@@ -312,6 +329,23 @@ def check_limits(completion: Completion[Any]) -> None:
     if choices > min(args.max_queue, args.max_per_client):
         limits = f"--max-queue {args.max_queue} and --max-per-client {args.max_per_client}"
         raise ApiError(f"n must be within {limits}, got {choices}")
+
+
+def log_violations(completion: Completion[Any], segments: list[Segment]) -> None:
+    """Logs where a finished answer breaks its strict schemas: grammars do not enforce all keywords."""
+    form, texts = completion.form, [segment.text for segment in segments if segment.kind == "text"]
+    calls = [(segment, completion.find_tool(segment)) for segment in segments if segment.kind == "tool_call"]
+    checked = [(tool.name, tool.function.get("parameters"), call.text) for call, tool in calls if tool.is_strict]
+    if form is not None and form.is_strict and not calls:
+        checked.append(("answer", form.schema_to_follow, "".join(texts)))
+    for name, schema, text in checked:
+        try:
+            violation = find_violation(schema or {}, text)
+        except Exception as error:  # the grammar's rules of what a schema is are not jsonschema's
+            logging.debug("A strict schema cannot be checked", exc_info=error)
+        else:
+            if violation:
+                logging.warning("The strict schema of %r is not followed: %s", name, violation)
 
 
 def describe_tools(tools: Tools) -> list[dict[str, Any]]:

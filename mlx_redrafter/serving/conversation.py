@@ -12,6 +12,7 @@ Anything that cannot be read is an `ApiError` that names its place.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,12 +56,14 @@ class Tool(NamedTuple):
         function: shown to the template: `name`, `description`, `parameters`.
         kind: "function", "custom", whose input is a text, or "local_shell".
         name, namespace: the client's own.
+        is_strict: whether the log says where a call breaks the parameters.
     """
 
     function: dict[str, Any]
     kind: str
     name: str
     namespace: str | None = None
+    is_strict: bool = False
 
 
 Tools = dict[str, Tool]
@@ -105,26 +108,42 @@ def flatten(message: Message, where: str) -> Message:
     if (calls := message.get("tool_calls")) is not None:
         try:
             flat["tool_calls"] = [read_call(call) for call in calls]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            expected = f"{where}.tool_calls must be calls of functions with arguments in JSON"
-            raise ApiError(f"{expected}, got {calls!r:.100}") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ApiError(f"{where}.tool_calls must be calls of functions, got {calls!r:.100}") from error
     return flat
 
 
 def relax(messages: Sequence[Message]) -> list[list[Message]]:
-    """Variants for templates that refuse a conversation: turns of one role joined, then without a system message."""
+    """Variants for templates that refuse a conversation, each with the changes of those before it.
+
+    Arguments that are texts become objects; turns of one role are joined; the system message moves into the user's.
+    """
+    readable = [
+        message | {"tool_calls": [wrap_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
     joined: list[Message] = []
-    for message in messages:
+    for message in readable:
         last = joined[-1] if joined else {}
         if message["role"] == last.get("role") and message.keys() == last.keys() == {"role", "content"}:
             joined[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
         else:
             joined.append(message)
-    variants = [joined] if len(joined) < len(messages) else []
+    variants = [readable] if readable != list(messages) else []
+    variants += [joined] if len(joined) < len(messages) else []
     if len(joined) > 1 and [message["role"] for message in joined[:2]] == ["system", "user"]:
         text = f"<system>\n{joined[0]['content']}\n</system>\n\n{joined[1]['content']}"
         variants.append([joined[1] | {"content": text}, *joined[2:]])
     return variants
+
+
+def wrap_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments in an object if they are a text, as some templates iterate over their items."""
+    function = call["function"]
+    is_text = isinstance(function["arguments"], str)
+    return call | {"function": function | {"arguments": {"arguments": function["arguments"]}}} if is_text else call
 
 
 def join_parts(content: Any, where: str) -> str:
@@ -159,9 +178,20 @@ def read_call(call: dict[str, Any]) -> dict[str, Any]:
     if "custom" in call:
         return make_call(call.get("id"), call["custom"]["name"], {"input": call["custom"]["input"]})
     function = call["function"]
-    arguments = function.get("arguments") or {}
-    parsed = from_json(arguments) if isinstance(arguments, str) else arguments
-    return call | {"function": function | {"arguments": parsed}}
+    return call | {"function": function | {"arguments": read_arguments(function.get("arguments"))}}
+
+
+def read_arguments(given: Any) -> dict[str, Any] | str:
+    """The arguments of a call as an object: {} if there are none, a text if they are not an object."""
+    parsed = given
+    if isinstance(given, str):
+        try:
+            parsed = from_json(given.strip() or "null")
+        except ValueError:
+            return given
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else json.dumps(parsed, ensure_ascii=False)
 
 
 def make_call(identifier: Any, name: Any, arguments: Any) -> dict[str, Any]:
@@ -212,7 +242,8 @@ def read_function(tool: Mapping[str, Any], kind: str, where: str, namespace: str
         "description": own.get("description"),
         "parameters": parameters,
     }
-    return Tool({key: value for key, value in shown.items() if value is not None}, kind, name, namespace)
+    function = {key: value for key, value in shown.items() if value is not None}
+    return Tool(function, kind, name, namespace, is_strict=own.get("strict") is True)
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, Tools]:

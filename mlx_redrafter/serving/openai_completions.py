@@ -73,6 +73,10 @@ class OpenAICompletions(Completion[AnyOpenAIBody]):
             yield self.reply | {"choices": []} | usage
         self.reply |= {"choices": choices} | usage
 
+    def make_empty_event(self, answer: Answer) -> Event:
+        text = self.describe_text(answer.choice, [])
+        return self.reply | {"choices": [{"index": answer.choice, "finish_reason": None, **text}]}
+
     def _describe_token(self, event: TokenEvent) -> dict[str, Any]:
         tokenizer = self.service.tokenizer
 
@@ -108,10 +112,12 @@ class ChatCompletions(OpenAICompletions[ChatBody]):
         if body.logprobs or body.top_logprobs > 0:
             self.top_logprobs = max(0, body.top_logprobs)
         self._call_counts = [0] * body.n
+        self._began = set[int]()  # the choices that have a role
 
     def describe_text(self, choice: int, segments: list[Segment]) -> dict[str, Any]:
         text, reasoning = ("".join(s.text for s in segments if s.kind == kind) for kind in ("text", "reasoning"))
-        message: dict[str, Any] = {"role": "assistant"}
+        message: dict[str, Any] = {} if choice in self._began else {"role": "assistant"}
+        self._began.add(choice)
         if text or not self.body.stream:
             message["content"] = text or None
         if reasoning:

@@ -65,6 +65,9 @@ class Responses(Completion[ResponsesBody]):
         self.reply |= {"status": status, "incomplete_details": details, "usage": usage}
         yield self._event(status, response=self.reply)
 
+    def make_empty_event(self, answer: Answer) -> Event:
+        return self._event("in_progress", response=self.reply)
+
     def describe_failure(self, error: ApiError) -> Event:
         """The last event of a stream that fails: the response so far."""
         self.reply |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}

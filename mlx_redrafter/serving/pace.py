@@ -59,8 +59,8 @@ class Pace:
 
     def prefers_turns(self, rows: int) -> bool:
         """Whether that many rows should take turns, by the speed of the last rounds."""
-        batch = self._batch_speed(rows)
-        return batch is not None and self._turns_speed is not None and self._turns_speed >= MARGIN * batch
+        batch, turns = self._batch_speed(rows), self._turns_speed
+        return rows <= MAX_ROWS and batch is not None and turns is not None and turns >= MARGIN * batch
 
     def _reset(self) -> None:
         self._n_steps = self._n_rounds = self._tokens = 0

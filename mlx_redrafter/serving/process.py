@@ -55,6 +55,8 @@ def load_service(args: argparse.Namespace) -> Service:
     flags: dict[str, Any] = {name: getattr(args, name) for name in getfullargspec(Engine).kwonlyargs}
     engine = Engine(model, tokenizer, drafter, **flags | {"options": options})
     engine.start()
+    if engine.context_length is None and options.max_tokens == -1:
+        logging.info("The model's context length is unknown: answers have no limit. See --max-tokens, --context-length")
     drafter_name = None if drafter is None else show_name(find_drafter_name(args))
     return Service(engine, tokenizer, args, show_name(args.model), drafter_name, Metrics(engine))
 

@@ -34,7 +34,8 @@ MAX_PAUSE = 0.5
 """Seconds by which prompts should delay the other rows' next token at most: above it the pieces get smaller."""
 
 MIN_PIECE, FIRST_PIECE = 128, 256
-"""Prompt tokens in one forward while other rows wait: the fewest of a row, and those of all rows at first."""
+"""Prompt tokens in one forward while other rows wait: the fewest of a row, and those of all rows of a batch at first,
+or of one that takes turns."""
 
 DRAWS = 8
 """Positions whose noise a row's sampler computes at once, in fewer operations than one by one."""
@@ -77,6 +78,7 @@ class Loops:
             context=row.options.context if row.draft else False,
             prompt_cache=cache,
             history=tuple(row.text[:held]),
+            prefill_step_size=min(row.options.prefill_step_size, FIRST_PIECE if self._loops else NO_LIMIT),
             on_drafter_failure=self._on_drafter_failure,
         )
         if row.draft and row.source is None and self._drafter is not None:

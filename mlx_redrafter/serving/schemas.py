@@ -105,9 +105,10 @@ class Part(BaseModel):
 
 
 class Schema(Part):
-    """A JSON schema; by default any object."""
+    """A JSON schema; by default any object. With `strict` the log says where an answer breaks it."""
 
     content: dict[str, Any] = Field({"type": "object"}, alias="schema")
+    strict: bool | None = None
 
 
 class AnswerFormat(Schema):
@@ -120,6 +121,11 @@ class AnswerFormat(Schema):
     def schema_to_follow(self) -> dict[str, Any] | None:
         """A JSON schema; None for plain text."""
         return None if self.type == "text" else (self.json_schema or self).content
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the schema is strict."""
+        return self.schema_to_follow is not None and bool((self.json_schema or self).strict)
 
 
 class FormatAndEffort(Part):

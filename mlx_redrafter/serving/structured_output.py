@@ -6,6 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from ..errors import one_line
-from .schemas import ApiError
+from .json_schemas import drop_refused
+from .schemas import ApiError, log_once
 from .types import SchemaNotFollowed
 
 BLANKS = r"[ \n]{1,24}"
@@ -28,8 +30,7 @@ MAX_REFERENCES, STACK_BYTES = 500, 1 << 29
 overflow would end the process."""
 
 Asked = dict[str, Any] | list[dict[str, Any]]
-"""What an answer must follow: a JSON schema, or functions, one of which it calls. In the functions' parameters, which
-were not written for a grammar, keywords that llguidance does not know are ignored."""
+"""What an answer must follow: a JSON schema, or functions, one of which it calls."""
 
 
 class GrammarCompiler:
@@ -42,24 +43,40 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled: LLTokenizer | None = None  # compiled for the first request that needs it: up to a second
 
     def compile(self, asked: Asked, state: str | None = None, unless: tuple[int, ...] = ()) -> SchemaGrammar:
         """Returns a grammar; calling it returns a copy for one answer.
+
+        Keywords that llguidance cannot enforce are ignored, with a line in the log.
 
         Args:
             state: see `Prompt`; with "reasoning" the grammar begins after the mark that ends it.
             unless: token ids with which the answer may begin instead, and is then free.
 
         Raises:
-            ApiError: a schema is wrong, or uses what llguidance does not know, or no answer follows it.
+            ApiError: a schema is wrong, or too large, or no answer follows it.
         """
-        if self._compiled is None:
-            backend = copy(self._tokenizer.backend_tokenizer)
-            backend.no_padding()
-            backend.no_truncation()
-            ends = list(self._tokenizer.eos_token_ids)
-            self._compiled = LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=ends)
+        matcher, ignored = self._match(asked, unless), list[str]()
+        if matcher.is_error():
+            followed, ignored = self._drop_refused(asked)
+            matcher = self._match(followed, unless) if ignored else matcher
+        if matcher.is_error():
+            raise ApiError(describe_error(matcher))
+        ignored += matcher.get_grammar_warnings()
+        if ignored:
+            log_once(f"JSON schema keywords that a grammar cannot enforce are ignored: {one_line('; '.join(ignored))}")
+        end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
+        return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
+
+    @cached_property
+    def _compiled(self) -> LLTokenizer:
+        """Compiled for the first request that needs it: up to a second."""
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return LLTokenizer(backend.to_str(), n_vocab=self._vocab_size, eos_token=list(self._tokenizer.eos_token_ids))
+
+    def _match(self, asked: Asked, unless: tuple[int, ...]) -> LLMatcher:
         grammar = describe_grammar(asked, unless)
         if grammar.count('"$ref"') > MAX_REFERENCES:
             raise ApiError(f"{CANNOT}: it must have at most {MAX_REFERENCES} references")
@@ -70,15 +87,26 @@ class GrammarCompiler:
         finally:
             threading.stack_size(previous)
         matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ApiError(describe_error(matcher))
-        end = tuple(self._tokenizer.think_end_tokens) if state == "reasoning" else ()
-        return SchemaGrammar(matcher, self._compiled, (asked, state, unless), end)
+        return matcher
+
+    def _drop_refused(self, asked: Asked) -> tuple[Asked, list[str]]:
+        def refuses(schema: dict[str, Any]) -> bool:
+            error = LLMatcher.validate_grammar(describe_grammar(schema, ()), self._compiled)
+            return bool(error) and not error.startswith("Unsatisfiable")
+
+        if isinstance(asked, dict):
+            return drop_refused(asked, refuses)
+        functions, ignored = list[dict[str, Any]](), list[str]()
+        for function in asked:
+            parameters, dropped = drop_refused(function.get("parameters") or {}, refuses)
+            functions.append(function | {"parameters": parameters})
+            ignored += dropped
+        return functions, ignored
 
 
 def describe_grammar(asked: Asked, unless: tuple[int, ...]) -> str:
     """The grammar in llguidance's form, in which each schema is its own document."""
-    options = {"whitespace_pattern": BLANKS, "lenient": isinstance(asked, list)}
+    options = {"whitespace_pattern": BLANKS, "lenient": True}
     if isinstance(asked, dict):
         mark = " ".join(f"<[{token}]>" for token in unless)
         choice = [{"lark_grammar": f"start: @answer | {mark}"}] if mark else []

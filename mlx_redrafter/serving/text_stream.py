@@ -22,6 +22,10 @@ KINDS: dict[str | None, Literal["text", "reasoning"]] = {"normal": "text", "reas
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 """Character of a byte-level vocabulary, as GPT-2's -> its byte."""
 
+JSON_START = re.compile(r'[^<"{]*[\[{]')
+JSON_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<extra>\{(?=\s*\{)|,(?=\s*[}\]]))|[{}\[\]]', re.DOTALL)
+CONTROL = re.compile(r"[\x00-\x1f]")
+
 
 class Segment(NamedTuple):
     """A piece of an answer.
@@ -114,17 +118,46 @@ class TextStream:
             return []
         text, self._call = self._call, None
         if self._tools:
-            try:
-                parsed = json.loads(text) if self._is_call else self._tokenizer.tool_parser(text, self._tools)
-                calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-                self.has_tool_calls |= bool(calls)
-                return calls
-            except Exception as error:  # a parser may fail in many ways of what a model writes
-                logging.warning(f"a tool call cannot be parsed and is passed on as text: {one_line(error)}")
+            error: Exception | None = None
+            for repair in (str, repair_json):
+                try:
+                    written = repair(text)
+                    parsed = json.loads(written) if self._is_call else self._tokenizer.tool_parser(written, self._tools)
+                    calls = [_read_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+                except Exception as raised:  # a parser may fail in many ways of what a model writes
+                    error = error or raised
+                else:
+                    self.has_tool_calls |= bool(calls)
+                    return calls
+            logging.warning(f"a tool call cannot be parsed and is passed on as text: {one_line(error)}")
         if self._is_call:
             return [Segment("text", text)] if text else []
         end = self._tokenizer.tool_call_end if is_complete else ""
         return [Segment("text", f"{self._tokenizer.tool_call_start}{text}{end or ''}")]
+
+
+def repair_json(text: str) -> str:
+    """Returns a text of JSON without common mistakes whose repair is unambiguous.
+
+    These are control characters in strings, commas before a closing bracket, an opening brace twice, and brackets that
+    close nothing. A text with a quotation mark or `<` before its first bracket may not be JSON, and stays as it is.
+    """
+    depth = 0
+
+    def mend(found: re.Match[str]) -> str:
+        nonlocal depth
+        piece = found[0]
+        if piece[0] == '"':
+            return CONTROL.sub(lambda character: json.dumps(character[0])[1:-1], piece)
+        if found["extra"]:
+            return ""
+        depth += 1 if piece in "{[" else -1
+        if depth >= 0:
+            return piece
+        depth = 0
+        return ""
+
+    return JSON_PIECE.sub(mend, text) if JSON_START.match(text) else text
 
 
 def make_machine(tokenizer: Any, *, calls: bool) -> TextStateMachine:
@@ -149,8 +182,9 @@ def find_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
 
 
 def _read_call(call: dict[str, Any]) -> Segment:
-    arguments = call.get("arguments", call.get("parameters", {}))
-    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    arguments = call.get("arguments", call.get("parameters"))
+    found = json.loads(arguments.strip() or "null") if isinstance(arguments, str) else arguments
+    found = {} if found is None else found
     if not isinstance(found, dict):
         raise ValueError(f"expected an object of arguments, got {arguments!r:.100}")
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)

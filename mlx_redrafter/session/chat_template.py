@@ -1,7 +1,7 @@
-"""A conversation as token ids: what a turn adds after the tokens that the cache already holds.
+"""A conversation as token ids: the tokens that a turn adds after those in the cache.
 
-Rendered again, an earlier turn may become other tokens: two texts joined are not tokenized as each alone, and templates
-cut old reasoning. So earlier turns are never tokenized again, only what the template puts after the last answer.
+Earlier turns are never tokenized again, only what the template puts after the last answer: rendered again they may
+become other tokens, as joined texts tokenize differently and templates cut old reasoning.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from ..errors import RedrafterError, one_line
 from ..generate import encode, is_text
 
 Message = dict[str, Any]
-"""As chat templates take them: `role`, `content`, and whatever else a template knows."""
+"""A message for chat templates: `role`, `content`, and other keys that a template knows."""
 
 MARK, SENTINEL = "7f3a9c41d2", "b80e5d6f13"
-"""Stand for the last answer, to find what comes after it, and for a message that a template might move before it."""
+"""Placeholders for the last answer, to find what follows it, and for a message that a template may move before it."""
 
 ANCHORS = ("a", "\n", ".", "0")
-"""Texts to tokenize a continuation after: with one of them its first token does not merge."""
+"""Texts after which a continuation is tokenized; with one of them its first token does not merge."""
 
 
 def parse_messages(given: str | Sequence[Message]) -> list[Message]:
     """A user's text, or messages, as messages.
 
     Raises:
-        RedrafterError: neither of them.
+        RedrafterError: `given` is neither of them.
     """
     messages: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -44,10 +44,10 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
 
     Args:
         tools: functions or their JSON schemas; None for none.
-        config: a dictionary of others, as `enable_thinking`; None for none.
+        config: a dictionary of others, such as `enable_thinking`; None for none.
 
     Raises:
-        RedrafterError: they are something else, or there is no template to show the tools.
+        RedrafterError: they are something else, or tools are given without a chat template.
     """
     if not isinstance(config, dict | None):
         raise RedrafterError(f"chat_template_config must be a dictionary of arguments, got {config!r:.100}")
@@ -61,7 +61,7 @@ def make_template_args(tokenizer: Any, tools: Any, config: Any) -> dict[str, Any
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a conversation up to where the next answer begins; without a chat template, of its texts joined.
+    """The ids of a conversation up to the next answer; without a chat template, of its joined texts.
 
     Args:
         template: see `make_template_args`.
@@ -85,12 +85,12 @@ def encode_turn(
     """The ids that `new` adds after an answer to `before`.
 
     Args:
-        last: the last token of that answer. If it is an end-of-text token, the one that the template puts there is left
-            out, with whitespace before it (Llama 2's template has a space).
-        previous: the arguments that `before` was rendered with; None for `template`.
+        last: the last token of that answer. If it is an end-of-text token, the template's own is left out, with
+            whitespace before it (Llama 2's template has a space).
+        previous: the arguments with which `before` was rendered; None for `template`.
 
     Returns:
-        None where the template changes what comes before the answer, or does not show the answer once: the whole
+        None if the template changes what comes before the answer, or does not show the answer exactly once; the whole
         conversation must then be prefilled again.
 
     Raises:
@@ -100,7 +100,7 @@ def encode_turn(
         return encode_continuation(tokenizer, _join_texts(new))
     answered = [*before, {"role": "assistant", "content": MARK}]
     parts = render(tokenizer, [*answered, *new], template).split(MARK)
-    # Other arguments may change the front, and some templates move a system message there.
+    # Other arguments may change the beginning, and some templates move a system message there.
     masked = [each if each["role"] in ("user", "assistant", "tool") else each | {"content": SENTINEL} for each in new]
     front = render(tokenizer, [*answered, *masked], template if previous is None else previous).split(MARK)[0]
     if len(parts) != 2 or parts[0] != front:
@@ -115,8 +115,8 @@ def encode_turn(
 def encode_continuation(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text that follows another one.
 
-    A SentencePiece tokenizer puts a space before a text that it encodes alone. Where the ids alone therefore do not
-    decode to the text, it is encoded after an anchor. (With most tokenizers they do.)
+    SentencePiece tokenizers put a space before a text. If the ids therefore do not decode to the text, it is encoded
+    after an anchor.
     """
     alone = _encode_plainly(tokenizer, text)
     for anchor in ANCHORS:
@@ -132,13 +132,13 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
 def render(
     tokenizer: Any, messages: Sequence[Message], template: dict[str, Any] | None = None, *, prefilled: bool = False
 ) -> str:
-    """The messages through the chat template, up to where the next answer begins.
+    """The messages as rendered by the chat template, up to the next answer.
 
     Args:
         prefilled: whether the last message is the beginning of that answer.
 
     Raises:
-        RedrafterError: the template refuses them.
+        RedrafterError: the template refuses the messages.
     """
     try:
         text = tokenizer.apply_chat_template(

@@ -1,4 +1,4 @@
-"""How many tokens fit into a memory, from the cache's bytes per token."""
+"""How many tokens fit into memory, from the cache's bytes per token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..options import Options
 from ..planning.machine import usable_bytes
 
 MAX_LENGTH = 2**31
-"""Tokens: no text is longer."""
+"""An upper bound on tokens of any text."""
 
 
 class CacheBytes(NamedTuple):
-    """What a model's prompt cache takes, in bytes.
+    """The size of a model's prompt cache in bytes.
 
     Attributes:
-        fixed: of recurrent states, and of rings once they are full.
-        per_token: of a token in the layers that grow.
-        quantized_per_token: the same once they are quantized, from `quantized_from` tokens on.
+        fixed: recurrent states, and full rings.
+        per_token: a token in the layers that grow.
+        quantized_per_token: the same in quantized layers, from `quantized_from` tokens on.
     """
 
     fixed: float
@@ -31,7 +31,7 @@ class CacheBytes(NamedTuple):
     quantized_from: int
 
     def tokens_in(self, size: float) -> int:
-        """How long a text may be for its cache to take at most `size` bytes."""
+        """The longest text whose cache takes at most `size` bytes."""
         room = size - self.fixed
         each = self.quantized_per_token if room > self.per_token * self.quantized_from else self.per_token
         if room < 0 or not each:
@@ -40,7 +40,7 @@ class CacheBytes(NamedTuple):
 
 
 def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
-    """Read off the shapes of a forward of one token that is built but never computed."""
+    """The cache's size, from the shapes of a forward of one token that is built but never computed."""
     cache = make_prompt_cache(model, options.max_kv_size)
     model(mx.zeros((1, 1), mx.int32), cache=cache)
     fixed = per_token = quantized = 0.0
@@ -48,17 +48,17 @@ def measure_cache(model: nn.Module, options: Options) -> CacheBytes:
         keys: Any = getattr(c, "keys", None)
         if not isinstance(c, kv_cache.TRIMMABLE):
             fixed += c.nbytes
-        elif keys is not None and isinstance(c, RotatingKVCache):  # it keeps the rows of a long forward besides its own
+        elif keys is not None and isinstance(c, RotatingKVCache):  # it also keeps the rows of a long forward
             fixed += c.nbytes / keys.shape[-2] * (c.max_size + options.prefill_step_size)
         elif keys is not None:
             row = c.nbytes / keys.shape[-2]
             per_token += row
             if options.kv_bits is not None and hasattr(c, "to_quantized"):
-                row *= options.kv_bits / (8 * keys.itemsize) + 2 / options.kv_group_size  # a scale and a bias a group
+                row *= options.kv_bits / (8 * keys.itemsize) + 2 / options.kv_group_size  # a scale and a bias per group
             quantized += row
     return CacheBytes(fixed, per_token, quantized, options.quantized_kv_start)
 
 
 def free_memory() -> int:
-    """Bytes that MLX may still take on its default device without slowing down."""
+    """Bytes that MLX can still use on its default device without slowing down."""
     return max(0, usable_bytes() - mx.get_active_memory())

@@ -1,4 +1,4 @@
-"""Saved conversations: a prompt cache of mlx-lm, with the token ids and the messages next to it."""
+"""Saved conversations: mlx-lm's prompt cache, with token ids and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..planning.store import digest_tensors
 from .chat_template import Message, parse_messages
 
 FORMAT = "1"
-"""Of saved conversations."""
+"""The format of saved conversations."""
 
 
 def write_conversation(
@@ -38,7 +38,7 @@ def write_conversation(
     Args:
         path: a name that ends in .safetensors.
         cache: of all tokens.
-        template: the arguments of the chat template that they were rendered with.
+        template: the arguments of the chat template with which they were rendered.
 
     Raises:
         RedrafterError: it cannot be written.
@@ -56,7 +56,7 @@ def write_conversation(
         text = json.dumps(content, default=get_json_schema)
         with replace_file(file) as partial:
             save_prompt_cache(str(partial), cache, {"session": text})
-    except Exception as error:  # no JSON for a value, in one of many ways; or what writing raises
+    except Exception as error:  # from JSON or from writing, of many kinds
         raise RedrafterError(f"cannot save the session as {file}: {one_line(error)}") from error
 
 
@@ -83,6 +83,6 @@ def read_conversation(
         if (length := kv_cache.length(cache)) not in (0, len(tokens)):
             raise RedrafterError(f"its cache holds {length} tokens, and it names {len(tokens)}")
         mx.eval([c.state for c in cache])
-    except Exception as error:  # a damaged file fails in many ways
+    except Exception as error:  # damaged files raise many kinds
         raise RedrafterError(f"cannot read the session {file}: {one_line(error)}") from error
     return cache, tokens, messages, template

@@ -1,4 +1,4 @@
-"""A conversation over one model: its prompt cache is kept between turns, so no token is processed twice."""
+"""A conversation with one model; its prompt cache is kept between turns, so no token is processed twice."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from .memory import free_memory, measure_cache
 from .saved import read_conversation, write_conversation
 
 SPARE_TOKENS = 320
-"""Rows that a cache may have beyond the text: it is allocated 256 rows at a time, and a round writes a tree."""
+"""The most cache rows beyond the text: a cache grows by 256 rows, and a round writes a tree."""
 
 TURN_ARGUMENTS = frozenset({"stop", "tools", "chat_template_config"})
-"""What a turn may give besides options."""
+"""Arguments of a turn besides options."""
 
 
 class Cancelled(Exception):
-    """Raised from the progress callback to leave a prompt that is no longer wanted."""
+    """Raised from the progress callback to cancel a prompt."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a turn generated.
+    """The answer of a turn.
 
     Attributes:
         text: without stop strings.
-        tokens: its ids, an end-of-text token at the end included.
+        tokens: its ids, including an end-of-text token at the end.
         finish_reason: "stop", "length" or "cancelled".
         last: the last response: counts, speeds, seed; None if nothing was generated.
     """
@@ -57,7 +57,7 @@ class Answer:
 
 
 class _Turn(NamedTuple):
-    """What a turn reads: `old` are the ids of `messages`, which the cache holds unless it was discarded."""
+    """The input of a turn; the cache holds `old`, the ids of `messages`, unless it was discarded."""
 
     messages: list[Message]
     old: list[int]
@@ -65,23 +65,23 @@ class _Turn(NamedTuple):
 
 
 class Session:
-    """A conversation. One thread at a time may use it; any thread may `cancel`.
+    """A conversation. Only one thread at a time may use it; any thread may `cancel`.
 
     Several sessions may share a model; each has its own prompt cache.
 
     Args:
         model, tokenizer, drafter: as `load` and `load_drafter` return them.
-        memory_budget: bytes that its cache may take, about; None for the free memory of the machine.
-        when_full: "refuse" a turn for which there is no room, or "trim": drop the oldest messages but the system's
-            until `max_tokens` of answer have room, or half of what the budget holds, and read the others again.
+        memory_budget: about the most bytes of its cache; None for the machine's free memory.
+        when_full: "refuse" a turn without room, or "trim": drop the oldest messages except the system's until an answer
+            of `max_tokens`, or of half of the budget, has room, and read the others again.
         stop: strings that end an answer.
         tools: functions or their JSON schemas, for the chat template.
-        chat_template_config: more arguments for the chat template, as `enable_thinking`.
-        options: of every turn, unless `send` gives others; see `Options`. A `prompt_cache` is not among them.
+        chat_template_config: more arguments for the chat template, such as `enable_thinking`.
+        options: of all turns, unless `send` gives others; see `Options`. `prompt_cache` is not allowed.
 
     Raises:
-        TypeError: an unknown option.
-        RedrafterError: an option out of its range.
+        TypeError: an option is unknown.
+        RedrafterError: an option is out of its range.
     """
 
     @takes_options
@@ -118,12 +118,12 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of the conversation so far: all that was read and generated."""
+        """All ids of the conversation so far, read and generated."""
         return list(self._tokens)
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far; an interrupted answer is included as far as it came."""
+        """The conversation so far, including the generated part of an interrupted answer."""
         return copy.deepcopy(self._messages)
 
     def send(
@@ -137,16 +137,16 @@ class Session:
         """Sends messages and waits for the answer.
 
         Args:
-            messages: a user's text, or messages; without a chat template the text as it is.
+            messages: a user's text, or messages; without a chat template the plain text.
             on_text: called with each piece of text as it is generated.
             on_token: called with every response.
-            options: as those of `Session`, for this turn, `stop`, `tools` and `chat_template_config` included. Where
-                those change what was read, the conversation is prefilled again.
+            options: for this turn, as of `Session`, including `stop`, `tools` and `chat_template_config`. If these
+                change earlier turns' tokens, the conversation is prefilled again.
 
         Raises:
-            TypeError: an unknown option.
-            RedrafterError: another thread uses the session, no room, an option of the cache, which is the session's, or
-                what `stream_generate` refuses.
+            TypeError: an option is unknown.
+            RedrafterError: another thread uses the session, there is no room, a cache option is given, which only the
+                session takes, or `stream_generate` refuses the request.
         """
         check_names(options, OPTION_NAMES | TURN_ARGUMENTS | {"on_text", "on_token"})
         text, tokens, last = "", list[int](), None
@@ -162,7 +162,7 @@ class Session:
         return Answer(text, tokens, "cancelled" if reason is None else reason, last)  # type: ignore[arg-type]
 
     def stream(self, messages: str | Sequence[Message], **options: Any) -> Generator[GenerationResponse, None, None]:
-        """As `send`, as an iterator of responses. It uses the session until it ends or is closed.
+        """As `send`, but yields responses. The iterator uses the session until it ends or is closed.
 
         A cancelled answer ends without a `finish_reason`.
         """
@@ -173,18 +173,20 @@ class Session:
             config = options.pop("chat_template_config", self._template_config)
             template = make_template_args(self.tokenizer, tools, config)
             _refuse(("prompt_cache", "history", *CACHE_OPTIONS), options)
+            if "answers" in options:
+                options["answers"] = open_answers(options["answers"], self.tokenizer)
             parsed = Options(**_merge_options(self._options, options)).require_tokens()
             turn, room = self._prepare_turn(sent, template, asked := parsed.max_tokens)
             parsed = replace(parsed, max_tokens=room if asked == -1 else min(asked, room))
             yield from self._generate(turn, sent, template, parsed, StopStrings(stop))
 
     def cancel(self) -> bool:
-        """Ends the answer that is being generated, within a round; from any thread, or a signal's handler.
+        """Ends the current answer within a round, from any thread or signal handler.
 
-        What was generated stays. Where no answer is being generated, nothing happens.
+        The generated part stays. Does nothing if no answer is being generated.
 
         Returns:
-            Whether there was one.
+            Whether an answer was being generated.
 
         Raises:
             RedrafterError: there are several ranks, which would end at different tokens.
@@ -199,7 +201,7 @@ class Session:
             self._clear()
 
     def fork(self) -> Session:
-        """Another session with the same conversation so far; later turns of one are not in the other."""
+        """Another session with the same conversation so far; later turns are separate."""
         with self._locked():
             other = copy.copy(self)
             other._lock, other._cache = threading.Lock(), copy.deepcopy(self._cache)
@@ -213,8 +215,8 @@ class Session:
             path: a name that ends in .safetensors.
 
         Raises:
-            RedrafterError: it cannot be written, there is no conversation yet, or an exception has interrupted the last
-                turn: the next one reads all tokens again.
+            RedrafterError: it cannot be written, there is no conversation yet, or an exception interrupted the last
+                turn, so that the next one must read all tokens again.
         """
         _refuse_ranks("saving a session")
         with self._locked():
@@ -226,13 +228,13 @@ class Session:
     def load(
         cls, path: str | Path, model: nn.Module, tokenizer: Any, drafter: Drafter | None = None, **settings: Any
     ) -> Session:
-        """A session that was saved, over the model that it was saved with.
+        """A saved session, with the model that it was saved with.
 
         Args:
-            settings: as those of `Session`.
+            settings: as of `Session`.
 
         Raises:
-            RedrafterError: it cannot be read, or is of another model.
+            RedrafterError: it cannot be read, or it was saved with another model.
         """
         _refuse_ranks("loading a session")
         session = cls(model, tokenizer, drafter, **settings)
@@ -243,8 +245,8 @@ class Session:
     def _clear(self) -> None:
         self._tokens: list[int] = []
         self._messages: list[Message] = []
-        self._cache: kv_cache.Cache | None = None  # of all tokens; None: they have to be read (again)
-        self._source: Source | None = None  # what the drafter keeps of them
+        self._cache: kv_cache.Cache | None = None  # of all tokens; None if they must be read (again)
+        self._source: Source | None = None  # the drafter's, of all tokens
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -258,9 +260,9 @@ class Session:
             self._lock.release()
 
     def _prepare_turn(self, sent: list[Message], template: dict[str, Any], asked: int) -> tuple[_Turn, int]:
-        """(what a turn reads, after dropping old messages where that is wanted; how many tokens the answer may have).
+        """(a turn's input, after dropping old messages if necessary; the most tokens of the answer).
 
-        At most `asked` of them are wanted; -1 for no limit.
+        `asked` is the requested limit of the answer; -1 for none.
         """
         longest = self._longest_text()
         half = max(1, longest // 2)
@@ -291,7 +293,7 @@ class Session:
         return turn, room(turn)
 
     def _longest_text(self) -> int:
-        """How many tokens the budget has room for; on several ranks that of the one with the least."""
+        """How many tokens the budget has room for; the least over all ranks."""
         budget = self._memory_budget
         if budget is None:
             budget = free_memory() + sum(c.nbytes for c in self._cache or ())
@@ -301,13 +303,13 @@ class Session:
     def _generate(
         self, turn: _Turn, sent: list[Message], template: dict[str, Any], options: Options, stops: StopStrings
     ) -> Generator[GenerationResponse, None, None]:
-        """The responses of a turn; afterwards the conversation has what was yielded.
+        """The responses of a turn; the conversation then contains what was yielded.
 
         An exception leaves the cache undefined: it is discarded, and the next turn reads all tokens again.
         """
         history = turn.old if self._cache is not None else []
         kept = (self._cache if history else None) or make_prompt_cache(self.model, options.max_kv_size)
-        cache, states = list(kept), kv_cache.snapshot_rows(kept)  # another list: quantizing replaces its layers
+        cache, states = list(kept), kv_cache.snapshot_rows(kept)  # a copy, as quantizing replaces its layers
         callback, valid = options.prompt_progress_callback, False
         source = self._source.fork() if history and self._source is not None else None
         if source is None and self.drafter is not None:
@@ -326,7 +328,7 @@ class Session:
         try:
             with closing(stream_text(self.model, self.tokenizer, prompt, source, options, stops)) as responses:
                 for response in responses:
-                    kept, states = [], []  # they keep old arrays alive
+                    kept, states = [], []  # frees old arrays
                     tokens.append(response.token)
                     text += response.text
                     try:
@@ -344,14 +346,14 @@ class Session:
                 self._messages = [*turn.messages, *sent, {"role": "assistant", "content": text}]
                 self._tokens = [*turn.old, *turn.new, *tokens]
                 self._rendered_with = template
-            # Another turn's thread cannot evaluate what is left; some forwards put other weights into the model.
+            # Another thread's turn cannot evaluate what is left; some forwards put new arrays into the model.
             mx.eval([vars(c) for c in kv_cache.leaves(cache)] if valid else [], self.model)
             if valid:
                 self._cache, self._source = cache, source
 
 
 def _merge_options(session: dict[str, Any], turn: dict[str, Any]) -> dict[str, Any]:
-    """The options of a turn: its own replace those of the session that say the same in another way."""
+    """The options of a turn: its own replace the session's, including other ways to say the same."""
     replaced: tuple[str, ...] = ()
     if "plan" in turn:
         replaced = (*PLAN_OPTIONS, "context")
@@ -374,7 +376,7 @@ def _refuse_ranks(what: str) -> None:
 
 
 def _drop_oldest(messages: list[Message]) -> list[Message]:
-    """The messages without the oldest turn; what the system said first stays."""
+    """The messages without the oldest turn; a system message at the beginning stays."""
     roles = [each["role"] for each in messages]
     first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
     later = next((i for i in range(first + 1, len(roles)) if roles[i] == "user"), len(roles))

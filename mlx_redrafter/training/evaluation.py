@@ -97,7 +97,7 @@ def count_rounds(text: Text, accepted: np.ndarray | None, context: ContextSource
     while at < len(ids) - 1:
         longest = 0 if accepted is None else int(accepted[at - 1])
         if context is not None and (forecast := context.forecast(0)) is not None:
-            pairs = zip(context.find(len(forecast.reach)), ids[at + 1 :], strict=False)
+            pairs = zip(context.find(len(forecast.cumulative_acceptance)), ids[at + 1 :], strict=False)
             longest = max(longest, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
         made = ids[at + 1 : at + longest + 2]
         if context is not None:

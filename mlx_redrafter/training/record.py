@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,17 @@ class Files:
         self.checkpoint, self.best = self.work / "checkpoint.safetensors", self.work / "best"
         self.states, self.texts = self.work / "hidden_states.f16", self.work / "texts.json"
 
-    def clear(self) -> None:
-        """Lets only the owner read the folder, and removes an earlier run's state from it."""
+    def restart(self) -> None:
+        """Lets only the owner read the folder, and removes what an earlier run cannot share with a new one."""
         self.work.chmod(0o700)
-        for path in (self.record, self.checkpoint):  # in this order: without a record nothing is resumed
+        for path in (self.record, self.checkpoint, self.texts):  # in this order: without a record nothing is resumed
             path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Removes all that a run keeps except answers, and the folder unless it has something else."""
+        self.restart()
+        shutil.rmtree(self.best, ignore_errors=True)
+        for path in (self.states, self.states.with_suffix(".json"), self.lock):
+            path.unlink(missing_ok=True)
+        if not any(self.work.iterdir()):
+            self.work.rmdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -176,7 +175,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
     with lock_file(files.lock):
         try:
             if not resume:
-                files.clear()
+                files.restart()
                 if args.answers:
                     save_texts(files.texts, training, validation)
             record.save(files.record)
@@ -198,7 +197,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             if record.ended is None:
                 with interruptible() as interrupted:
                     done = fit_drafter(run, interrupted)
-                if record.ended is None and done < args.iters:
+                if record.ended is None and done < record.iters:
                     say(f"stopped at iteration {done} of {args.iters}; the same command with --resume continues")
                     return INTERRUPTED
             status = finish(run)
@@ -206,7 +205,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
             say("stopped; the same command with --resume continues")
             return INTERRUPTED
     if args.answers:  # nobody's answers stay beside a drafter that may be passed on
-        shutil.rmtree(files.work)
+        files.clear()
         if status == REFUSED and not any(files.place.iterdir()):
             files.place.rmdir()
     return status
@@ -368,7 +367,8 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
 
     def on_iteration(done: int, shown: dict[str, float]) -> bool:
         nonlocal started
-        if record.ended is not None:
+        assert record.iters is not None
+        if record.ended is not None or done > record.iters:
             return True  # only the end of an update is waited for
         record.drop_after(done - 1)  # what a run recorded after its last checkpoint comes again
         if is_report := done % args.steps_per_report == 0:
@@ -383,11 +383,11 @@ def fit_drafter(run: Run, interrupted: threading.Event) -> int:
                 run.say(f"stopping early: no more tokens per round for {args.patience} validations")
                 record.ended = done
             if is_late:
-                record.ended = done
+                record.iters = done
         if is_report or is_validation:
             record.save(files.record)
             started = time.perf_counter()
-        return interrupted.is_set() or record.ended is not None
+        return interrupted.is_set() or is_late or record.ended is not None
 
     batches = make_batches(run.training, args.batch_size, args.seed)
     return train_drafter(

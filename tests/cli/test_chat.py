@@ -103,7 +103,7 @@ def test_ctrl_c_stops_an_answer_then_the_chat(
     session, screen, before = make_session(max_tokens=-1), make_screen(), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(screen, "show_token", lambda *shown: os.kill(os.getpid(), signal.SIGINT))
     chat.answer(session, screen, "hello")
-    assert "the conversation goes on" in capsys.readouterr().out and len(session.messages) == 2
+    assert "the conversation continues" in capsys.readouterr().out and len(session.messages) == 2
     monkeypatch.setattr(session, "cancel", lambda: True)  # so that the answer goes on until the second one
     with pytest.raises(KeyboardInterrupt):
         chat.answer(session, screen, "hello")

@@ -129,7 +129,7 @@ def test_models_without_trees_are_offered_chains(measured: Measured) -> None:
     model = make_family("falcon_h1")
     report = diagnose(model, make_drafter(model))
     assert report["trees"] is False and measured.trees == [False]
-    assert all(outlook["offer"]["plan"].width == 1 for outlook in report["outlooks"])
+    assert all(prediction["offer"]["plan"].width == 1 for prediction in report["predictions"])
     assert f"Plans: chains only, {report['no_trees']}" in format_report(report)
 
 
@@ -153,10 +153,10 @@ def test_text_agrees_with_json_and_refreshes(measured: Measured, run: Any) -> No
     rows = {cells[0]: line for line in out.splitlines() if (cells := line.split())}
     assert [int(name) for name in rows if name.isdigit()] == list(range(1, 17))
     assert "1.92 (1.92)" in rows["6"] and "2.30 (1.92)" in rows["6"] and "1.20 (1.00)" in rows["plain"]
-    for outlook in report["outlooks"]:
-        offer = outlook["offer"]
+    for prediction in report["predictions"]:
+        offer = prediction["offer"]
         cell = f"{offer['ratio']:.2f} ({describe_plan(Plan(*offer['plan']))})"
-        assert cell in rows[f"{outlook['tokens_per_round']:.2f}"]
+        assert cell in rows[f"{prediction['tokens_per_round']:.2f}"]
     assert [tuple(each.values())[:3] for each in report["cliffs"]] == [(64, 6, 5), (1024, 6, 5)]
     assert report["settings"]["model"] == report["settings"]["drafter"] == "demo"
     assert run("doctor", "--refresh")[0] == 0 and len(measured.trees) == 2
@@ -168,7 +168,7 @@ def test_a_users_own_models_are_examined(
     model = small_llama(vocab=64)
     monkeypatch.setattr("mlx_redrafter.checkpoints.load", lambda name, **options: (model, None))
     status, out, err = run("doctor", "--model", "mine")
-    assert status == 0 and "no drafter given: measuring with a random one" in err and "This drafter is random" in out
+    assert status == 0 and "no drafter given: measuring a random one" in err and "This drafter is random" in out
     save_drafter(tmp_path / "drafter", small_drafter(vocab=64), extra={"base_model": "another"})
     status, out, err = run("doctor", "--model", "mine", "--drafter", str(tmp_path / "drafter"))
     assert status == 0 and "was trained for another, not for mine" in err and "config has no acceptance" in out

@@ -162,7 +162,7 @@ def test_what_cannot_run_together_is_refused(flags: list[str], tmp_path: Path) -
                 (["generate", *flags, "--adapter-path", "x"], "--adapter-path runs in one process, got 2"),
                 (["generate", *flags, "--pipeline"], "The model does not support pipelining"),
                 (["generate", *flags[2:]], "2 ranks need --model"),
-                (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file is one process's"),
+                (["generate", *flags, "--prompt-cache-file", "x"], "--prompt-cache-file needs a single process"),
                 (["generate", *flags, "--prompt", "-"], "which mlx.launch does not pass on"),
                 (["generate", "--model", "/no/such"], "no such directory: '/no/such'"),
                 (["doctor", "--model", flags[1]], "this command runs in one process, got 2"),

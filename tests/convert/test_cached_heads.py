@@ -102,7 +102,7 @@ def test_heads_that_others_have_quantized_stay_as_they_are(name: str, tmp_path: 
     assert {layer.bits for layer in layers.values()} >= {said["bits"]} and "fc" in layers
     own = [entry["bits"] for entry in said.values() if isinstance(entry, dict)]
     assert sorted(layer.bits for layer in layers.values() if layer.bits != said["bits"]) == sorted(own)
-    refused(source, ".* is quantized already: --drafter reads it, -d dequantizes it", tmp_path / "result")
+    refused(source, ".* is already quantized: --drafter reads it, -d dequantizes it", tmp_path / "result")
     plain = load_drafter(convert(source, tmp_path / "plain", dequantize=True).path)
     assert not [layer for _, layer in plain.named_modules() if hasattr(layer, "bits")]
     assert mx.allclose(plain.sample_logits(), drafter.sample_logits(), atol=1e-3)
@@ -182,7 +182,7 @@ def test_what_a_config_need_not_say_can_be_tried_otherwise(name: str, tmp_path: 
         ({"eagle_config": {"use_aux_hidden_state": False}}, "expected use_aux_hidden_state .* True, got False"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "expected use_mtp_layernorm .* False, got True"),
         ({"eagle_config": {"parallel_draft_step": 4}}, "expected parallel_draft_step .* 1, got 4"),
-        ({"speculators_model_type": "peagle"}, " is a peagle: of speculators' heads EAGLE-3 is read"),
+        ({"speculators_model_type": "peagle"}, " is a peagle: of speculators' heads only EAGLE-3 is supported"),
         ({"eagle_aux_hidden_state_layer_ids": [1, "5", 9]}, "expected capture_layers as layer numbers, got .*"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}},
@@ -222,7 +222,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     layered = {name.replace("midlayer", "layers.0"): array for name, array in weights.items() if name != "fc.weight"}
     refused(publish("eagle3", tmp_path / "layered", arrays=layered), cases["fc.weight"], tmp_path / "layered-out")
     two = weights | {"layers.1.mlp.gate_proj.weight": mx.zeros((48, 32))}
-    refused(publish("eagle3", tmp_path / "two", arrays=two), r".* has several layers, .*", tmp_path / "two-out")
+    refused(publish("eagle3", tmp_path / "two", arrays=two), r".* has several layers; .*", tmp_path / "two-out")
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
@@ -248,7 +248,7 @@ def test_a_layer_of_a_quantized_model_stays_quantized(tmp_path: Path) -> None:
     plain = load_drafter(convert(from_base=source, mlx_path=tmp_path / "plain", dequantize=True).path)
     assert not [layer for _, layer in plain.named_modules() if hasattr(layer, "bits")]
     assert mx.allclose(plain.sample_logits(), kept.sample_logits(), atol=1e-3)
-    refused(source, ".* is quantized already: .*", tmp_path / "result", "-q", origin="--from-base")
+    refused(source, ".* is already quantized: .*", tmp_path / "result", "-q", origin="--from-base")
     sidecar = publish("qwen3_5_mtp_mlx_sidecar", tmp_path / "sidecar")
     alone = load_drafter(convert(from_base=sidecar, mlx_path=tmp_path / "alone").path)
     save(sidecar / "model.safetensors", base())

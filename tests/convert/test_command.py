@@ -22,7 +22,7 @@ COMMANDS = (("-m", "mlx_redrafter.convert"), ("-m", "mlx_redrafter", "convert"))
 
 REFUSED: tuple[tuple[str, str], ...] = (
     ("-q -d", "choose either to quantize .*"),
-    ("--q-bits 4", "bits, group size and mode are those of quantization: give -q with them"),
+    ("--q-bits 4", "bits, group size and mode need -q"),
     ("-d", "IN is not quantized: leave out -d"),
     ("--draft-depth 0", "draft_depth must be from 1 to 256, got 0"),
     ("--upload-repo bad!name", "Repo id must .*"),

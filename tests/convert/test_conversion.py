@@ -121,7 +121,7 @@ def test_quantized_drafter_is_not_quantized_again(tmp_path: Path) -> None:
     packed = convert(apple(tmp_path / "in", tensors(make(**WIDE))), tmp_path / "packed", True).path
     for source in (packed, packed / WEIGHTS):
         for flags in ((), ("-q",)):
-            refused(source, f"{source} is quantized already: --drafter reads it, .*", tmp_path / "result", *flags)
+            refused(source, f"{source} is already quantized: --drafter reads it, .*", tmp_path / "result", *flags)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -264,7 +264,7 @@ def test_a_vocabulary_is_trimmed_to_frequent_tokens(name: str, tmp_path: Path) -
         np.testing.assert_allclose(found[..., ids[:20]], golden["logits"][..., mx.array(ids[:20])], atol=1e-4)
         assert np.isinf(np.delete(found, ids[:20], axis=-1)).all() and done.difference[0] < 1e-5
         assert done.args.draft_vocab_size == 20
-    with pytest.raises(CheckpointError, match="20 tokens only already"):
+    with pytest.raises(CheckpointError, match="already has a draft vocabulary of 20 tokens"):
         convert(done.path, tmp_path / "again", draft_vocab_size=10, token_counts=as_list)
 
 

@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     # Shards and ranks.
     "an overlap of shards": (
         lambda directory: save(directory / "model-2.safetensors", tensors(make())) or apple(directory, tensors(make())),
-        "IN/model.* holds .*, which another shard has already",
+        "IN/model.* holds .*, which another shard also holds",
     ),
     "the last rank missing": (without_last_rank, "incomplete checkpoint: IN says tp_size 4, and has 3 ranks"),
     "rank without a tensor": (

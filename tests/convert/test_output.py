@@ -100,7 +100,7 @@ def test_only_drafters_are_replaced_by_force(case: str, tmp_path: Path) -> None:
     source, place = apple(tmp_path / "in", tensors(make())), tmp_path / "out"
     KEPT[case](place)
     arguments = ("--hf-path", source, "--mlx-path", place)
-    refused(f"{place} is not replaced, even with --force: it holds something .*", tmp_path, *arguments, "--force")
+    refused(f"{place} is not replaced, even with --force: it does not hold a drafter", tmp_path, *arguments, "--force")
     refused(f"{place} exists already: give another --mlx-path, or --force to replace it", tmp_path, *arguments)
 
 
@@ -117,7 +117,7 @@ def test_force_replaces_a_drafter(name: str | None, tmp_path: Path) -> None:
 def test_source_is_never_replaced(given: str, tmp_path: Path) -> None:
     place = apple(tmp_path / "out", tensors(make()))
     (tmp_path / "link").symlink_to(place)
-    pattern = f"{place} is not replaced, even with --force: what is converted is in it"
+    pattern = f"{place} is not replaced, even with --force: it contains the source"
     refused(pattern, tmp_path, "--hf-path", tmp_path / given, "--mlx-path", place, "--force")
 
 

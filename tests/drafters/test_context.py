@@ -49,14 +49,14 @@ def propose(made: ContextSource) -> tuple[list[int], list[float]] | None:
     if forecast is None:
         return None
     assert forecast.chance == 1
-    plan = CONTEXT_ONLY._replace(context=len(forecast.reach))
+    plan = CONTEXT_ONLY._replace(context=len(forecast.cumulative_acceptance))
     tree = made.propose(mx.array(7), plan, None, ordered=False)
     tokens: Any = tree.tokens.tolist()
     assert tokens[0] == 7
-    return tokens[1:], forecast.reach
+    return tokens[1:], forecast.cumulative_acceptance
 
 
-def reach(prompt: list[int], decoded: list[int]) -> float:
+def first_rate(prompt: list[int], decoded: list[int]) -> float:
     """How likely the first token of the proposal is right."""
     proposal = propose(index(prompt, decoded))
     assert proposal is not None
@@ -117,12 +117,12 @@ def test_proposals_are_continuations_of_true_matches(seed: int) -> None:
 def test_decoded_tokens_teach_how_likely_matches_are() -> None:
     copied = [0, 1] + [2, 3, 4, 5] * 20
     misled = [token for i in range(200) for token in (1, 2, 10 + i)] + [1, 2]
-    assert reach([], copied) > 0.9 and reach([], misled) < 0.1
-    assert reach(misled, []) == pytest.approx(context.PRIOR_RATES[1]), "a prompt teaches nothing"
+    assert first_rate([], copied) > 0.9 and first_rate([], misled) < 0.1
+    assert first_rate(misled, []) == pytest.approx(context.PRIOR_RATES[1]), "a prompt teaches nothing"
     made = index([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     forecast, proposal = made.forecast(2), propose(made)
     assert forecast is not None and proposal is not None
-    assert forecast.chance == pytest.approx(proposal[1][1]) and len(forecast.reach) == 8
+    assert forecast.chance == pytest.approx(proposal[1][1]) and len(forecast.cumulative_acceptance) == 8
     assert index([1, 2, 3]).forecast(1) is None
 
 

@@ -308,7 +308,7 @@ def test_draft_models_are_loaded_and_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
 def test_a_head_that_is_given_for_a_draft_model_is_named(name: str, tmp_path: Path) -> None:
     head = publish(name, tmp_path / "head")
-    with pytest.raises(CheckpointError, match=r"head is a drafter, no language model: give it as --drafter$"):
+    with pytest.raises(CheckpointError, match=r"head is a drafter, not a language model: give it as --drafter$"):
         load_draft_model(head, make_model(), make_tokenizer())
     (head / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"^no config\.json in .*head$"):

@@ -27,7 +27,7 @@ def make_index(*texts: Sequence[int]) -> PastIndex:
 
 def propose(source: ContextSource) -> list[int]:
     forecast = source.forecast(0)
-    return source.find(len(forecast.reach)) if forecast is not None else []
+    return source.find(len(forecast.cumulative_acceptance)) if forecast is not None else []
 
 
 def read(index: PastIndex, text: Sequence[int], decoded: Sequence[int] = ()) -> ContextSource:
@@ -82,20 +82,20 @@ def test_past_texts_have_an_acceptance_of_their_own() -> None:
     past = [[100 + i, 200 + i, 7] for i in range(30)]
     index, wrong = make_index(*past), [token for i in range(29) for token in (100 + i, 200 + i, 300 + i)]
 
-    def first_reach(source: ContextSource) -> float:
+    def first_rate(source: ContextSource) -> float:
         forecast = source.forecast(0)
         assert forecast is not None and forecast.chance == 1
-        return forecast.reach[0]
+        return forecast.cumulative_acceptance[0]
 
     end = [129, 229]
-    assert first_reach(read(index, wrong + end)) == pytest.approx(PRIOR_RATES[1]), "a prompt teaches nothing"
-    assert first_reach(read(index, [], wrong + end)) < 0.1
+    assert first_rate(read(index, wrong + end)) == pytest.approx(PRIOR_RATES[1]), "a prompt teaches nothing"
+    assert first_rate(read(index, [], wrong + end)) < 0.1
     own = read(index, [50, 51, 52, 50, 51], [])
     misled = read(index, [50, 51, 52], [*wrong, 50, 51])
-    assert first_reach(own) == pytest.approx(first_reach(misled)), "the text's own matches were not wrong"
+    assert first_rate(own) == pytest.approx(first_rate(misled)), "the text's own matches were not wrong"
     forecast = read(make_index([1, 2, 3, 4, 5, 6]), [9, 1, 2]).forecast(2)
     assert (
-        forecast is not None and forecast.chance < PRIOR_RATES[1] and len(forecast.reach) == 2
+        forecast is not None and forecast.chance < PRIOR_RATES[1] and len(forecast.cumulative_acceptance) == 2
     )  # to the end of the past text
 
 

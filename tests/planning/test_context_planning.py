@@ -31,8 +31,8 @@ def test_a_bad_drafter_leaves_the_context_its_budget() -> None:
 
 def test_a_drafter_behind_the_context_is_given_up() -> None:
     costs, plan = make_costs("gentle"), Plan(1, 3, 4)
-    good, overtaken = (AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True) for _ in range(2))
+    good, behind = (AutoPlanner(costs, ACCEPTANCE, [plan], can_merge=True) for _ in range(2))
     decode_rounds(good, 60, tokens=3)
-    decode_rounds(overtaken, 60, tokens=3, from_context=True)
+    decode_rounds(behind, 60, tokens=3, from_context=True)
     assert good.next_plan(START) == plan
-    assert overtaken.next_plan(START) is None
+    assert behind.next_plan(START) is None

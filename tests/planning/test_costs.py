@@ -69,7 +69,8 @@ def test_costs_between_contexts_are_interpolated() -> None:
     assert interpolate((64,), (2.0,), 5000) == 2.0
     costs, plan = make_costs("gentle"), chain_plan(3)
     assert [costs.plain_ms(length) for length in (64, 544, 1024)] == pytest.approx([1.0, 1.1, 1.2])
-    verified = [costs.round_ms(plan, length) - costs.draft_ms(plan) - costs.rest[0] for length in (64, 544, 1024)]
+    unverified = costs.draft_ms(plan) + costs.overhead_ms[0]
+    verified = [costs.round_ms(plan, length) - unverified for length in (64, 544, 1024)]
     assert verified == pytest.approx([1.15, 1.1 * 1.15, 1.2 * 1.15])
 
 
@@ -82,7 +83,7 @@ def test_replayed_tokens_are_rows_of_the_same_forward() -> None:
     assert costs.round_ms(plan, 64, 1.5) - alone == pytest.approx((row[4] + row[5]) / 2 - row[3])
     assert costs.round_ms(plan, 64, 20) - costs.round_ms(plan, 64, 12) == pytest.approx(0.8), "beyond the largest"
     assert costs.step_ms(64, 5) - costs.step_ms(64) == pytest.approx(row[5] - row[0])
-    assert costs._replace(again=0.0).round_ms(plan, 64, 5) == alone
+    assert costs._replace(replay_row_ms=0.0).round_ms(plan, 64, 5) == alone
 
 
 def test_unsound_tables_are_refused() -> None:
@@ -110,7 +111,7 @@ def test_every_part_is_measured(name: str | None, trees: bool, monkeypatch: pyte
     costs = measure_costs(*make_pair(name=name), trees=trees)
     assert costs.counts[:5] == (1, 2, 3, 4, 5) and costs.widths == ((1, 2, 4) if trees else (1,))
     assert costs.contexts == (CONTEXTS if name != "gpt2" else CONTEXTS[:1])
-    assert (costs.again > 0) <= (name == "falcon_h1")
+    assert (costs.replay_row_ms > 0) <= (name == "falcon_h1")
     monkeypatch.setattr(measure, "SECONDS", 0.0)
     assert measure_costs(*make_pair(name=name), trees=trees).counts == (1, 2, 3, 4, 5), "fewer where they are slow"
 

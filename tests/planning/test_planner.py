@@ -32,7 +32,7 @@ from mlx_redrafter.planning.acceptance import (
     MAX_RATE,
     UNKNOWN_ACCEPTANCE,
     AcceptanceTable,
-    expected_reach,
+    cumulative_acceptance,
     expected_tokens,
 )
 from mlx_redrafter.planning.history import History
@@ -79,7 +79,7 @@ def test_expectations_are_the_mean_of_drawn_rounds(plan: Plan, scale: float) -> 
             total, replayed = total + replayed, 0
         total, replayed, made = total + replayed, replayed + count if count <= plan.depth else 0, made + count
     assert made / rounds == pytest.approx(expected_tokens(ACCEPTANCE, plan, scale), abs=0.03)
-    assert expected_replay(expected_reach(ACCEPTANCE, plan, scale)) == pytest.approx(total / rounds, rel=0.02)
+    assert expected_replay(cumulative_acceptance(ACCEPTANCE, plan, scale)) == pytest.approx(total / rounds, rel=0.02)
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -115,7 +115,7 @@ def test_the_starting_plan_is_the_fastest_affordable() -> None:
     assert starting_plan(make_costs("every row"), ACCEPTANCE, 64) is None
     acceptance, plans = ((MAX_RATE,),), (chain_plan(1), chain_plan(15))
     dear = costs._replace(verify=tuple((row[0], 1.5, *(9.0 for _ in row[2:])) for row in costs.verify))
-    slower, faster = (predict(dear, plan, START, expected_reach(acceptance, plan)).speedup for plan in plans)
+    slower, faster = (predict(dear, plan, START, cumulative_acceptance(acceptance, plan)).speedup for plan in plans)
     assert 1.2 < slower < faster
     planner = AutoPlanner(dear, acceptance, plans)
     chosen = [planner.next_plan(START) for _ in range(WARM_UP + 1)]
@@ -189,7 +189,7 @@ def test_what_texts_show_of_a_drafter_without_a_table_is_used_in_the_next_one(tr
 
         def draw(plan: Plan, made: int) -> int:
             drawn = generator.random()
-            return sum(drawn < chance for chance in expected_reach(truth, plan)[1:])
+            return sum(drawn < chance for chance in cumulative_acceptance(truth, plan)[1:])
 
         speed = simulation.simulate(costs, planner, range(START), range(START, START + 256), draw)
         planner.finish()
@@ -245,7 +245,7 @@ def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, t
     model = make_model()
     drafter = make_drafter(model)
     counts = Pair(model, drafter).history.counts
-    assert Pair(model, drafter).history.counts is counts and counts.scale == 1
+    assert Pair(model, drafter).history.counts is counts and counts.acceptance_scale == 1
     for _ in range(40):
         counts.add([0.5, 0.5], 1.0, 2)
     keep_counts(model, drafter, counts)
@@ -253,9 +253,9 @@ def test_counts_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, t
     same.update(drafter.parameters())
     other.update(tree_map(lambda array: array + 1, drafter.parameters()))
     assert Pair(model, same).history.counts.by_depth == counts.by_depth
-    assert Pair(model, other).history.counts.scale == 1, "the same shapes, another drafter"
+    assert Pair(model, other).history.counts.acceptance_scale == 1, "the same shapes, another drafter"
     for file in tmp_path.rglob("*.json"):
         file.write_text('{"overall": [1, "a"]}')
     again = make_drafter(model)
     again.update(drafter.parameters())
-    assert Pair(model, again).history.counts.scale == 1, "a damaged file is none"
+    assert Pair(model, again).history.counts.acceptance_scale == 1, "a damaged file is none"

@@ -23,7 +23,7 @@ def test_it_takes_the_rounds_that_decoding_takes(family: str, seed: int) -> None
     steps = run(model, prompt, max_tokens=80, context=True, plan=(1, 1))
     stats = steps[-1].stats
     assert stats.context_accepted > 20 and bool(stats.replayed) is (family == "rwkv7")
-    costs = FREE._replace(again=1e-9 * bool(stats.replayed))
+    costs = FREE._replace(replay_row_ms=1e-9 * bool(stats.replayed))
     assert simulate(costs, Planner(None), prompt, ids(steps)) == pytest.approx(79 / stats.rounds)
 
 

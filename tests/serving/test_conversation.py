@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from servers import Running, ScriptedEngine, ask
+from servers import Running, ScriptedEngine, ask, save_tokenizer, start_scripted
 
 from mlx_redrafter.serving.conversation import arrange
 
@@ -162,6 +164,51 @@ def test_a_custom_tool_of_a_chat_takes_a_text(scripted: Scripted, scripted_opena
     history: Any = [say("user", "x"), made.choices[0].message.model_dump(), say("tool", "a.py") | {"tool_call_id": "1"}]
     scripted_openai.chat.completions.create(model="demo", messages=history, tools=tools)
     assert '<tool_call>run {"input": "ls"}</tool_call><tool>a.py' in scripted[1].prompt
+
+
+BROKEN = ['{"path": "a', '{"a": "\\ud83d"}', "[1]", '"x"', "no JSON"]
+ITEMS = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for tool_call in m.tool_calls or [] %}
+{%- for name, value in tool_call.function.arguments.items() %}<{{ name }}>{{ value }}{% endfor %}{% endfor %}
+{%- endfor %}{% if enable_thinking is defined %}{% endif %}{# <tool_call> tool_call.name #}"""
+"""A template that takes no other arguments than objects."""
+
+
+def call_in_history(path: str, arguments: Any) -> list[dict[str, Any]]:
+    """A conversation in which a tool was called with these arguments."""
+    if path == "/v1/responses":
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+        return [say("user", "x"), call, {"type": "function_call_output", "call_id": "c", "output": "No."}]
+    if path == "/v1/messages":
+        use = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "No."}
+        return [say("user", "x"), say("assistant", [use]), say("user", [result])]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [say("user", "x"), say("assistant", None) | {"tool_calls": [call]}, say("tool", "No.")]
+
+
+@pytest.fixture(scope="module")
+def going_through_items(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    """A scripted server with the template `ITEMS`."""
+    with start_scripted(save_tokenizer(tmp_path_factory.mktemp("tokenizer"), ITEMS)) as both:
+        yield both
+
+
+@pytest.mark.parametrize("path", IMAGE)
+@pytest.mark.parametrize("arguments", BROKEN)
+def test_broken_arguments_are_shown_as_text(
+    scripted: Scripted, going_through_items: Scripted, path: str, arguments: str
+) -> None:
+    assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
+    assert scripted[1].prompt.startswith(f"<user>x<assistant><tool_call>f {json.dumps(arguments)}</tool_call><tool>No.")
+    assert post(going_through_items[0], path, call_in_history(path, arguments)).status == 200
+    assert going_through_items[1].prompt.startswith(f"<user>x<assistant><arguments>{arguments}<tool>No.")
+
+
+@pytest.mark.parametrize("path", IMAGE)
+@pytest.mark.parametrize("arguments", ["", None, " ", "null", "{}", {}])
+def test_no_arguments_are_an_empty_object(scripted: Scripted, path: str, arguments: Any) -> None:
+    assert post(scripted[0], path, call_in_history(path, arguments)).status == 200
+    assert scripted[1].prompt.startswith("<user>x<assistant><tool_call>f {}</tool_call><tool>No.")
 
 
 def test_tools_of_others_servers_are_left_out(scripted: Scripted) -> None:

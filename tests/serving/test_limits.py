@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_scripted, until
+from servers import PATIENCE, Running, ScriptedEngine, ask, events_of, parse_flags, start_demo, start_scripted, until
 
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.serving import app
+from mlx_redrafter.serving import engine
 from mlx_redrafter.serving.command import make_parser
 from mlx_redrafter.serving.types import (
     ClientLimitReached,
@@ -111,6 +112,38 @@ def test_long_answers_are_refused_or_bounded(locked: Running) -> None:
     assert engine.requests[-1].asked["max_tokens"] == 5
 
 
+ENDLESS: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "x"},
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": USER, "max_tokens": -1},
+}
+
+
+@pytest.mark.parametrize(("flags", "most"), [((), 600), (("--max-tokens", "7"), 7)])
+def test_an_answer_without_a_limit_takes_what_is_left_of_the_context(flags: tuple[str, ...], most: int) -> None:
+    with start_demo("--context-length", "600", "--log-level", "WARNING", *flags) as server:
+        for path, body in ENDLESS.items():
+            reply = ask(server, path, body | {"logit_bias": {"0": -100}})
+            assert reply.status == 200 and (b"length" in reply.body or b"max_" in reply.body), reply
+            usage = reply.json["usage"]
+            read = usage.get("prompt_tokens", usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0))
+            made = usage.get("completion_tokens", usage.get("output_tokens"))
+            assert made == (7 if most == 7 and path != "/v1/messages" else 600 - read), path
+
+
+def test_the_log_says_when_the_length_of_the_context_is_unknown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(engine, "find_context_length", lambda model: None)
+    said = "The model's context length is unknown: answers have no limit."
+    for flags in ((), ("--max-tokens", "9"), ("--context-length", "100")):
+        caplog.clear()
+        with start_demo(*flags):
+            assert bool([each for each in caplog.messages if each.startswith(said)]) is (flags == ())
+
+
 def test_more_choices_than_may_wait_are_refused(locked: Running) -> None:
     assert ask(locked, TEXT, {"prompt": "x", "n": 3}, BEARER).status == 200
     reply = ask(locked, TEXT, {"prompt": "x", "n": 4}, BEARER)
@@ -170,19 +203,6 @@ def test_the_engine_stops_when_a_client_goes(demo: Running, stream: bool) -> Non
         until(lambda: len(engine.scheduler.rows) == 1)
         assert not stream or connection.recv(15) == b"HTTP/1.1 200 OK"
     until(lambda: len(engine.scheduler.rows) == 0 and engine.counters.finished["cancelled"] == cancelled + 1)
-
-
-def test_a_silent_stream_is_kept_alive(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PING_SECONDS", 0.05)
-    server, engine = scripted
-    engine.gate.clear()
-    with send(server, request_bytes(stream=True)) as connection:
-        found = b""
-        while b": keepalive" not in found:
-            found += connection.recv(1 << 16)
-        engine.gate.set()
-        while b"[DONE]" not in found:
-            found += connection.recv(1 << 16)
 
 
 @pytest.mark.parametrize("path", [TEXT, "/v1/responses", "/v1/messages"])
@@ -290,5 +310,5 @@ def test_flags_mean_what_they_say(tmp_path: Any) -> None:
     (tmp_path / "key").write_text(" secret\n")
     args = parse_flags("--api-key-file", str(tmp_path / "key"), "--prompt-cache-bytes", "1.5GB", "--kv-bits", "8",
                        "--host", "0.0.0.0", "--num-draft-tokens", "4", "--no-context")  # fmt: skip
-    assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, 512)
+    assert (args.api_key, args.prompt_cache_bytes, args.max_tokens) == ("secret", 1_500_000_000, -1)
     assert (args.options.kv_bits, args.options.draft_depth, args.options.context) == (8, 4, False)

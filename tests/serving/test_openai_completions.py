@@ -179,6 +179,7 @@ def test_reasoning_and_tool_calls_are_told_apart(
         ("weather", {"city": "Bern"}),
         ("weather", {"city": "Rom"}),
     ]
+    assert not stream or [each.role for each in messages] == ["assistant"] + [None] * (len(messages) - 1)
     assert choices[-1].finish_reason == "tool_calls" and len({call.id for call in calls}) == 2
     assert not stream or [call.index for call in calls] == [0, 1]
 

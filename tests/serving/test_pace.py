@@ -38,3 +38,5 @@ def test_a_number_of_rows_that_was_never_measured_is_a_batch() -> None:
 def test_many_rows_never_leave_a_batch(rows: int) -> None:
     pace = Pace()
     assert not any(pace.observe_step(rows, 0.01) for _ in range(1000))
+    run_window(pace, 10_000, 0.01)
+    assert not pace.prefers_turns(rows)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from servers import ask
 
-from mlx_redrafter.serving.schemas import ApiError
+from mlx_redrafter.serving.json_schemas import find_violation
+from mlx_redrafter.serving.schemas import ApiError, log_once
 from mlx_redrafter.serving.structured_output import GrammarCompiler, SchemaGrammar
 
 PERSON = {
@@ -134,6 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no choice": ({"enum": []}, "Unsatisfiable schema"),
     "impossible": ({"allOf": [{"type": "string"}, {"type": "number"}]}, "Unsatisfiable schema"),
     "pattern": ({"type": "string", "pattern": "("}, "regex parse error"),
+    "repeated": ({"type": "string", "pattern": "(?=a{99999999999999999999})"}, "regex parse error"),
     "not a number": ({"const": float("inf")}, "expected value"),
     "half a character": ({"const": "\ud800"}, "unexpected end of hex escape"),
     "deep": (refer(1, 200), "recursion limit exceeded"),
@@ -148,8 +153,129 @@ def test_schemas_that_cannot_be_followed_are_refused(name: str, compiler: Gramma
         compiler.compile(schema)
 
 
+OBJECT = {"type": "object"}
+IGNORED: dict[str, dict[str, Any]] = {
+    "uniqueItems": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "propertyNames": OBJECT | {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},
+    "not": {"type": "string", "not": {"const": "a"}},
+    "if": OBJECT | {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    "contains": {"type": "array", "contains": {"const": 1}, "minContains": 1},
+    "dependentRequired": OBJECT | {"dependentRequired": {"a": ["b"]}},
+    "binary": {"type": "string", "format": "binary"},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    "(?=a)": {"type": "string", "pattern": "^(?=a).b$"},
+    "(?!^[-+.]*$)": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*\.?\d*$"}]},
+    "^(?!x)": OBJECT | {"patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False},
+    "^ab": OBJECT | {"patternProperties": {"^a": {"type": "string"}, "^ab": {"type": "string"}}},
+    "-9223372036854775808": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "http://json-schema.org/schema": {"$schema": "http://json-schema.org/schema", "type": "string"},
+}
+"""What the log names -> a schema with it."""
+
+
+@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("place", ["format", "call", "within"])
+def test_what_cannot_be_enforced_is_ignored(
+    name: str, place: str, compiler: GrammarCompiler, encode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log_once.cache_clear()
+    inner = OBJECT | {"properties": {"a": IGNORED[name], "b": {"type": "boolean"}}, "required": ["a", "b"]}
+    asked = {"format": IGNORED[name], "call": [{"name": "f", "parameters": inner}], "within": inner}[place]
+    compiler.compile(asked)
+    (line,) = [each for each in caplog.messages if "ignored" in each]
+    assert name in line.replace("\\\\", "\\")
+    compiler.compile(asked)
+    assert len([each for each in caplog.messages if "ignored" in each]) == 1
+
+
+def test_all_else_of_such_a_schema_is_enforced(compiler: GrammarCompiler, encode: Any) -> None:
+    """Also properties that are called as keywords, and constants that look like schemas."""
+    look = {"pattern": "(?=a)"}
+    properties = {"pattern": {"type": "boolean"}, "a": {"type": "string", **look}, "b": {"const": look}}
+    schema = {"type": "object", "properties": properties, "required": ["pattern", "a", "b"]}
+    grammar = take(compiler.compile(schema)(), encode('{"pattern": '))
+    assert not grammar.fork().take(encode('"')[0])
+    take(grammar, encode('true, "a": "xyz", "b": {"pattern": "(?=a)"}}'))
+    loose = {"type": "object", "patternProperties": {"^(?!x)": {"type": "string"}}, "additionalProperties": False}
+    take(compiler.compile(loose)(), encode('{"a": "b"}'))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "violation"),
+    [
+        (IGNORED["uniqueItems"], '["a", "a"]', "$ breaks uniqueItems"),
+        (IGNORED["uniqueItems"], '["a", "b"]', None),
+        ({"properties": {"x": IGNORED["oneOf"]}}, '{"x": 1}', "$.x breaks oneOf"),
+        (IGNORED["dependentRequired"], '{"a": 1}', "$ breaks dependentRequired"),
+        (IGNORED["(?=a)"], '"zz"', None),
+        ({"pattern": "^(a+)+$"}, f'"{"a" * 64}b"', None),
+        (IGNORED["^(?!x)"], '{"x": 1}', None),
+        (PERSON, '{"name": "A"', "it is not JSON"),
+    ],
+)
+def test_violations_are_found(schema: dict[str, Any], text: str, violation: str | None) -> None:
+    before = json.dumps(schema)
+    assert find_violation(schema, text) == violation and json.dumps(schema) == before
+
+
 def test_references_may_lead_far(compiler: GrammarCompiler, encode: Any) -> None:
     """They would overflow a usual thread's stack, and with it end the process."""
     grammar = take(compiler.compile(refer(200, 30))(), encode("[[[["))
     assert grammar.fork().take(encode("[")[0])
     assert take(compiler.compile({"anyOf": [{"$ref": "#"}, {"type": "null"}]})(), encode("null")).length == 1
+
+
+STRICT: Any = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+STRICT_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": STRICT, "strict": True}}},
+    ),
+    "responses": ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": STRICT, "strict": True}}}),
+    "a tool of chat": (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": STRICT, "strict": True}}]},
+    ),
+    "a tool of responses": (
+        "/v1/responses",
+        {"tools": [{"type": "function", "name": "f", "parameters": STRICT, "strict": True}]},
+    ),
+    "a tool of messages": ("/v1/messages", {"tools": [{"name": "f", "input_schema": STRICT, "strict": True}]}),
+}
+
+
+def ask_strictly(scripted: Any, name: str, answer: str, **fields: Any) -> None:
+    """A request with a strict schema, which waits for the check."""
+    (server, engine), (path, own) = scripted, STRICT_BODIES[name]
+    call = '<tool_call>{"name": "f", "arguments": {"a": ', answer, "}}</tool_call>"
+    engine.texts = [["</think>", *(call if "tool" in name else [answer])]]
+    if "tool" in name:
+        own = json.loads(json.dumps(own).replace(json.dumps(STRICT), json.dumps({"properties": {"a": STRICT}})))
+    talk: Any = [{"role": "user", "content": "x"}]
+    talk = {"input": talk} if path == "/v1/responses" else {"messages": talk, "max_tokens": 99}
+    assert ask(server, path, {**talk, **own, **fields}).status == 200
+    server.service.prompt_thread.submit(int).result()
+
+
+@pytest.mark.parametrize("name", STRICT_BODIES)
+def test_the_log_says_when_an_answer_breaks_a_strict_schema(
+    scripted: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask_strictly(scripted, name, "[1, 2]")
+    assert "strict" not in caplog.text
+    ask_strictly(scripted, name, "[1, 1]")
+    named, place = ("'f'", "$.a") if "tool" in name else ("'answer'", "$")
+    assert f"The strict schema of {named} is not followed: {place} breaks uniqueItems" in caplog.messages
+
+
+def test_an_answer_that_is_cut_short_breaks_nothing(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ask_strictly(scripted, "chat", "[1, 1]", max_tokens=3)
+    ask_strictly(scripted, "chat", "[1, 1]", stop=", ")
+    assert "strict" not in caplog.text
+
+
+def test_other_schemas_are_not_checked(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": STRICT, "strict": None}}
+    ask_strictly(scripted, "chat", "[1, 1]", response_format=form)
+    assert "strict" not in caplog.text

@@ -62,11 +62,48 @@ def test_stop_strings_are_found_and_named(
         '<tool_call>{"name": "f", "arguments": 5}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
         '<tool_call>{"name": "f"',
+        '<tool_call>{"name": "f", "arguments": {"x": 1}',
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}, "id": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": "a"b"}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": 1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"x": ,}}</tool_call>',
+        '<tool_call>"a": {"name": "f",}</tool_call>',
     ],
 )
 def test_a_call_that_is_none_is_text(chat_tokenizer: Any, call: str) -> None:
     text, _, calls, _, stream = read(chat_tokenizer, [call])
     assert text == call and not calls and not stream.has_tool_calls
+
+
+@pytest.mark.parametrize("arguments", ['""', "null", "{}", '"null"', '" "', '"{}"'])
+def test_a_call_may_have_no_arguments(chat_tokenizer: Any, arguments: str) -> None:
+    assert read(chat_tokenizer, [CALL.replace('{"x": 1}', arguments)])[2] == [("f", {})]
+    assert read(chat_tokenizer, ['<tool_call>{"name": "f"}</tool_call>'])[2] == [("f", {})]
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        ('{"name": "f", "arguments": {"x": "a\n\tb"}}', "a\n\tb"),
+        ('{"name": "f", "arguments": {"x": "\\"a\nb\\\\"}}', '"a\nb\\'),
+        ('{"name": "f", "arguments": {"x": 1,},}', 1),
+        ('{"name": "f", "arguments": {"x": [1, 2, ]\n, }}', [1, 2]),
+        ('{"name": "f", "arguments": {"x": 1}}}', 1),
+        ('{"name": "f", "arguments": {"x": 1}}\n}]', 1),
+        ('{{"name": "f", "arguments": {"x": 1}}}', 1),
+        ('{{"name": "f", "arguments": {"x": 1}}', 1),
+        ('[{"name": "f", "arguments": {"x": 1}},]', 1),
+        ('{"name": "f", "arguments": {"x": "{,}\n,]}}",}}}', "{,}\n,]}}"),
+    ],
+)
+def test_common_mistakes_are_repaired(chat_tokenizer: Any, call: str, x: Any) -> None:
+    assert read(chat_tokenizer, [f"<tool_call>{call}</tool_call>"])[:3] == ("", "", [("f", {"x": x})])
+
+
+def test_the_log_says_what_is_no_call(chat_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    read(chat_tokenizer, ["<tool_call>{no}</tool_call>"])
+    (line,) = caplog.messages
+    assert line.startswith("a tool call cannot be parsed and is passed on as text: Expecting property name")
 
 
 def test_a_call_cut_short_may_be_whole(chat_tokenizer: Any) -> None:

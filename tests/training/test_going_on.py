@@ -248,6 +248,43 @@ def test_time_that_was_estimated_too_short_ends_training(
     assert status in (0, 3) and f"{2**30} iterations fit into 0.1 minutes" in said
 
 
+@pytest.mark.parametrize("accumulation", ["1", "3"])
+def test_a_run_that_ended_late_resumes_with_what_it_has_learned(
+    accumulation: str, target: str, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(estimate.Estimate, "count_fitting", lambda *args: 2**30)
+    flags = ["--answers", answers, "--exit-dim", "32", "--iters", str(2**31 - 1), "--minutes", "0.1"]
+    flags += ["--grad-accumulation-steps", accumulation]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "compare_shapes", stop)
+        assert train(target, tmp_path / "new", *flags)[0] == run.INTERRUPTED
+    written: Any = mx.load(str(tmp_path / "new" / "model.safetensors"))
+    assert train(target, tmp_path / "new", *flags, resume=True)[0] == 0
+    resumed: Any = mx.load(str(tmp_path / "new" / "model.safetensors"))
+    assert all(mx.array_equal(written[name], resumed[name]).item() for name in written.keys() | resumed.keys())
+
+
+def test_answers_of_an_earlier_run_stay_and_private_ones_do_not(
+    target: str, pair: Pair, answers: Path, tmp_path: Path
+) -> None:
+    place = make_start(tmp_path / "drafter", pair[0])
+    (place / "training").mkdir()
+    (place / "training" / "answers.jsonl").write_text("{}\n")
+    for flags in (["--learning-rate", "1e-9"], ["--iters", "4"]):
+        train(target, place, "--answers", answers, "--drafter", place, *flags)
+        assert [path.name for path in (place / "training").iterdir()] == ["answers.jsonl"]
+    other = tmp_path / "other" / "training"
+    other.mkdir(parents=True)
+    (other / "texts.json").write_text("of a run that was killed")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text[:60]}) for text in demo_prompts()[:12]))
+    assert train(target, other.parent, "--prompts", prompts, "--exit-dim", "32", "--iters", "2")[0] == 0
+    assert not (other / "texts.json").exists()
+
+
 @pytest.mark.parametrize(
     "patch",
     ["run.make_batches = stop_early", "checkpoints.save_arrays = write_half"],

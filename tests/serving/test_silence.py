@@ -1,0 +1,139 @@
+"""What clients get while a long prompt is read, or a long tool call is composed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from servers import PATIENCE, Running, ScriptedEngine, until
+
+from mlx_redrafter.serving import app
+
+Scripted = tuple[Running, ScriptedEngine]
+USER: Any = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": USER, "max_tokens": 99},
+}
+
+
+class Pauses:
+    """A text with two silences, before it and before its call, each of which ends after two empty events."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.gates, self.empty = [engine.gate, threading.Event()], 0
+        engine.gate.clear()
+        engine.texts = [["</think>I look.", self.gates[1], CALL]]
+
+    def count(self, *, is_empty: bool) -> None:
+        """Counts an event."""
+        self.empty += is_empty
+        for gate in self.gates[: self.empty // 2]:
+            gate.set()
+
+
+@pytest.fixture
+def pauses(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    """What the scripted engine says next."""
+    monkeypatch.setattr(app, "PROGRESS_SECONDS", 0.05)
+    return Pauses(scripted[1])
+
+
+def test_chats_of_openais_client_pass_on_empty_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    deltas = []
+    with scripted_openai.chat.completions.stream(model="demo", messages=USER, tools=tools) as stream:
+        for event in stream:
+            if event.type == "chunk":
+                delta = event.chunk.choices[0].delta
+                pauses.count(is_empty=not (delta.content or delta.tool_calls))
+            elif event.type == "content.delta":
+                deltas.append(event.delta)
+        message = stream.get_final_completion().choices[0].message
+    assert pauses.empty >= 4 and all(deltas)
+    assert (message.role, message.content) == ("assistant", "".join(deltas)) == ("assistant", "I look.")
+    assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}']
+
+
+def test_completions_of_openais_client_pass_on_empty_chunks(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+    texts = []
+    for chunk in scripted_openai.completions.create(model="demo", prompt="x", stream=True):
+        texts.append(chunk.choices[0].text)
+        pauses.count(is_empty=not texts[-1])
+    assert pauses.empty >= 4 and "".join(texts) == f"</think>I look.{CALL}"
+
+
+def test_responses_of_openais_client_pass_on_empty_events(pauses: Pauses, scripted_openai: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    numbers = []
+    with scripted_openai.responses.stream(model="demo", input="x", tools=tools) as stream:
+        for event in stream:
+            numbers.append(event.sequence_number)
+            pauses.count(is_empty=event.type == "response.in_progress" and event.sequence_number > 1)
+        made: Any = stream.get_final_response()
+    assert pauses.empty >= 4 and numbers == list(range(len(numbers)))
+    assert (made.output_text, made.status, made.output[-1].arguments) == ("I look.", "completed", '{"a": 1}')
+
+
+def test_anthropics_client_passes_on_empty_events(pauses: Pauses, scripted_anthropic: anthropic.Anthropic) -> None:
+    tools: Any = [{"name": "f", "input_schema": {"type": "object"}}]
+    with scripted_anthropic.messages.stream(model="demo", max_tokens=99, messages=USER, tools=tools) as stream:
+        for event in stream:
+            pauses.count(is_empty=event.type == "message_delta" and event.delta.stop_reason is None)
+        made: Any = stream.get_final_message()
+    assert pauses.empty >= 4 and [block.type for block in made.content] == ["text", "tool_use"]
+    assert (made.content[0].text, made.content[1].input, made.stop_reason) == ("I look.", {"a": 1}, "tool_use")
+    assert made.usage.output_tokens > 9
+
+
+def send_request(server: Running, path: str, **fields: Any) -> socket.socket:
+    """A connection on which a request was sent."""
+    raw = json.dumps(BODIES[path] | fields).encode()
+    connection = socket.create_connection(server.address, timeout=PATIENCE)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_comments_say_how_much_of_the_prompt_is_read(scripted: Scripted, pauses: Pauses, path: str) -> None:
+    server, engine = scripted
+    pauses.gates[1].set()
+    with send_request(server, path, stream=True) as connection:
+        until(lambda: len(engine.requests) == 1)
+        engine.requests[0].read, found = 2, b""
+        while b": keepalive 2/%d\n\n" % engine.requests[0].prompt_tokens not in found:
+            found += connection.recv(1 << 16)
+        engine.gate.set()
+        while not found.endswith(b"\r\n0\r\n\r\n"):
+            found += connection.recv(1 << 16)
+    kinds = {"/v1/responses": b"response.completed", "/v1/messages": b"message_stop"}
+    assert kinds.get(path, b"[DONE]") in found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_says_how_much_of_the_prompt_is_read(
+    scripted: Scripted, pauses: Pauses, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, engine = scripted
+    caplog.set_level(logging.INFO)
+    pauses.gates[1].set()
+    with send_request(server, "/v1/completions", stream=stream):
+        until(lambda: len(engine.requests) == 1)
+        engine.requests[0].read, total = 3, engine.requests[0].prompt_tokens
+        until(lambda: f"Prompt processing progress: 3/{total}" in caplog.messages)
+        engine.requests[0].time_to_first_token = 0.1
+        caplog.clear()
+        time.sleep(0.3)
+        assert not [each for each in caplog.messages if "progress" in each]
+        engine.gate.set()
