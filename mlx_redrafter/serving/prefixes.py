@@ -5,8 +5,10 @@ The template renders what may come next, and as many tokens as both texts begin 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,8 +77,8 @@ def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> in
 
     Where the texts part after much that is the same, only what is around that place is encoded.
     """
-    pairs = enumerate(zip(text, other, strict=False))
-    size = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(text), len(other)))
+    sizes = range(1, 1 + min(len(text), len(other)))
+    size = bisect_right(sizes, False, key=lambda n: text[:n] != other[:n])
     start = max(0, size - WINDOW)
     if len(text) + len(other) - 2 * start < len(other):
         part = _encode(tokenizer, text[start:])
@@ -87,5 +89,6 @@ def count_shared(tokenizer: Any, prompt: list[int], text: str, other: str) -> in
     return common_prefix(np.array(prompt, np.int32), _encode(tokenizer, other))
 
 
+@lru_cache(maxsize=32)  # a system prompt comes with every request
 def _encode(tokenizer: Any, text: str) -> Any:
     return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
