@@ -397,7 +397,7 @@ def test_engine_lives_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_new_request_is_told_where_the_end_of_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: Any) -> None:
+    def fail(*given: Any, **more: Any) -> None:
         raise RuntimeError("[malloc] out of memory")
 
     async def main(engine: Engine) -> None:
