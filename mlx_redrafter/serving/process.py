@@ -74,6 +74,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._engine, self._drain_timeout = service.engine, service.args.drain_timeout
+        self._saves_prompts = service.args.prompt_cache_dir is not None
         options: dict[str, Any] = {"log_config": None, "ws": "none", "lifespan": "off", "server_header": False}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=self._drain_timeout + GRACE, **options))
 
@@ -82,6 +83,8 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_timeout, loop.run_in_executor, None, self._engine.close, 0.0)
         await super().shutdown(sockets)
+        if self._saves_prompts:  # the signal ends the process after this
+            await loop.run_in_executor(None, self._engine.close, GRACE)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stops taking requests."""

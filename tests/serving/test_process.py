@@ -73,6 +73,18 @@ def test_a_signal_lets_answers_end() -> None:
         assert running.stderr is not None and running.stderr.read() == ""
 
 
+def test_a_signal_saves_the_prompt_cache(tmp_path: Path) -> None:
+    prompt, found = "def add(first, second):\n    return first", list[int]()
+    for _ in range(2):
+        with start("mlx_redrafter.server", "--prompt-cache-dir", str(tmp_path / "caches")) as (running, url):
+            with post(url, prompt=prompt, max_tokens=8) as reply:
+                found.append(json.load(reply)["usage"]["prompt_tokens_details"]["cached_tokens"])
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(PATIENCE) == -signal.SIGTERM
+            assert running.stderr is not None and running.stderr.read() == ""
+    assert found[0] == 0 < found[1]
+
+
 def test_what_takes_too_long_is_broken_off() -> None:
     with start("mlx_redrafter.server", "--drain-timeout", "1") as (running, url):
         with closing(HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE)) as whole:
