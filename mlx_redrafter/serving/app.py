@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import re
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -42,8 +43,11 @@ APIS: dict[str, type[Completion[Any]]] = {
 }
 """Path -> the API; also without /v1."""
 
-LOOPBACK_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d*)?", re.IGNORECASE)
-"""Host headers that can only mean this machine. starlette's `TrustedHostMiddleware` refuses others with plain text,
+LOOPBACK_HOST = re.compile(
+    r"(localhost|127\.0\.0\.1|\[::1\]|host\.(docker|containers)\.internal)(:\d*)?", re.IGNORECASE
+)
+"""Host headers that can only mean this machine, seen from itself or from a container: nobody can own a name under
+.internal. starlette's `TrustedHostMiddleware` refuses others with plain text,
 which the APIs' clients cannot read."""
 
 PROGRESS_SECONDS = 3.0
@@ -94,13 +98,19 @@ def make_app(service: Service, page: Callable[[Request], Awaitable[Response]] | 
     routes += [
         Route("/health", show_health),
         Route("/metrics", show_metrics),
-        *(Route(f"{prefix}/models{name}", list_models) for prefix in ("/v1", "") for name in ("", "/{name:path}")),
+        *(Route(f"{prefix}/models{name}", list_models) for prefix in ("/v1", "") for name in ("", "/", "/{name:path}")),
         *([Route("/", page)] if page else []),
     ]
     open_paths = {"/health", *(["/"] if page else [])}
     origins = service.args.allowed_origins
     middleware = [
-        Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+        ),
         Middleware(guard, service=service, open_paths=open_paths, known_paths={route.path for route in routes}),
         # As an `exception_handlers` of the application that of Exception would be outside of the middleware above.
         Middleware(ExceptionMiddleware, handlers={Exception: handle_error}),
@@ -137,12 +147,23 @@ def running(*coroutines: Coroutine[Any, Any, None]) -> Iterator[None]:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Returns the request's body; raises an `ApiError` if it has more than `most` bytes.
+    """Returns the request's body, decompressed if it is gzipped.
 
-    Such a body is also read to its end, as the client might not see the reply otherwise.
+    One that is too long is also read to its end, as the client might not see the reply otherwise.
+
+    Raises:
+        ApiError: it has more than `most` bytes, or is encoded in another way.
     """
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding not in ("identity", "gzip", "x-gzip"):
+        raise ApiError(f"expected a body that is plain or gzipped, got the encoding {coding!r:.100}", 415)
     body, size = bytearray(), 0
+    decompressor = None if coding == "identity" else zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     async for piece in request.stream():
+        try:
+            piece = piece if decompressor is None else decompressor.decompress(piece, most + 1)
+        except zlib.error as error:
+            raise ApiError(f"the body is not gzipped: {error}") from error
         size += len(piece)
         if size <= most:
             body += piece
@@ -263,7 +284,7 @@ def check_headers(headers: Headers, args: argparse.Namespace, *, needs_key: bool
         raise ApiError(f"pages of the Origin {origin!r:.100} are not among --allowed-origins", 403)
     if args.api_key is None:
         if not LOOPBACK_HOST.fullmatch(host):  # a web page may have pointed its own name at this machine
-            expected = "without --api-key the Host must be localhost, 127.0.0.1 or [::1]"
+            expected = "without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal"
             raise ApiError(f"{expected}, got {host!r:.100}", 403)
     elif needs_key:
         scheme, _, given = headers.get("authorization", "").partition(" ")

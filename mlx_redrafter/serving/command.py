@@ -69,7 +69,7 @@ def make_parser() -> Parser:
         help="keep as much of them in this folder, to find them after a restart; it holds conversations")  # fmt: skip
     add("--max-queue", type=parse_count, default=64, help="requests that may wait (default: %(default)s)")
     add("--max-per-client", type=parse_count, default=32, help="requests of one address at once (default: %(default)s)")
-    add("--max-request-bytes", type=parse_size, default=8 << 20, help="length of a request's body (default: 8MiB)")
+    add("--max-request-bytes", type=parse_size, default=32 << 20, help="length of a request's body (default: 32MiB)")
     add("--context-length", type=parse_count, metavar="TOKENS",
         help="of a prompt and its answer together (default: what the model's config says, or no limit)")  # fmt: skip
     add("--max-prompt-tokens", type=parse_count, help="length of a prompt (default: no limit)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
@@ -85,7 +86,7 @@ Logit = Annotated[float, Field(ge=-LARGEST_LOGIT, le=LARGEST_LOGIT)]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
     Field(max_length=64),
-    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) and given else given or []),
 ]
 Objects = Annotated[list[dict[str, Any]], Field(min_length=1)]
 ToolList = list[dict[str, JsonValue]]
@@ -263,7 +264,7 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
         ApiError: it is not a JSON object, or a field is not supported or out of range.
     """
     try:
-        body = from_json(raw, allow_inf_nan=False)
+        body = from_json(raw.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -72,6 +72,7 @@ class TextStream:
         self._state: Any = machine.make_state(state or "normal")
         self._is_call = is_call
         self._call: str | None = None  # the text of a tool call that is not complete
+        self._space = ""  # after a call, until text follows
 
     @property
     def is_reasoning(self) -> bool:
@@ -108,10 +109,17 @@ class TextStream:
 
     def _add_piece(self, state: str | None, text: str) -> list[Segment]:
         if state == "tool" or (self._is_call and KINDS.get(state) == "text"):
-            self._call = (self._call or "") + text
+            self._call, self._space = (self._call or "") + text, ""
             return []
-        piece = [Segment(KINDS[state], text)] if text and state in KINDS else []
-        return self._end_call(is_complete=True) + piece
+        segments = self._end_call(is_complete=True)
+        if text and state in KINDS:
+            if self.has_tool_calls and KINDS[state] == "text":  # no text is made of what stands between calls
+                text, self._space = self._space + text, ""
+                if not text.strip():
+                    self._space = text
+                    return segments
+            segments.append(Segment(KINDS[state], text))
+        return segments
 
     def _end_call(self, *, is_complete: bool) -> list[Segment]:
         if self._call is None:

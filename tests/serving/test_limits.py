@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 import logging
 import socket
@@ -76,13 +78,13 @@ def test_the_key_opens_all_and_health_needs_none(locked: Running) -> None:
     "host", ["evil.example", "evil.example:80", "localhost.evil.example", "localhost@evil.example", "[::2]", "[", ""]
 )
 def test_other_hosts_names_are_refused(scripted: Scripted, host: str) -> None:
-    said = f"without --api-key the Host must be localhost, 127.0.0.1 or [::1], got {host!r}"
+    said = f"without --api-key the Host must be localhost, 127.0.0.1, [::1] or host.docker.internal, got {host!r}"
     for path, body in ((TEXT, {"prompt": "x"}), ("/health", None)):
         reply = ask(scripted[0], path, body, {"Host": host})
         assert (reply.status, reply.error) == (403, said)
 
 
-@pytest.mark.parametrize("host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "[::1]:8080"])
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:8080", "127.0.0.1:80", "[::1]", "host.docker.internal:80"])
 def test_this_machines_names_are_answered(scripted: Scripted, host: str) -> None:
     assert ask(scripted[0], "/health", headers={"Host": host}).status == 200
 
@@ -93,6 +95,7 @@ def test_pages_that_are_not_named_are_refused(locked: Running, scripted: Scripte
         assert reply.status == status, origin
         assert (reply.headers.get("access-control-allow-origin") == origin) is (status == 200)
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        asked["Access-Control-Request-Private-Network"] = "true"
         assert (ask(locked, TEXT, None, asked | {"Origin": origin}, "OPTIONS").status == 200) is (status == 200)
     reply = ask(scripted[0], TEXT, {"prompt": "x"}, {"Origin": "http://any.example"})
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "*")
@@ -102,6 +105,20 @@ def test_a_long_body_is_refused_and_told(locked: Running) -> None:
     reply = ask(locked, TEXT, {"prompt": "a" * 2_000_000}, BEARER)
     assert reply.status == 413 and reply.error.startswith("the body must have at most 3000 bytes, got 2000")
     assert ask(locked, TEXT, {"prompt": "a" * 2_000, "max_tokens": 1}, BEARER).status == 200
+    packed = gzip.compress(json.dumps({"prompt": "a" * 2_000_000}).encode())
+    assert ask(locked, TEXT, packed, BEARER | {"Content-Encoding": "gzip"}).status == 413
+
+
+def test_bodies_may_be_gzipped_or_begin_with_a_mark(scripted: Scripted) -> None:
+    body = json.dumps({"prompt": "x", "stop": ""}).encode()
+    assert ask(scripted[0], TEXT, gzip.compress(body), {"Content-Encoding": "gzip"}).status == 200
+    assert ask(scripted[0], TEXT, codecs.BOM_UTF8 + body).status == 200
+    for raw, coding, status in ((body, "gzip", 400), (body, "br", 415)):
+        assert ask(scripted[0], TEXT, raw, {"Content-Encoding": coding}).status == status
+
+
+def test_models_are_listed_with_a_slash_too(scripted: Scripted) -> None:
+    assert ask(scripted[0], "/v1/models/").json == ask(scripted[0], "/v1/models").json
 
 
 def test_long_answers_are_refused_or_bounded(locked: Running) -> None:

@@ -87,7 +87,7 @@ def test_fields_of_the_sdks_are_read_refused_or_ignored(scripted: Scripted, path
         ({"n": 17}, "n must be less than or equal to 16, got 17"),
         ({"temperature": -1}, "temperature must be greater than or equal to 0, got -1"),
         ({"max_tokens": "x"}, "max_tokens must be a valid integer, got 'x'"),
-        ({"stop": ""}, "stop.0 string should have at least 1 character"),
+        ({"stop": [""]}, "stop.0 string should have at least 1 character"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]"),
         ({"top_logprobs": 21}, "top_logprobs must be less than or equal to 20"),
         ({"stream": 1}, "stream must be a valid boolean, got 1"),

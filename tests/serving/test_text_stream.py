@@ -106,6 +106,12 @@ def test_the_log_says_what_is_no_call(chat_tokenizer: Any, caplog: pytest.LogCap
     assert line.startswith("a tool call cannot be parsed and is passed on as text: Expecting property name")
 
 
+@pytest.mark.parametrize("between", ["", "\n", " \n\n"])
+def test_blanks_between_calls_are_no_text(chat_tokenizer: Any, between: str) -> None:
+    assert read(chat_tokenizer, [f"{CALL}{between}{CALL}{between}"])[:2] == ("", "")
+    assert read(chat_tokenizer, [f"a\n{CALL}{between}b{between}c"])[0] == f"a\n{between}b{between}c"
+
+
 def test_a_call_cut_short_may_be_whole(chat_tokenizer: Any) -> None:
     assert read(chat_tokenizer, [CALL.removesuffix("</tool_call>")])[2] == [("f", {"x": 1})]
 
