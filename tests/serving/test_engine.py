@@ -181,6 +181,12 @@ def test_prompt_that_is_being_read_joins_a_batch() -> None:
         assert engine.counters.prompt_tokens == 300 + len(short["prompt"])
 
 
+@pytest.fixture(autouse=True)
+def steady_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets several requests stay in a batch, however busy the machine is."""
+    monkeypatch.setattr(Pace, "observe_step", lambda self, rows, seconds: False)
+
+
 class RestlessPace(Pace):
     """Leaves the batch after every third step, and the turns after every fourth round."""
 
