@@ -1,7 +1,7 @@
 """Whether two or three requests are decoded faster by turns, each of them drafted, or plainly in a batch.
 
-Both speeds are measured while requests run. A batch is left for a trial now and then: each one that does not pay
-doubles the time until the next.
+Both speeds are measured while requests run. A batch is left for a trial now and then: one that does not pay doubles
+the time until the next, one that does halves it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Pace:
         self._reset()
         pays = self.prefers_turns(rows)
         pause = self._pauses.get(rows, TRIAL_EVERY)
-        self._pauses[rows] = TRIAL_EVERY if pays else min(2 * pause, MAX_PAUSE)
+        self._pauses[rows] = max(pause // 2, TRIAL_EVERY) if pays else min(2 * pause, MAX_PAUSE)
         return pays
 
     def prefers_turns(self, rows: int) -> bool:

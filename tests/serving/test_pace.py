@@ -25,7 +25,7 @@ def test_turns_are_kept_while_they_are_faster() -> None:
         assert pace.prefers_turns(2) is pays
     assert run_steps(pace, 0.01) == 2 * TRIAL_EVERY, "a trial that does not pay doubles the pause"
     assert not run_window(pace, 2, 0.02) and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
-    assert run_window(pace, 6, 0.02) and not run_window(pace, 2, 0.02) and run_steps(pace, 0.01) == 2 * TRIAL_EVERY
+    assert run_window(pace, 6, 0.02) and not run_window(pace, 2, 0.02) and run_steps(pace, 0.01) == 4 * TRIAL_EVERY
 
 
 def test_a_number_of_rows_that_was_never_measured_is_a_batch() -> None:
