@@ -160,7 +160,7 @@ def train(args: TrainingArgs, *, resume: bool = False, dry_run: bool = False, sa
         sizes = args.kind.from_dict(record.args) if record.args else choose_sizes(args, model, say)
     record.texts, record.args = source, sizes.to_dict()
     done = record.ended or (load_checkpoint(files.checkpoint) if resume else 0)
-    is_done = record.ended is not None or done == record.iters
+    is_done = record.ended is not None or (record.iters is not None and done >= record.iters)
     say(f"drafter: {describe(sizes)}, {n_weights(sizes) / 1e6:.2f} M parameters")
     missing = 0 if answers is None else answers.count_missing()
     is_read = is_done or files.states.exists()
