@@ -6,7 +6,7 @@ import argparse
 import sys
 import warnings
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 
 def one_line(error: object) -> str:
@@ -28,10 +28,9 @@ class CheckpointError(RedrafterError):
 
 def warn(message: str) -> None:
     """Issues a warning for the line outside this package that caused it."""
-    level, frame = 1, sys._getframe()
-    above: FrameType | None = frame
-    while above is not None and str(above.f_globals.get("__name__")).split(".")[0] == __package__:
-        level, above = level + 1, above.f_back
+    level, frame = 1, cast(FrameType | None, sys._getframe())
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 
 

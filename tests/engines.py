@@ -25,7 +25,7 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = ("mamba2", "gemma3_text", "qwen3_next")
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("llama", *FAMILIES)} | TURNS
-"""Caches that can be trimmed, and that cannot; in batches, and by turns."""
+"""Caches that can be trimmed, and that cannot; in batches, and alternately."""
 
 
 @contextmanager

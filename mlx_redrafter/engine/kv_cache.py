@@ -57,6 +57,11 @@ def has_ring(cache: Cache) -> bool:
     return any(isinstance(c, RotatingKVCache) for c in leaves(cache))
 
 
+def keeps_first_rows(cache: Cache) -> bool:
+    """Whether one of its leaves is a ring that never drops its first rows."""
+    return any(getattr(c, "keep", 0) for c in leaves(cache))
+
+
 def row_bytes(cache: Cache) -> int:
     """Bytes per token in the leaves that grow with the text; 0 before the first token."""
     growing = (x for c in leaves(cache) if isinstance(c, KVCache) for x in (c.keys, c.values) if x is not None)

@@ -38,7 +38,7 @@ def count_prefill_rows(model: nn.Module, options: Options) -> int:
     """
     cache = make_prompt_cache(model, options.max_kv_size)
     # A batch cannot quantize its cache, and its rings keep no first rows.
-    if options.kv_bits is not None or any(getattr(c, "keep", 0) for c in kv_cache.leaves(cache)):
+    if options.kv_bits is not None or kv_cache.keeps_first_rows(cache):
         return 0
     exact = cast(nn.Module, _InFloat32(model))
     alone = [_decode_alone(exact, prompt, len(prompt) - 1) for prompt in PROMPTS]

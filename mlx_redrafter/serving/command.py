@@ -12,7 +12,7 @@ from .. import ranks
 from ..answer_folder import ANSWERS_HELP
 from ..checkpoints import DRAFTER_HELP, DTYPE_HELP, DTYPES, check_demo_flags
 from ..errors import Parser, RedrafterError
-from ..options import OPTION_FLAGS, Options, add_options
+from ..options import FLAGS, Options, add_options
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -134,6 +134,6 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
             f"--answers is for one user, whose answers others could tell from how fast theirs come; expected a --host "
             f"of {', '.join(LOOPBACK)}, got {args.host}"
         )
-    names = [flag.name for flag in OPTION_FLAGS if flag.name not in OF_REQUESTS]
+    names = [name for name in FLAGS if name not in OF_REQUESTS]
     args.options = Options(**{name: getattr(args, name) for name in names})
     return args

@@ -1,4 +1,4 @@
-"""Whether two or three requests are decoded faster by turns, each of them drafted, or plainly in a batch.
+"""Whether two or three requests are decoded faster alternately, each of them drafted, or plainly in a batch.
 
 Both speeds are measured while requests run. A batch is left for a trial now and then: one that does not pay doubles
 the time until the next, one that does halves it.

@@ -16,10 +16,7 @@ import numpy as np
 from ..errors import RedrafterError
 from ..session.chat_template import render
 from .conversation import Message, make_call
-from .prompt_cache import common_prefix
-
-MIN_SHARED = 32
-"""Tokens: fewer are read again."""
+from .prompt_cache import MIN_SHARED, common_prefix
 
 WINDOW = 1024
 """Characters before the place where two texts part that are encoded to find its token."""

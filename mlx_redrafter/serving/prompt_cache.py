@@ -21,6 +21,9 @@ from ..errors import RedrafterError, one_line
 from ..planning.machine import usable_bytes
 from .cache_folder import CacheFolder
 
+MIN_SHARED = 32
+"""Tokens that prompts have in common: fewer are neither waited for nor kept, but read again."""
+
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 
 

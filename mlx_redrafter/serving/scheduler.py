@@ -30,13 +30,10 @@ from ..options import Options
 from .batchable import count_prefill_rows
 from .cache_folder import CacheFolder
 from .pace import Pace
-from .prompt_cache import PromptCache, common_prefix, default_bytes
+from .prompt_cache import MIN_SHARED, PromptCache, common_prefix, default_bytes
 from .request import Request, read_logprobs
 from .rows import Batch, Loops
 from .types import EngineCounters, FinishReason, SchemaNotFollowed
-
-MIN_SHARED = 32
-"""A request waits for another one that is reading the same tokens if there are at least this many."""
 
 ALONE_STEPS = 16
 """Tokens that the only row of a batch gets before it leaves the batch: the next request may come soon."""
@@ -78,7 +75,7 @@ class Scheduler:
         self.prompt_cache = PromptCache(max_bytes, folder)
         fresh = make_prompt_cache(model, options.max_kv_size)
         self._can_fork = not kv_cache.unknown_types(fresh, kv_cache.UNBOUNDED)  # after any token
-        self._keeps_first = any(getattr(c, "keep", 0) for c in kv_cache.leaves(fresh))
+        self._keeps_first = kv_cache.keeps_first_rows(fresh)
         self._prefill_rows = count_prefill_rows(model, options)
         prefill = max(1, self._prefill_rows), options.prefill_step_size
         self._make_batch = partial(Batch, model, size, *prefill)

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from ..errors import RedrafterError
-from ..options import OPTION_FLAGS, OPTION_NAMES
+from ..options import FLAGS, OPTION_NAMES
 from .request import PENALTIES
 from .types import MAX_TOP_LOGPROBS
 
@@ -29,7 +29,6 @@ DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model of the command line; also for its drafter."""
 
 INT32_MAX = 2**31 - 1  # MLX indexes with 32 bits
-FLAGS = {flag.name: flag for flag in OPTION_FLAGS}
 LARGEST_LOGIT = 1e18  # of biases and penalties: the product of two is still a float32
 CODES = {
     400: "invalid_value", 401: "invalid_api_key", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",

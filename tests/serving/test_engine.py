@@ -209,7 +209,7 @@ class RestlessPace(Pace):
 def test_turns_and_batches_make_the_same_texts(
     name: str, sampling: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often rows go from one to the other, drafted by turns, and from the context too."""
+    """However often rows go from one to the other, drafted alternately, and from the context too."""
     monkeypatch.setattr(scheduler, "Pace", RestlessPace)
     model = make_model() if name == "llama" else make_family(name)
     drafter = make_drafter(model)
