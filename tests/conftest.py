@@ -10,13 +10,19 @@ os.environ["MLX_ENABLE_TF32"] = "0"  # before MLX reads it: on an M5 and on CUDA
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.planning import measure
+from mlx_redrafter.planning import history, measure
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """The global random state, which only a caller's own sampler uses."""
     mx.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def steady_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds never seem slower than planned: on a busy machine drafting would not pay, and nothing would be drafted."""
+    monkeypatch.setattr(history, "MAX_SLOWDOWN", 1.0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,7 +15,6 @@ from toys import Broken, fail_at, make_model, make_prompt, make_tokenizer
 from mlx_redrafter import GenerationResponse, Session, stream_generate
 from mlx_redrafter.drafters.source import StepwiseSource
 from mlx_redrafter.pair import Pair
-from mlx_redrafter.planning import history
 
 VOCAB = 8  # so few that the text repeats itself
 PROMPT = make_prompt(7, vocab=VOCAB, seed=4)
@@ -45,13 +44,7 @@ def tokens(responses: Iterable[GenerationResponse]) -> list[int]:
 
 
 @pytest.fixture
-def steady_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets auto believe the cost table, however busy the machine is."""
-    monkeypatch.setattr(history, "MAX_SLOWDOWN", 1.0)
-
-
-@pytest.fixture
-def cheap_rounds(steady_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def cheap_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets auto draft at once, whatever this machine takes."""
     monkeypatch.setattr(Pair, "costs", lambda pair, **how: make_costs())
 
@@ -70,7 +63,7 @@ def test_the_context_goes_on_drafting(calls: int, plan: str, temp: float, cheap_
 
 
 @TEMPS
-def test_a_failure_while_costs_are_measured_is_none_of_the_text(temp: float, steady_rounds: None) -> None:
+def test_a_failure_while_costs_are_measured_is_none_of_the_text(temp: float) -> None:
     errors: list[Exception] = []
     found = stream(drafter=failing_drafter(0), on_drafter_failure=errors.append, temp=temp)
     assert tokens(found) == tokens(stream(plan="off", temp=temp))
