@@ -1,4 +1,4 @@
-"""Two sessions over one model: a conversation is forked, and both go on with other seeds, in turns."""
+"""Two sessions over one model: a forked conversation continues with two seeds, alternately."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SEEDS = (1, 2)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs it."""
+    """Runs the example."""
     args = make_parser(__doc__, "class Stack:\n").parse_args(argv)
     session = Session(*load_pair(args), max_tokens=args.max_tokens, temp=0.8, **DRAFTED)
     beginning = session.send(args.prompt, max_tokens=20, seed=0)
-    sessions = (session, session.fork())  # from here on they share nothing but the models
+    sessions = (session, session.fork())  # from here on they share only the models
     streams = [one.stream("\n", seed=seed) for one, seed in zip(sessions, SEEDS, strict=True)]
     texts = [args.prompt + beginning.text] * 2
     with Live(refresh_per_second=20) as live:
-        for responses in zip_longest(*streams):  # one thread: a device does one thing at a time
+        for responses in zip_longest(*streams):  # in one thread, as they share one device
             texts = [text + (one.text if one else "") for text, one in zip(texts, responses, strict=True)]
             panels = [Panel(Text(text), title=f"seed {seed}") for text, seed in zip(texts, SEEDS, strict=True)]
             columns = Table.grid(expand=True)

@@ -1,4 +1,4 @@
-"""Makes the pictures of the README in headless Chromium: the race page and the chat, of a model or the packaged demo.
+"""Makes the README's pictures of the race page and the chat in headless Chromium, with a model or the packaged demo.
 
     python -m examples.stills
     python -m examples.stills --model mlx-community/SmolLM2-135M-Instruct --drafter smollm2 --prompt "Name three ..."
@@ -38,7 +38,7 @@ MAX_TOKENS = 112
 
 
 def open_browser(height: int) -> webdriver.Chrome:
-    """A headless browser with a window of WIDTH x `height` pixels."""
+    """Returns a headless browser with a window of WIDTH x `height` pixels."""
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     if binary is None:
         raise SystemExit(f"expected a browser, one of {', '.join(BROWSERS)}, found none")
@@ -51,17 +51,18 @@ def open_browser(height: int) -> webdriver.Chrome:
 
 
 def save_page(browser: webdriver.Chrome, output: Path) -> None:
-    """A picture of a page, as high as what it shows."""
+    """Saves a picture of the whole page."""
     height = browser.get_window_size()["height"]
     browser.set_window_size(WIDTH, height + browser.execute_script("return document.body.scrollHeight - innerHeight"))
     browser.save_screenshot(str(output))
 
 
 def picture_race(output: Path, models: list[str], prompt: str | None) -> None:
-    """The race page after both sides have decoded a prompt, or the page's own, greedily.
+    """Saves the race page after both sides have decoded a prompt greedily.
 
     Args:
-        models: the flags that name them.
+        models: the flags that name the models.
+        prompt: None for the page's own.
     """
     command = [sys.executable, "-m", "mlx_redrafter.race", "--no-browser", "--port", str(PORT), *models]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -82,7 +83,7 @@ def picture_race(output: Path, models: list[str], prompt: str | None) -> None:
 
 
 def picture_chat(output: Path, models: list[str], line: str) -> None:
-    """A turn of the chat, with the accepted tokens tinted by what had drafted them; `models` as for the race."""
+    """Saves a turn of the chat, with accepted tokens coloured by source; `models` as for the race."""
     screen = Console(record=True, width=CHAT_COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     screen.print(Text.from_ansi(run_chat(models, line)))
     page = output.with_suffix(".html")
@@ -98,7 +99,7 @@ def picture_chat(output: Path, models: list[str], line: str) -> None:
 
 
 def run_chat(models: list[str], line: str) -> str:
-    """What the chat prints in a terminal, its control sequences included."""
+    """Returns the chat's terminal output, including control sequences."""
     flags = ["--show-accepted", "--max-tokens", str(MAX_TOKENS), "--temp", "0.8", "--seed", "1", *models]
     main, side = pty.openpty()
     variables = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(CHAT_COLUMNS), "COLORTERM": "truecolor"}
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/stills"), help="a folder (default: %(default)s)")
     parser.add_argument("--model", help="the target (default: the packaged demo)")
     parser.add_argument("--drafter", help="its drafter")
-    parser.add_argument("--prompt", help="what it is asked (default: the demo's own)")
+    parser.add_argument("--prompt", help="the prompt (default: the demo's own)")
     args = parser.parse_args()
     output, given = args.output, {"--model": args.model, "--drafter": args.drafter}
     models = [part for flag, name in given.items() if name for part in (flag, name)]

@@ -1,4 +1,4 @@
-"""An answer streams into a panel of the terminal, what was drafted and accepted in colour."""
+"""An answer streams into a terminal panel; accepted draft tokens are coloured."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mlx_redrafter import Session
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs it."""
+    """Runs the example."""
     args = make_parser(__doc__, "class Stack:\n").parse_args(argv)
     session = Session(*load_pair(args), **DRAFTED)
     text = Text()
     with Live(Panel(text), refresh_per_second=20) as live:
         for response in session.stream(args.prompt, max_tokens=args.max_tokens):
             text.append(response.text, "cyan" if response.from_draft else None)
-            told = f"{response.tokens_per_round:.2f} tokens per round, {response.generation_tps:.0f} a second"
-            live.update(Panel(text, title=Text(args.prompt.strip()), subtitle=told))
+            speed = f"{response.tokens_per_round:.2f} tokens per round, {response.generation_tps:.0f} a second"
+            live.update(Panel(text, title=Text(args.prompt.strip()), subtitle=speed))
 
 
 if __name__ == "__main__":

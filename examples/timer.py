@@ -1,4 +1,4 @@
-"""A timer cancels an answer from another thread; what was said stays, and the conversation goes on."""
+"""A timer cancels an answer from another thread; the partial answer stays in the conversation, which continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_redrafter import Answer, Session
 
 
 def send_within(session: Session, text: str, seconds: float) -> Answer:
-    """An answer that takes no longer than that, as far as it came."""
+    """Returns the answer, cancelled after `seconds`."""
     timer = threading.Timer(seconds, session.cancel)
     timer.start()
     try:
@@ -19,7 +19,7 @@ def send_within(session: Session, text: str, seconds: float) -> Answer:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs it."""
+    """Runs the example."""
     parser = make_parser(__doc__, "def main(", max_tokens=-1)
     parser.add_argument("--seconds", type=float, default=1.0)
     args = parser.parse_args(argv)
