@@ -44,6 +44,7 @@ SKIPPED = {
     "hosts.json": "needs two Macs",
     "ANTHROPIC_BASE_URL": "needs Claude Code",
     "--from-base Qwen": "needs the hub",
+    "docker run": "needs Docker",
     "examples.demo.recipe": "downloads packages, and trains for hours",
     "question.jsonl": "needs Spec-Bench's questions",
     "--answers DIR --model": "needs more past answers than one chat makes",
