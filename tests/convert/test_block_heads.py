@@ -249,9 +249,7 @@ def test_config_sizes_that_contradict_the_tensors_are_refused(name: str, tmp_pat
     sound = convert(publish(name, tmp_path / "sound", **said), tmp_path / "sound-out")
     assert sound.notes == ()
     wrong = {"hidden_size": 64, "intermediate_size": 64, "markov_rank": 5, "draft_vocab_size": 50}
-    if "vocab_size" in read_golden(name)[2] and name.startswith(
-        "dspark"
-    ):  # other tensors do not show the vocabulary size
+    if "vocab_size" in read_golden(name)[2] and name.startswith("dspark"):  # not visible in other tensors
         wrong["vocab_size"] = 111
     if name.startswith("dflash"):
         del wrong["markov_rank"]

@@ -333,9 +333,7 @@ def test_auto_measures_and_drafts_with_it(name: str, monkeypatch: pytest.MonkeyP
     assert reads[0] is (name != "mamba"), "trees only if both models support them"
     again = DraftModel(drafter.model)
     assert Pair(target, again).costs(trees=True) is Pair(target, drafter).costs(trees=True)
-    assert Pair(target, again).history is Pair(target, drafter).history, (
-        "history is shared by wrappers of the same model"
-    )
+    assert Pair(target, again).history is Pair(target, drafter).history, "shared by wrappers of one model"
 
 
 def test_unusable_draft_models_are_refused() -> None:
