@@ -39,30 +39,25 @@ class ToyGrammar:
 
     @property
     def length(self) -> int:
-        """See `Grammar`."""
         return len(self._answer)
 
     def fork(self) -> ToyGrammar:
-        """See `Grammar`."""
         other = ToyGrammar(self._vocab, self._stuck_at)
         other._answer = list(self._answer)
         return other
 
     def take(self, token: int) -> bool:
-        """See `Grammar`."""
         is_allowed = token in find_allowed(self._answer, self._vocab)
         self._answer.append(token)
         return is_allowed
 
     def find_mask(self) -> Any:
-        """See `Grammar`."""
         if len(self._answer) == self._stuck_at:
             raise Stuck("nothing may follow")
         allowed = find_allowed(self._answer, self._vocab)
         return None if len(allowed) == self._vocab else np.isin(np.arange(self._vocab), allowed)
 
     def find_forced(self) -> list[int]:
-        """See `Grammar`."""
         found = list[int]()
         while len(allowed := find_allowed(self._answer + found, self._vocab)) == 1:
             found += allowed

@@ -132,7 +132,7 @@ def until(is_true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """
     end = time.monotonic() + seconds
     while not is_true():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 

@@ -149,7 +149,7 @@ def test_a_full_disk_does_not_stop_decoding(tmp_path: Path, monkeypatch: pytest.
     model, tokenizer = make_model(), make_tokenizer()
     with pytest.warns(UserWarning, match="could not be kept in .*: .*No space left"):
         text = generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers)
-    assert generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers) == text, "one warning will do"
+    assert generate(model, tokenizer, make_prompt(9), max_tokens=30, answers=answers) == text, "only one warning"
     monkeypatch.undo()
     assert texts_in(answers) == texts
     answers.add(*make_text(5))
@@ -233,7 +233,7 @@ def test_sessions_and_forks_give_the_same_texts(tmp_path: Path, family: str, opt
     texts = texts_in(AnswerFolder(tmp_path, WIDE))
     assert len(texts) >= 9, "all but the shortest"
     assert all(any(text[-len(made) :] == made for made in without) for text in texts)
-    assert len(texts[1]) < len(without[0]) + len(without[1]), "a turn holds only its own tokens, not earlier turns"
+    assert len(texts[1]) < len(without[0]) + len(without[1]), "without the turns before it"
 
 
 def test_a_session_uses_the_folder_for_all_turns(tmp_path: Path) -> None:

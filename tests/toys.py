@@ -141,12 +141,9 @@ class Scripted:
         mx.eval(self._hidden, self._tokens, self._rows, self._text, self._ranks)
 
     def open(self, model: nn.Module) -> Source:
-        """See `Drafter.open`."""
         return StepwiseSource(self, model)
 
     def begin(self, hidden: mx.array, embed: Embed) -> Advance:
-        """See `Drafter.begin`."""
-
         def advance(tokens: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
             state = self.advance(embed(tokens), state)
             return self.logits(hidden, state), state
@@ -242,7 +239,6 @@ class CachingDrafter:
         self.capture = *layers, "after_norm"
 
     def open(self, model: nn.Module) -> CachingSource:
-        """See `Drafter.open`."""
         return CachingSource(self)
 
 
@@ -272,7 +268,6 @@ class CachingSource(Source):
         self._rows = mx.where(mx.arange(self._rows.shape[0]) < self._length, self._rows, -1)
 
     def fork(self) -> CachingSource:
-        """See `Source.fork`."""
         other = copy.copy(self)
         other._rows = mx.array(self._rows)
         return other

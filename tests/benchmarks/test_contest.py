@@ -66,7 +66,7 @@ class Clock:
         return Contestant(kind, "off" if kind == PLAIN else [1, 2, 3] if kind == DRAFTED else None, decode)
 
 
-def test_a_text_ends_at_its_end_token_on_every_side() -> None:
+def test_every_contestant_stops_at_the_end_token() -> None:
     free = make_contestants(make_workload(), ["auto"], Settings(), context=True)
     (text, *_) = texts = [side.run(PROMPTS[0], 12).tokens for side in free]
     end = next(i for i in range(2, 12) if text[i] not in text[1:i])

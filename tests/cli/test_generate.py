@@ -178,7 +178,7 @@ def test_ties_of_noisy_scores_are_rounding() -> None:
 
 
 def test_a_model_of_many_parameters_is_decoded(run: Run, tmp_path: Path) -> None:
-    """Models above 100 million parameters use all cores; counting cores is system-specific."""
+    """Models of 100 million parameters or more use all cores; counting cores is system-specific."""
     rows, repeats = 4000, 100
     model = small_llama(hidden=512, vocab=rows, tie_word_embeddings=True)
     few = model.model.embed_tokens.weight

@@ -169,7 +169,7 @@ def test_older_names_are_read(tmp_path: Path) -> None:
 
 
 def test_gemma_values_may_have_their_own_projection(tmp_path: Path) -> None:
-    """A copy of the key projection changes nothing; a different projection does."""
+    """A scaled copy of the key projection changes nothing; a different projection does."""
     weights, sound = read_golden("dspark_gemma4")[0], load_golden("dspark_gemma4", tmp_path).sample_logits()
     keys = {name: array for name, array in weights.items() if name.endswith("k_proj.weight")}
     for factor, is_same in ((2.0, True), (None, False)):
@@ -304,7 +304,7 @@ def test_heads_are_never_in_float16(tmp_path: Path) -> None:
     assert load_drafter(convert(tmp_path / "in", tmp_path / "whole", dtype="float32").path).dtype == mx.float32
 
 
-def test_a_vocabulary_size_may_be_missing(tmp_path: Path) -> None:
+def test_a_vocabulary_is_trimmed_to_frequent_tokens(tmp_path: Path) -> None:
     counts = tmp_path / "counts.json"
     counts.write_text(json.dumps([*range(0, 100, 3)]))
     source = publish("dspark", tmp_path / "in")

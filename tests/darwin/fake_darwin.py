@@ -119,7 +119,7 @@ def hide_packages() -> None:
     certificates = types.ModuleType("truststore._macos")  # httpcore2 reads certificates from it
     certificates._configure_context = certificates._verify_peercerts_impl = None  # type: ignore[attr-defined]
     sys.modules |= {"_scproxy": proxies, "truststore._macos": certificates}
-    sys.modules["trio"] = None  # it needs kqueue
+    sys.modules["trio"] = None  # type: ignore[assignment]  # it needs kqueue
     os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # trio registers one
 
 

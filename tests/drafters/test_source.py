@@ -1,4 +1,4 @@
-"""Drafters with state (sources): it follows the text across rounds, turns and forks."""
+"""Stateful drafters: their rows follow the text across rounds, turns and forks."""
 
 from __future__ import annotations
 

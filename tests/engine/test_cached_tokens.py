@@ -33,7 +33,7 @@ def test_most_tokens_are_recovered_from_a_quantized_cache(bits: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba2", "deepseek_v3"])
 def test_caches_without_values_per_token_give_none(name: str) -> None:
-    """gpt2 adds positions to the embedding; states and latents do not hold the values."""
+    """gpt2 adds positions to its embedding; states and latents hold no values per token."""
     model, text = make_family(name), make_prompt(60, vocab=50)
     cache = make_prompt_cache(model)
     model(mx.array(text)[None], cache=cache)

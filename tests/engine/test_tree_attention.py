@@ -26,7 +26,7 @@ PREFIXES = [0, 1, 2, 5, 17, 31, 40, 254]
 
 
 def random_tree(seed: int) -> Tree:
-    """Four to ten nodes, with branches."""
+    """A tree of 4 + `seed` nodes, with branches."""
     generator = random.Random(seed)
     parents = [0, 0, 0] + [generator.randrange(node) for node in range(3, 4 + seed)]
     return make_tree([generator.randrange(VOCAB) for _ in parents], parents)

@@ -23,7 +23,7 @@ IN_EVERY_PRECISION = pytest.mark.parametrize(
 
 
 def in_precision(model: nn.Module, precision: tuple[mx.Dtype, int]) -> Any:
-    """A copy of the model in a dtype; `bits` quantizes matrices whose rows allow it, 0 none."""
+    """A copy of the model in a dtype. Unless `bits` is 0, matrices whose rows allow it are quantized."""
     model, (dtype, bits) = copy.deepcopy(model), precision
     parameters = model.parameters()
     model.update(tree_map(lambda x: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x, parameters))
